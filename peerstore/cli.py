@@ -1,0 +1,146 @@
+"""``peerstore serve`` and ``peerstore status``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from peerstore.client import Client, connect
+from peerstore.errors import PeerStoreError, RequestError
+from peerstore.records import StoreStatus
+from peerstore.serve import detach, serve
+from peerstore.settings import AgentPlace, StoreSettings, default_place
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 done, 1 refused or failed, 2 wrong arguments, 3 no agent answers."""
+    args = _parser().parse_args(argv)
+    place = AgentPlace(args.dir) if args.dir else default_place()
+    try:
+        return args.run(args, place)
+    except RequestError as error:
+        print(f"peerstore: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except PeerStoreError as error:
+        print(f"peerstore: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options every agent has, whatever it adds."""
+    settings = StoreSettings()
+    parser.add_argument("--budget", default=settings.budget, help="arena size, '64GiB' or '30%%' of memory (%(default)s)")
+    parser.add_argument(
+        "--slots-per-part", type=int, default=settings.slots_per_part, help="slots a writer keeps (%(default)s)"
+    )
+    parser.add_argument(
+        "--burst-slots", type=int, default=settings.burst_slots, help="extra slots while old ones are in use (%(default)s)"
+    )
+    parser.add_argument(
+        "--lease-grace-s", type=float, default=settings.lease_grace_s, help="patience with a silent writer (%(default)s)"
+    )
+    parser.add_argument(
+        "--job-ttl-s", type=float, default=settings.job_ttl_s, help="keep a job without processes so long (%(default)s)"
+    )
+    parser.add_argument(
+        "--linger-s", type=float, default=None, help="leave when nobody needed the agent for so long (default: never)"
+    )
+    parser.add_argument("--detach", action="store_true", help="go on in the background")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+
+
+def store_settings(args: argparse.Namespace) -> StoreSettings:
+    return StoreSettings(**{field.name: getattr(args, field.name) for field in fields(StoreSettings)})
+
+
+def start_process(args: argparse.Namespace) -> None:
+    """What every agent does first: leave the foreground if told so, and log to standard error."""
+    if args.detach:
+        detach()
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="peerstore", description="Keep sealed shards in this machine's memory.")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--dir", type=Path, help="the agent's directory (default: $PEERSTORE_DIR or /dev/shm/peerstore-UID)")
+
+    serving = commands.add_parser("serve", parents=[shared], help="run the store of this node")
+    add_serve_arguments(serving)
+    serving.set_defaults(run=_serve)
+
+    asking = commands.add_parser("status", parents=[shared], help="what the store of this node holds")
+    asking.add_argument("--json", action="store_true", help="print JSON")
+    asking.set_defaults(run=_status)
+    return parser
+
+
+def _serve(args: argparse.Namespace, place: AgentPlace) -> int:
+    start_process(args)
+    serve(place, store_settings(args), version=_version(), linger_s=args.linger_s)
+    return EXIT_OK
+
+
+def _status(args: argparse.Namespace, place: AgentPlace) -> int:
+    try:
+        client = Client(lambda: connect(place.socket), retry_s=0)
+    except PeerStoreError as error:
+        print(f"peerstore: {error}", file=sys.stderr)
+        return EXIT_UNREACHABLE
+    status = client.status()
+    client.close()
+    print(json.dumps(msgspec.to_builtins(status), indent=2) if args.json else describe(status))
+    return EXIT_OK
+
+
+def describe(status: StoreStatus) -> str:
+    """The status as a person reads it."""
+    arena = status.arena
+    lines = [
+        f"arena   {_size(arena.sealed_bytes)} sealed, {_size(arena.allocated_bytes)} in {arena.slots} slots "
+        f"({arena.free_slots} free, {arena.leases} being written), budget {_size(arena.budget_bytes)}"
+    ]
+    for job in status.jobs:
+        newest = "no whole version" if job.newest_whole is None else f"newest whole version {job.newest_whole}"
+        left = "" if job.expires_in_s is None else f", forgotten in {max(0.0, job.expires_in_s):.0f} s"
+        lines.append(
+            f"job     {job.job}: {newest}, {job.versions} versions, epoch {job.epoch}, {job.clients} processes{left}"
+        )
+    lines += [f"damage  {damage.what}: {damage.reason}" for damage in status.damages]
+    if status.adopting:
+        lines.append(f"        still verifying {status.adopting} shards of the last agent")
+    return "\n".join(lines)
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            break
+        size_bytes /= 1024
+    else:
+        unit = "TiB"
+    return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("tieredckpt")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

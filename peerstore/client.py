@@ -1,0 +1,203 @@
+"""The store as a process on this machine sees it: the same calls, over the node agent's socket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from peerstore import frames, operations
+from peerstore.errors import AgentUnreachableError, ProtocolError, from_wire
+from peerstore.frames import PROTOCOL, Greeting, Request, Response
+from peerstore.operations import MAX_WAIT_S
+from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, StoreStatus
+
+_CALL_S = 60.0
+_SLOWEST_BYTES_PER_S = 100e6
+_ADOPTION_S = 660.0
+T = TypeVar("T")
+
+Connector = Callable[[], socket.socket]
+
+
+def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
+    """A connection to the agent's socket, or :class:`AgentUnreachableError`."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(str(path))
+    except OSError as error:
+        sock.close()
+        raise AgentUnreachableError(f"no agent answers on {path}: {error}") from error
+    return sock
+
+
+class Client:
+    """A :class:`~peerstore.operations.Store` behind a socket.
+
+    Any thread may call; each call has a connection to itself. When the agent dies in the middle of a call, the
+    call is repeated on a new connection (``connector`` may start a new agent) for up to ``retry_s``.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        *,
+        job: str = "",
+        retry_s: float = 20.0,
+        errors: Mapping[str, type[Exception]] | None = None,
+    ) -> None:
+        self._connector = connector
+        self._job = job
+        self._retry_s = retry_s
+        self._errors = dict(errors or {})
+        self._idle: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self.server_version = ""
+        self._give_back(self._open(time.monotonic() + retry_s))
+
+    # -- Store ------------------------------------------------------------------------------------------------
+
+    def epoch(self, job: str) -> int:
+        return self.call("epoch", operations.EpochOf(job), int)
+
+    def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int:
+        return self.call("claim", operations.Claim(job, incarnation, at_least), int)
+
+    def lease(self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0) -> Lease:
+        ask = operations.TakeLease(key, size_bytes, parts, wait_s)
+        return self.call("lease", ask, Lease, timeout_s=min(wait_s, MAX_WAIT_S) + _CALL_S)
+
+    def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord:
+        timeout = _CALL_S + size_bytes / _SLOWEST_BYTES_PER_S
+        return self.call("seal", operations.Seal(lease_id, size_bytes, meta), ShardRecord, timeout_s=timeout)
+
+    def abandon(self, lease_id: str) -> None:
+        self.call("abandon", operations.Abandon(lease_id), type(None))
+
+    def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> int:
+        return self.call("reserve", operations.Reserve(job, part, size_bytes, slots), int)
+
+    def inventory(self, job: str | None = None) -> list[ShardFact]:
+        return self.call("inventory", operations.Inventory(job), list[ShardFact], timeout_s=_ADOPTION_S)
+
+    def pin(self, key: ShardKey) -> Pin:
+        return self.call("pin", operations.TakePin(key), Pin, timeout_s=_ADOPTION_S)
+
+    def unpin(self, pin_id: str) -> bool:
+        return self.call("unpin", operations.Unpin(pin_id), bool)
+
+    def verify(self, key: ShardKey, chunks: tuple[int, int] | None = None) -> tuple[int, ...]:
+        return self.call("verify", operations.Verify(key, chunks), tuple[int, ...], timeout_s=_ADOPTION_S)
+
+    def report(self, key: ShardKey, reason: str) -> None:
+        self.call("report", operations.Report(key, reason), type(None))
+
+    def mark_whole(self, job: str, group: Group) -> None:
+        self.call("mark_whole", operations.MarkWhole(job, group), type(None))
+
+    def forget(self, job: str, groups: list[Group] | None = None) -> int:
+        return self.call("forget", operations.Forget(job, groups), int)
+
+    def put_blob(self, job: str, name: str, data: bytes) -> None:
+        self.call("put_blob", operations.PutBlob(job, name, data), type(None))
+
+    def get_blob(self, job: str, name: str) -> bytes:
+        return self.call("get_blob", operations.GetBlob(job, name), bytes)
+
+    def blobs(self, job: str) -> list[str]:
+        return self.call("blobs", operations.EpochOf(job), list[str])
+
+    def remove_blob(self, job: str, name: str) -> None:
+        self.call("remove_blob", operations.GetBlob(job, name), type(None))
+
+    def status(self) -> StoreStatus:
+        return self.call("status", operations.Status(), StoreStatus)
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for sock in idle:
+            sock.close()
+
+    # -- any operation ----------------------------------------------------------------------------------------
+
+    def call(self, op: str, body: object, result: type[T] | Any, *, timeout_s: float = _CALL_S) -> Any:
+        """Ask the agent for ``op``; the answer as a ``result``, or the error it raised."""
+        request = Request(op, frames.encode_raw(body))
+        deadline = time.monotonic() + self._retry_s
+        sock = self._take(deadline)
+        while True:
+            try:
+                sock.settimeout(timeout_s)
+                frames.send(sock, request)
+                response = frames.receive(sock, Response)
+                if response is None:
+                    raise AgentUnreachableError("the agent closed the connection")
+                break
+            except TimeoutError as error:
+                sock.close()
+                raise AgentUnreachableError(f"the agent did not answer {op!r} within {timeout_s:.0f} s") from error
+            except (AgentUnreachableError, OSError):
+                sock.close()
+                if time.monotonic() >= deadline:
+                    raise
+                sock = self._open(deadline)
+            except BaseException:
+                sock.close()
+                raise
+        self._give_back(sock)
+        if response.error:
+            raise self._error(response)
+        return frames.decode(response.body, result)
+
+    def _error(self, response: Response) -> Exception:
+        message = frames.decode(response.body, str)
+        kind = self._errors.get(response.error)
+        return kind(message) if kind is not None else from_wire(response.error, message)
+
+    def _take(self, deadline: float) -> socket.socket:
+        with self._lock:
+            if self._pid != os.getpid():  # a forked child must not talk on its parent's connections
+                self._idle, self._pid = [], os.getpid()
+            if self._idle:
+                return self._idle.pop()
+        return self._open(deadline)
+
+    def _give_back(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._idle.append(sock)
+
+    def _open(self, deadline: float) -> socket.socket:
+        pause = 0.02
+        while True:
+            try:
+                return self._greet(self._connector())
+            except (AgentUnreachableError, OSError):
+                if time.monotonic() + pause >= deadline:
+                    raise
+                time.sleep(pause)
+                pause = min(pause * 2, 1.0)
+
+    def _greet(self, sock: socket.socket) -> socket.socket:
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            sock.settimeout(10.0)
+            frames.send(sock, Greeting(PROTOCOL, self._job))
+            answer = frames.receive(sock, Greeting, limit_bytes=frames.MAX_GREETING_BYTES)
+            if answer is None:
+                raise AgentUnreachableError("the agent closed the connection before it greeted")
+            if answer.protocol != PROTOCOL:
+                raise ProtocolError(
+                    f"the agent speaks protocol {answer.protocol} (version {answer.server or 'unknown'}), "
+                    f"this client {PROTOCOL}: use the same release for both"
+                )
+            self.server_version = answer.server
+            undo.pop_all()
+        return sock

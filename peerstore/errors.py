@@ -1,0 +1,82 @@
+"""What can go wrong in a byte store, sorted by what the caller can do about it.
+
+::
+
+    PeerStoreError
+    ├── RequestError            the call itself is wrong: fix it, retrying does not help
+    │   ├── InvalidNameError        a job name that could not be a file name
+    │   └── ProtocolError           a frame nobody who follows the protocol would send
+    ├── ShardNotFoundError      absent: ask the next tier
+    ├── ShardDamagedError       the bytes are not what was sealed: use another copy, report it
+    ├── UnavailableError        unknown, not absent: retry, or ask somebody else
+    │   ├── AgentUnreachableError   nobody answers on the socket
+    │   └── ArenaBusyError          every slot is in use for now; wait or skip this save
+    ├── ArenaFullError          the budget or the machine is too small: enlarge it or save less
+    └── FencedError             a newer incarnation owns the job: stop writing
+        └── LeaseLostError          this lease is gone (expired, fenced, never given)
+
+All of them travel over the wire by class name and message, and pickle.
+"""
+
+from __future__ import annotations
+
+
+class PeerStoreError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class RequestError(PeerStoreError):
+    """The call is wrong; repeating it gives the same answer."""
+
+
+class InvalidNameError(RequestError):
+    """A job name outside ``[A-Za-z0-9._-]{1,128}``, or one that means a directory."""
+
+
+class ProtocolError(RequestError):
+    """The other side sent something that is not this protocol."""
+
+
+class ShardNotFoundError(PeerStoreError):
+    """No such sealed shard here. Absent, not unknown."""
+
+
+class ShardDamagedError(PeerStoreError):
+    """The bytes do not match the checksums taken when the shard was sealed."""
+
+
+class UnavailableError(PeerStoreError):
+    """The answer is not known right now; it may be later."""
+
+
+class AgentUnreachableError(UnavailableError):
+    """The node agent does not answer and could not be started."""
+
+
+class ArenaBusyError(UnavailableError):
+    """Every slot holds something that may not be given up yet."""
+
+
+class ArenaFullError(PeerStoreError):
+    """What was asked for does not fit the budget or the machine."""
+
+
+class FencedError(PeerStoreError):
+    """A newer incarnation of the job has taken over; this writer is of the past."""
+
+
+class LeaseLostError(FencedError):
+    """The lease is not known (any more)."""
+
+
+def _tree(root: type[PeerStoreError]) -> dict[str, type[PeerStoreError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def from_wire(name: str, message: str) -> PeerStoreError:
+    """The error another process raised, or the root class when its name is not ours."""
+    kind = _tree(PeerStoreError).get(name)
+    return kind(message) if kind else PeerStoreError(f"{name}: {message}")

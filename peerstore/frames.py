@@ -1,0 +1,91 @@
+"""The protocol's frames: ``uint32 length (big endian) | msgpack``.
+
+A connection starts with a greeting from each side; then the client asks and the server answers, one at a time.
+Everything is decoded into a declared type before anybody looks at it, and no length is trusted before it was
+compared with a limit.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from peerstore.errors import AgentUnreachableError, ProtocolError
+
+PROTOCOL = 1
+MAX_GREETING_BYTES = 4 << 10
+MAX_FRAME_BYTES = 64 << 20
+
+_LENGTH = struct.Struct(">I")
+_encode = msgspec.msgpack.Encoder().encode
+T = TypeVar("T")
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """The first frame in each direction."""
+
+    protocol: int
+    job: str
+    """What the client works on; "" to only look."""
+    server: str = ""
+    """The server's version, in its answer."""
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    op: str
+    body: msgspec.Raw
+
+
+class Response(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    error: str
+    """Class name of the error, or "" for a result."""
+    body: msgspec.Raw
+
+
+def send(sock: socket.socket, message: object) -> None:
+    """One frame out; the message must stay below the limit the other side enforces."""
+    body = _encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes is above the limit of {MAX_FRAME_BYTES}")
+    sock.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def receive(sock: socket.socket, kind: type[T], *, limit_bytes: int = MAX_FRAME_BYTES) -> T | None:
+    """One frame in, as a ``kind``; ``None`` when the other side closed the connection between frames."""
+    head = _read(sock, _LENGTH.size, may_end=True)
+    if head is None:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    if length > limit_bytes:
+        raise ProtocolError(f"a frame of {length} bytes was announced, the limit is {limit_bytes}")
+    body = _read(sock, length)
+    return decode(body or b"", kind)
+
+
+def decode(body: bytes | bytearray | msgspec.Raw, kind: type[T]) -> T:
+    """``body`` as a ``kind``, or :class:`ProtocolError`."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"not a {getattr(kind, '__name__', kind)}: {error}") from error
+
+
+def encode_raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(_encode(value))
+
+
+def _read(sock: socket.socket, size: int, *, may_end: bool = False) -> bytearray | None:
+    data = bytearray(size)
+    view = memoryview(data)
+    got = 0
+    while got < size:
+        count = sock.recv_into(view[got:])
+        if count == 0:
+            if may_end and got == 0:
+                return None
+            raise AgentUnreachableError(f"the connection ended after {got} of {size} bytes of a frame")
+        got += count
+    return data

@@ -1,0 +1,32 @@
+"""Names that enter from outside, and what they are called inside."""
+
+from __future__ import annotations
+
+import re
+from typing import NewType
+
+from peerstore.errors import InvalidNameError
+
+JobName = NewType("JobName", str)
+Epoch = NewType("Epoch", int)
+Version = NewType("Version", int)
+Part = NewType("Part", int)
+
+_JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_INCARNATION = re.compile(r"[A-Za-z0-9-]{1,64}")
+
+
+def job_name(text: str) -> JobName:
+    """``text`` as a job name, or :class:`InvalidNameError` that says what is allowed."""
+    if not isinstance(text, str) or not _JOB.fullmatch(text) or set(text) == {"."}:
+        raise InvalidNameError(
+            f"job name {text!r} is not allowed: use 1 to 128 letters, digits, '.', '_' or '-', and not only dots"
+        )
+    return JobName(text)
+
+
+def incarnation_name(text: str) -> str:
+    """``text`` as the name of one incarnation of a job."""
+    if not isinstance(text, str) or not _INCARNATION.fullmatch(text):
+        raise InvalidNameError(f"incarnation {text!r} is not allowed: use 1 to 64 letters, digits or '-'")
+    return text

@@ -1,0 +1,169 @@
+"""What a client may ask of a store: one message type per operation, and which method answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from peerstore.owners import Owner
+from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, StoreStatus
+from peerstore.store import NodeStore
+
+
+class Store(Protocol):
+    """Sealed shards in a machine's memory, wherever the store itself runs.
+
+    Promises every store makes (``tests/contract/test_store.py`` holds them to it):
+
+    - What was sealed is read back exactly, or an error is raised; it never changes while it is pinned.
+    - The newest whole version is never given up for a newer one that is not whole.
+    - A writer of a past incarnation gets :class:`FencedError`, never a slot.
+    - ``seal`` and ``lease`` may be repeated after a lost answer.
+    - :class:`ShardNotFoundError` means absent; :class:`UnavailableError` means unknown.
+    """
+
+    def epoch(self, job: str) -> int: ...
+    def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int: ...
+    def lease(self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0) -> Lease: ...
+    def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord: ...
+    def abandon(self, lease_id: str) -> None: ...
+    def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> int: ...
+    def inventory(self, job: str | None = None) -> list[ShardFact]: ...
+    def pin(self, key: ShardKey) -> Pin: ...
+    def unpin(self, pin_id: str) -> bool: ...
+    def verify(self, key: ShardKey, chunks: tuple[int, int] | None = None) -> tuple[int, ...]: ...
+    def report(self, key: ShardKey, reason: str) -> None: ...
+    def mark_whole(self, job: str, group: Group) -> None: ...
+    def forget(self, job: str, groups: list[Group] | None = None) -> int: ...
+    def put_blob(self, job: str, name: str, data: bytes) -> None: ...
+    def get_blob(self, job: str, name: str) -> bytes: ...
+    def blobs(self, job: str) -> list[str]: ...
+    def remove_blob(self, job: str, name: str) -> None: ...
+    def status(self) -> StoreStatus: ...
+    def close(self) -> None: ...
+
+
+class EpochOf(msgspec.Struct, frozen=True):
+    job: str
+
+
+class Claim(msgspec.Struct, frozen=True):
+    job: str
+    incarnation: str
+    at_least: int = 0
+
+
+class TakeLease(msgspec.Struct, frozen=True):
+    key: ShardKey
+    size_bytes: int
+    parts: int
+    wait_s: float = 0.0
+
+
+class Seal(msgspec.Struct, frozen=True):
+    lease_id: str
+    size_bytes: int
+    meta: bytes = b""
+
+
+class Abandon(msgspec.Struct, frozen=True):
+    lease_id: str
+
+
+class Reserve(msgspec.Struct, frozen=True):
+    job: str
+    part: int
+    size_bytes: int
+    slots: int = 0
+
+
+class Inventory(msgspec.Struct, frozen=True):
+    job: str | None = None
+
+
+class TakePin(msgspec.Struct, frozen=True):
+    key: ShardKey
+
+
+class Unpin(msgspec.Struct, frozen=True):
+    pin_id: str
+
+
+class Verify(msgspec.Struct, frozen=True):
+    key: ShardKey
+    chunks: tuple[int, int] | None = None
+
+
+class Report(msgspec.Struct, frozen=True):
+    key: ShardKey
+    reason: str
+
+
+class MarkWhole(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+
+
+class Forget(msgspec.Struct, frozen=True):
+    job: str
+    groups: list[Group] | None = None
+
+
+class PutBlob(msgspec.Struct, frozen=True):
+    job: str
+    name: str
+    data: bytes
+
+
+class GetBlob(msgspec.Struct, frozen=True):
+    job: str
+    name: str
+
+
+class Status(msgspec.Struct, frozen=True):
+    pass
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How one request is decoded and answered."""
+
+    args: type[Any]
+    result: Any
+    answer: Callable[[Any, Owner], Any]
+
+
+def store_operations(store: NodeStore) -> Mapping[str, Operation]:
+    """Every operation of :class:`Store`, answered by ``store``."""
+    none = type(None)
+    return {
+        "epoch": Operation(EpochOf, int, lambda a, _: store.epoch(a.job)),
+        "claim": Operation(Claim, int, lambda a, _: store.claim(a.job, a.incarnation, at_least=a.at_least)),
+        "lease": Operation(
+            TakeLease,
+            Lease,
+            lambda a, who: store.lease(a.key, a.size_bytes, a.parts, wait_s=min(a.wait_s, MAX_WAIT_S), owner=who),
+        ),
+        "seal": Operation(Seal, ShardRecord, lambda a, _: store.seal(a.lease_id, a.size_bytes, a.meta)),
+        "abandon": Operation(Abandon, none, lambda a, _: store.abandon(a.lease_id)),
+        "reserve": Operation(Reserve, int, lambda a, _: store.reserve(a.job, a.part, a.size_bytes, slots=a.slots)),
+        "inventory": Operation(Inventory, list[ShardFact], lambda a, _: store.inventory(a.job)),
+        "pin": Operation(TakePin, Pin, lambda a, who: store.pin(a.key, owner=who)),
+        "unpin": Operation(Unpin, bool, lambda a, _: store.unpin(a.pin_id)),
+        "verify": Operation(Verify, tuple[int, ...], lambda a, _: store.verify(a.key, a.chunks)),
+        "report": Operation(Report, none, lambda a, _: store.report(a.key, a.reason)),
+        "mark_whole": Operation(MarkWhole, none, lambda a, _: store.mark_whole(a.job, a.group)),
+        "forget": Operation(Forget, int, lambda a, _: store.forget(a.job, a.groups)),
+        "put_blob": Operation(PutBlob, none, lambda a, _: store.put_blob(a.job, a.name, a.data)),
+        "get_blob": Operation(GetBlob, bytes, lambda a, _: store.get_blob(a.job, a.name)),
+        "remove_blob": Operation(GetBlob, none, lambda a, _: store.remove_blob(a.job, a.name)),
+        "blobs": Operation(EpochOf, list[str], lambda a, _: store.blobs(a.job)),
+        "status": Operation(Status, StoreStatus, lambda a, _: store.status()),
+    }
+
+
+MAX_WAIT_S = 300.0
+"""The longest a server keeps one request waiting; a client that wants longer asks again."""

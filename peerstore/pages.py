@@ -1,0 +1,100 @@
+"""Files in memory, mapped: the few system calls this package makes on pages."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from types import TracebackType
+
+from peerstore.errors import ArenaFullError
+
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
+_STEP_BYTES = 32 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.madvise.restype = ctypes.c_int
+
+
+class Mapping:
+    """A file mapped into this process, as a memoryview.
+
+    Closing it while a view is still in use raises ``BufferError`` rather than leaving a pointer
+    into nothing.
+    """
+
+    def __init__(self, path: str, size_bytes: int, *, writable: bool = False) -> None:
+        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        try:
+            have = os.fstat(fd).st_size
+            if have < size_bytes:
+                raise ValueError(f"{path} has {have} bytes, {size_bytes} were expected")
+            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access) if size_bytes else None
+        finally:
+            os.close(fd)
+        self.size_bytes = size_bytes
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self._map) if self._map is not None else memoryview(b"")
+
+    def prefault(self) -> None:
+        """Map every page now, in one go, instead of one fault per page later (a hint: may do nothing)."""
+        if self._map is None:
+            return
+        for start in range(0, self.size_bytes, _STEP_BYTES):
+            try:
+                self._map.madvise(_POPULATE_READ, start, min(_STEP_BYTES, self.size_bytes - start))
+            except OSError:  # a kernel before 5.14
+                return
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+
+    def __enter__(self) -> Mapping:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def populate_address(address: int, size_bytes: int) -> None:
+    """Put a page behind every byte of a writable shared mapping, or say that there is no memory for it.
+
+    Without this a full tmpfs would be noticed as SIGBUS in the middle of a copy.
+    """
+    if size_bytes and _libc.madvise(address, size_bytes, _POPULATE_WRITE):
+        code = ctypes.get_errno()
+        if code == errno.EINVAL:  # a kernel before 5.14: the copy itself will fault the pages in
+            return
+        raise ArenaFullError(
+            f"no memory behind {size_bytes} bytes of the arena ({os.strerror(code)}): "
+            "the file system or the container's memory limit is full"
+        )
+
+
+def populate_file(path: str, size_bytes: int, stop: Callable[[], bool], *, start: int = 0) -> int:
+    """Put pages behind ``path`` step by step; returns how far it came before ``stop()`` said so."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size_bytes = min(size_bytes, os.fstat(fd).st_size)
+        done = start - start % mmap.ALLOCATIONGRANULARITY
+        while done < size_bytes and not stop():
+            step = min(_STEP_BYTES, size_bytes - done)
+            with mmap.mmap(fd, step, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=done) as window:
+                anchor = ctypes.c_char.from_buffer(window)
+                try:
+                    populate_address(ctypes.addressof(anchor), step)
+                finally:
+                    del anchor
+            done += step
+        return done
+    finally:
+        os.close(fd)

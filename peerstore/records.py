@@ -1,0 +1,133 @@
+"""The facts of the store, as they are kept beside a slot and sent over the wire."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import msgspec
+
+CHUNK_BYTES = 1 << 20
+"""How much one checksum covers: small enough to verify a slice, large enough to hash at memory speed."""
+
+
+class Group(NamedTuple):
+    """All shards of one attempt to write one version; whole when every part is there."""
+
+    epoch: int
+    version: int
+    attempt: int
+    incarnation: str
+
+
+class ShardKey(msgspec.Struct, frozen=True, order=True):
+    """What one writer wrote for one version of one job."""
+
+    job: str
+    version: int
+    epoch: int
+    """The job's incarnation, counted: a higher one fences all lower ones."""
+    incarnation: str
+    """The same incarnation's own name: two that were given one number stay apart."""
+    attempt: int
+    """Which try at this version, counted by the incarnation."""
+    part: int
+
+    @property
+    def group(self) -> Group:
+        return Group(self.epoch, self.version, self.attempt, self.incarnation)
+
+    def __str__(self) -> str:
+        again = f", attempt {self.attempt}" if self.attempt else ""
+        return f"{self.job}/{self.version} part {self.part} (epoch {self.epoch} {self.incarnation}{again})"
+
+
+class ShardRecord(msgspec.Struct, frozen=True):
+    """A sealed shard: how many bytes, what they must hash to, and its owner's own notes."""
+
+    key: ShardKey
+    parts: int
+    """How many parts a whole version has."""
+    size_bytes: int
+    chunk_bytes: int
+    checksums: bytes
+    """One little-endian xxh3-64 per chunk, in order."""
+    meta: bytes
+    """Opaque to this package."""
+    sealed_ns: int
+
+
+class SlotState(str, enum.Enum):
+    FREE = "free"
+    LEASED = "leased"
+    SEALED = "sealed"
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """Permission to fill one slot, until it is sealed or given back."""
+
+    id: str
+    key: ShardKey
+    parts: int
+    path: str
+    size_bytes: int
+    slot: str
+    generation: int
+    """Changes when the slot's file is another one: a mapping of an older generation is stale."""
+    warm_bytes: int
+    """How much of the file already has pages behind it."""
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """A promise that a sealed shard stays where it is until it is unpinned."""
+
+    id: str
+    path: str
+    record: ShardRecord
+
+
+class ShardFact(msgspec.Struct, frozen=True):
+    """One line of the inventory: what is here, without the checksums."""
+
+    key: ShardKey
+    parts: int
+    size_bytes: int
+    meta: bytes
+    sealed_ns: int
+    marked_whole: bool
+
+
+class Damage(msgspec.Struct, frozen=True):
+    """A copy that could not be trusted, and how that came to light."""
+
+    job: str
+    what: str
+    reason: str
+    at_ns: int
+
+
+class ArenaStatus(msgspec.Struct, frozen=True):
+    budget_bytes: int
+    allocated_bytes: int
+    sealed_bytes: int
+    slots: int
+    free_slots: int
+    leases: int
+    pins: int
+
+
+class JobStatus(msgspec.Struct, frozen=True):
+    job: str
+    epoch: int
+    clients: int
+    versions: int
+    newest_whole: int | None
+    expires_in_s: float | None
+
+
+class StoreStatus(msgspec.Struct, frozen=True):
+    arena: ArenaStatus
+    jobs: tuple[JobStatus, ...]
+    damages: tuple[Damage, ...]
+    counters: dict[str, float]
+    adopting: int

@@ -1,0 +1,198 @@
+"""The node agent's front door: a Unix socket for the processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from peerstore import frames
+from peerstore.errors import AgentUnreachableError, PeerStoreError, ProtocolError, RequestError, UnavailableError
+from peerstore.frames import PROTOCOL, Greeting, Request, Response
+from peerstore.names import job_name
+from peerstore.operations import Operation, store_operations
+from peerstore.owners import Owner, owner_of
+from peerstore.settings import AgentPlace
+from peerstore.store import NodeStore
+
+log = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS = 1024
+_GREETING_S = 10.0
+_SWEEP_S = 1.0
+_FAREWELL_S = 5.0
+
+
+def private_directory(path: Path) -> None:
+    """Make sure ``path`` is a directory only this user can enter; refuse one that somebody else prepared."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise RequestError(
+            f"{path} must be a directory of user {os.getuid()} with mode 0700, it belongs to {found.st_uid} with "
+            f"mode {stat.S_IMODE(found.st_mode):04o}: remove it or choose another directory"
+        )
+
+
+@contextlib.contextmanager
+def sole_agent(place: AgentPlace) -> Iterator[None]:
+    """Hold the directory's lock, so that there is one agent in it; the kernel lets go when this process dies."""
+    private_directory(place.directory)
+    fd = os.open(place.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UnavailableError(f"another agent already serves {place.directory}") from None
+        os.truncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(fd)
+
+
+class StoreServer:
+    """Answers :class:`~peerstore.operations.Store` operations, and any others given, on a Unix socket."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        socket_path: Path,
+        *,
+        version: str = "",
+        more: Mapping[str, Operation] | None = None,
+        errors: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._store = store
+        self._version = version
+        self._operations = {**store_operations(store), **(more or {})}
+        self._errors = (PeerStoreError, *errors)
+        self._path = socket_path
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._fewer = threading.Condition(self._lock)
+        self._stopping = threading.Event()
+        self.refused = 0
+        socket_path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        before = os.umask(0o177)
+        try:
+            self._listener.bind(str(socket_path))
+        finally:
+            os.umask(before)
+        self._listener.listen(128)
+        self._threads = [
+            threading.Thread(target=self._accept_loop, name="peerstore-accept", daemon=True),
+            threading.Thread(target=self._sweep_loop, name="peerstore-sweep", daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop answering; requests in progress end with their connections."""
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        with self._fewer:
+            self._fewer.wait_for(lambda: not self._connections, _FAREWELL_S)
+        self._path.unlink(missing_ok=True)
+
+    @property
+    def connections(self) -> int:
+        with self._lock:
+            return len(self._connections)
+
+    def _accept_loop(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if not self._stopping.is_set():
+                    log.exception("accepting connections stopped")
+                return
+            with self._lock:
+                if len(self._connections) >= _MAX_CONNECTIONS:
+                    connection.close()
+                    self.refused += 1
+                    continue
+                self._connections.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="peerstore-serve", daemon=True).start()
+
+    def _sweep_loop(self) -> None:
+        while not self._stopping.wait(_SWEEP_S):
+            self._store.sweep()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                self._converse(connection)
+        except (ProtocolError, AgentUnreachableError, OSError) as error:
+            if not self._stopping.is_set():
+                self.refused += isinstance(error, ProtocolError)
+                log.info("connection ended: %s", error)
+        except Exception:
+            log.exception("connection ended unexpectedly")
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+                self._fewer.notify_all()
+
+    def _converse(self, connection: socket.socket) -> None:
+        owner = _peer(connection)
+        connection.settimeout(_GREETING_S)
+        greeting = frames.receive(connection, Greeting, limit_bytes=frames.MAX_GREETING_BYTES)
+        if greeting is None:
+            return
+        if greeting.protocol != PROTOCOL:
+            frames.send(connection, Greeting(PROTOCOL, "", self._version))
+            raise ProtocolError(f"client speaks protocol {greeting.protocol}, this is {PROTOCOL}")
+        job = job_name(greeting.job) if greeting.job else ""
+        frames.send(connection, Greeting(PROTOCOL, job, self._version))
+        connection.settimeout(None)
+        if job:
+            self._store.arrived(owner, job)
+        try:
+            while (request := frames.receive(connection, Request)) is not None:
+                frames.send(connection, self._answer(request, owner))
+        finally:
+            if job:
+                self._store.departed(owner, job)
+
+    def _answer(self, request: Request, owner: Owner) -> Response:
+        try:
+            operation = self._operations.get(request.op)
+            if operation is None:
+                raise RequestError(f"this agent ({self._version or 'unknown version'}) has no operation {request.op!r}")
+            result = operation.answer(frames.decode(request.body, operation.args), owner)
+            return Response("", frames.encode_raw(result))
+        except self._errors as error:
+            return Response(type(error).__name__, frames.encode_raw(str(error)))
+        except Exception as error:
+            log.exception("operation %s failed", request.op)
+            return Response("PeerStoreError", frames.encode_raw(f"internal error: {type(error).__name__}: {error}"))
+
+
+def _peer(connection: socket.socket) -> Owner:
+    """Who is connected; only this user (and root) may be."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    if uid not in (os.getuid(), 0):
+        raise ProtocolError(f"user {uid} may not use the store of user {os.getuid()}")
+    return owner_of(pid)

@@ -1,0 +1,87 @@
+"""What an operator may set about a node's store, and the only place here that reads the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from peerstore.errors import RequestError
+
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B?|B|%)?\s*", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for suffix, base in (("", 1024), ("i", 1024), ("ib", 1024), ("b", 1000))
+}
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """How a node keeps shards."""
+
+    budget: str = "50%"
+    """Arena size: bytes ("64GiB") or a share of this node's memory ("30%")."""
+    slots_per_part: int = 2
+    """Slots a writer has in steady state: one with the newest whole version, one to write the next."""
+    burst_slots: int = 1
+    """Extra slots a writer may get while older versions cannot be given up (a slow upload, a reader)."""
+    lease_grace_s: float = 30.0
+    """How long a lease survives when its live owner lost the connection."""
+    job_ttl_s: float = 3600.0
+    """How long a job's shards are kept after its last process went away."""
+
+
+@dataclass(frozen=True)
+class AgentPlace:
+    """The directory of one node agent: arena, socket, lock and log."""
+
+    directory: Path
+
+    @property
+    def socket(self) -> Path:
+        return self.directory / "agent.sock"
+
+    @property
+    def lock(self) -> Path:
+        return self.directory / "agent.lock"
+
+    @property
+    def launch_lock(self) -> Path:
+        return self.directory / "launch.lock"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "agent.log"
+
+
+def default_place(environ: Mapping[str, str] = os.environ) -> AgentPlace:
+    """``$PEERSTORE_DIR``, or this user's own directory on the machine's shared memory."""
+    named = environ.get("PEERSTORE_DIR")
+    return AgentPlace(Path(named) if named else Path("/dev/shm") / f"peerstore-{os.getuid()}")  # noqa: S108
+
+
+def budget_bytes(text: str, *, memory_bytes: int | None = None) -> int:
+    """``text`` ("64GiB", "30%", "123") in bytes; a share is of the memory this process may use."""
+    match = _SIZE.fullmatch(text)
+    if not match:
+        raise RequestError(f"budget {text!r} is not a size: write for example '64GiB' or '30%'")
+    number, unit = float(match[1]), (match[2] or "").lower()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise RequestError(f"budget {text!r}: a share is above 0% and at most 100%")
+        return int((memory_bytes if memory_bytes is not None else usable_memory_bytes()) * number / 100)
+    return int(number * _UNITS[unit])
+
+
+def usable_memory_bytes() -> int:
+    """This machine's memory, or the control group's limit where that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit_file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            total = min(total, int(Path(limit_file).read_text()))
+        except (OSError, ValueError):
+            continue
+    return total

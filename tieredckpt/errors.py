@@ -1,0 +1,80 @@
+"""What can go wrong with a checkpoint, sorted by what the caller can do about it.
+
+::
+
+    TieredCheckpointError
+    ├── UsageError                  the call or the configuration is wrong: fix it
+    │   ├── SettingsError               every bad key of a configuration, all at once
+    │   ├── MissingStepError            a save that does not say which step it is
+    │   ├── MismatchError               the state and the checkpoint differ in shape, dtype or names
+    │   └── FormatVersionError          written by a newer release: upgrade
+    ├── CheckpointNotFoundError     absent: there is no such (whole) step; starting fresh is a decision, not an accident
+    ├── TierUnavailableError        unknown: a tier could not be asked; retry, do not start fresh
+    │   └── StoreBusyError              the store asks to slow down, or a slot or an upload is still in use
+    ├── CheckpointDamagedError      bytes are not what was saved, and no other copy of them is left
+    ├── DurableRefusedError         the object store says no (credentials, permission, no such bucket): fix it, then go on
+    └── SaveFailedError             this save did not happen; training may go on and the last whole step is kept
+
+They travel over the agent's socket by class name, pickle, and are found inside DCP's ``CheckpointException``.
+"""
+
+from __future__ import annotations
+
+
+class TieredCheckpointError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class UsageError(TieredCheckpointError):
+    """The call or the configuration is wrong; repeating it gives the same answer."""
+
+
+class SettingsError(UsageError):
+    """One or more settings are wrong; the message names every key."""
+
+
+class MissingStepError(UsageError):
+    """A save has to say which training step it belongs to."""
+
+
+class MismatchError(UsageError):
+    """What is to be filled and what was saved do not fit each other."""
+
+
+class FormatVersionError(UsageError):
+    """Written in a format this release does not know."""
+
+
+class CheckpointNotFoundError(TieredCheckpointError):
+    """No whole step as asked for in any tier, and every tier could be asked."""
+
+
+class TierUnavailableError(TieredCheckpointError):
+    """A tier could not be asked: what it holds is unknown, which is not the same as nothing."""
+
+
+class StoreBusyError(TierUnavailableError):
+    """Try again later."""
+
+
+class CheckpointDamagedError(TieredCheckpointError):
+    """Bytes differ from what was saved and no good copy of them was found."""
+
+
+class DurableRefusedError(TieredCheckpointError):
+    """The object store answered, and the answer is no."""
+
+
+class SaveFailedError(TieredCheckpointError):
+    """The step was not saved (or not to every tier asked for)."""
+
+
+def wire_errors() -> dict[str, type[Exception]]:
+    """Every class above by name, for the agent's client."""
+    found: dict[str, type[Exception]] = {}
+    pending: list[type[TieredCheckpointError]] = [TieredCheckpointError]
+    while pending:
+        kind = pending.pop()
+        found[kind.__name__] = kind
+        pending.extend(kind.__subclasses__())
+    return found
