@@ -140,8 +140,8 @@ class TmpfsArena:
         if size_bytes > free:
             raise ArenaFullError(
                 f"{size_bytes} bytes do not fit {self._slots}: of its {place.f_blocks * place.f_frsize} bytes "
-                f"{max(free, 0)} are free ({promised} promised to other slots). Enlarge it (in Kubernetes: an emptyDir with medium Memory and a "
-                "sizeLimit; with Docker: --shm-size) or choose another directory"
+                f"{max(free, 0)} are free ({promised} promised to other slots). Enlarge it (in Kubernetes: an emptyDir "
+                "with medium Memory and a sizeLimit; with Docker: --shm-size) or choose another directory"
             )
 
 
@@ -153,6 +153,7 @@ class MemfdArena:
         self._kept: dict[str, bytes] = {}
 
     def create(self, name: str, size_bytes: int, *, promised: int = 0) -> None:
+        del promised
         if name in self._fds:
             raise FileExistsError(errno.EEXIST, "slot exists", name)
         fd = os.memfd_create(_checked(name), os.MFD_CLOEXEC)
@@ -164,6 +165,7 @@ class MemfdArena:
         self._fds[name] = fd
 
     def resize(self, name: str, size_bytes: int, *, promised: int = 0) -> None:
+        del promised
         os.ftruncate(self._fds[name], size_bytes)
 
     def remove(self, name: str) -> None:

@@ -21,9 +21,7 @@ def digest(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-def checksums(
-    data: memoryview, *, chunk_bytes: int = CHUNK_BYTES, pool: Executor | None = None
-) -> bytes:
+def checksums(data: memoryview, *, chunk_bytes: int = CHUNK_BYTES, pool: Executor | None = None) -> bytes:
     """Every chunk's checksum, in order."""
     starts = range(0, len(data), chunk_bytes)
     if pool is None or len(data) <= _RUN_BYTES:
@@ -61,6 +59,4 @@ def mismatches(
 
 
 def _hash_run(data: memoryview, starts: range, chunk_bytes: int) -> bytes:
-    return struct.pack(
-        f"<{len(starts)}Q", *(xxhash.xxh3_64_intdigest(data[s : s + chunk_bytes]) for s in starts)
-    )
+    return struct.pack(f"<{len(starts)}Q", *(xxhash.xxh3_64_intdigest(data[s : s + chunk_bytes]) for s in starts))

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     place = AgentPlace(args.dir) if args.dir else default_place()
     try:
-        return args.run(args, place)
+        return int(args.run(args, place))
     except RequestError as error:
         print(f"peerstore: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -38,15 +38,23 @@ def main(argv: list[str] | None = None) -> int:
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """The options every agent has, whatever it adds."""
     settings = StoreSettings()
-    parser.add_argument("--budget", default=settings.budget, help="arena size, '64GiB' or '30%%' of memory (%(default)s)")
+    parser.add_argument(
+        "--budget", default=settings.budget, help="arena size, '64GiB' or '30%%' of memory (%(default)s)"
+    )
     parser.add_argument(
         "--slots-per-part", type=int, default=settings.slots_per_part, help="slots a writer keeps (%(default)s)"
     )
     parser.add_argument(
-        "--burst-slots", type=int, default=settings.burst_slots, help="extra slots while old ones are in use (%(default)s)"
+        "--burst-slots",
+        type=int,
+        default=settings.burst_slots,
+        help="extra slots while old ones are in use (%(default)s)",
     )
     parser.add_argument(
-        "--lease-grace-s", type=float, default=settings.lease_grace_s, help="patience with a silent writer (%(default)s)"
+        "--lease-grace-s",
+        type=float,
+        default=settings.lease_grace_s,
+        help="patience with a silent writer (%(default)s)",
     )
     parser.add_argument(
         "--job-ttl-s", type=float, default=settings.job_ttl_s, help="keep a job without processes so long (%(default)s)"
@@ -76,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--dir", type=Path, help="the agent's directory (default: $PEERSTORE_DIR or /dev/shm/peerstore-UID)")
+    shared.add_argument(
+        "--dir", type=Path, help="the agent's directory (default: $PEERSTORE_DIR or /dev/shm/peerstore-UID)"
+    )
 
     serving = commands.add_parser("serve", parents=[shared], help="run the store of this node")
     add_serve_arguments(serving)
@@ -109,10 +119,9 @@ def _status(args: argparse.Namespace, place: AgentPlace) -> int:
 def describe(status: StoreStatus) -> str:
     """The status as a person reads it."""
     arena = status.arena
-    lines = [
-        f"arena   {_size(arena.sealed_bytes)} sealed, {_size(arena.allocated_bytes)} in {arena.slots} slots "
-        f"({arena.free_slots} free, {arena.leases} being written), budget {_size(arena.budget_bytes)}"
-    ]
+    used = f"{_size(arena.sealed_bytes)} sealed, {_size(arena.allocated_bytes)} in {arena.slots} slots"
+    state = f"{arena.free_slots} free, {arena.leases} being written"
+    lines = [f"arena   {used} ({state}), budget {_size(arena.budget_bytes)}"]
     for job in status.jobs:
         newest = "no whole version" if job.newest_whole is None else f"newest whole version {job.newest_whole}"
         left = "" if job.expires_in_s is None else f", forgotten in {max(0.0, job.expires_in_s):.0f} s"
@@ -126,13 +135,11 @@ def describe(status: StoreStatus) -> str:
 
 
 def _size(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            break
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size_bytes >= 1024 and len(units) > 1:
         size_bytes /= 1024
-    else:
-        unit = "TiB"
-    return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        units.pop(0)
+    return f"{size_bytes:.0f} B" if units[0] == "B" else f"{size_bytes:.1f} {units[0]}"
 
 
 def _version() -> str:

@@ -15,7 +15,7 @@ from peerstore import frames, operations
 from peerstore.errors import AgentUnreachableError, ProtocolError, from_wire
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
 from peerstore.operations import MAX_WAIT_S
-from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, StoreStatus
+from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
 
 _CALL_S = 60.0
 _SLOWEST_BYTES_PER_S = 100e6
@@ -60,6 +60,7 @@ class Client:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.server_version = ""
+        self.arena_id = ""
         self._give_back(self._open(time.monotonic() + retry_s))
 
     # -- Store ------------------------------------------------------------------------------------------------
@@ -74,6 +75,9 @@ class Client:
         ask = operations.TakeLease(key, size_bytes, parts, wait_s)
         return self.call("lease", ask, Lease, timeout_s=min(wait_s, MAX_WAIT_S) + _CALL_S)
 
+    def relabel(self, lease_id: str, key: ShardKey) -> Lease:
+        return self.call("relabel", operations.Relabel(lease_id, key), Lease)
+
     def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord:
         timeout = _CALL_S + size_bytes / _SLOWEST_BYTES_PER_S
         return self.call("seal", operations.Seal(lease_id, size_bytes, meta), ShardRecord, timeout_s=timeout)
@@ -81,8 +85,8 @@ class Client:
     def abandon(self, lease_id: str) -> None:
         self.call("abandon", operations.Abandon(lease_id), type(None))
 
-    def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> int:
-        return self.call("reserve", operations.Reserve(job, part, size_bytes, slots), int)
+    def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> list[SlotInfo]:
+        return self.call("reserve", operations.Reserve(job, part, size_bytes, slots), list[SlotInfo])
 
     def inventory(self, job: str | None = None) -> list[ShardFact]:
         return self.call("inventory", operations.Inventory(job), list[ShardFact], timeout_s=_ADOPTION_S)
@@ -198,6 +202,6 @@ class Client:
                     f"the agent speaks protocol {answer.protocol} (version {answer.server or 'unknown'}), "
                     f"this client {PROTOCOL}: use the same release for both"
                 )
-            self.server_version = answer.server
+            self.server_version, self.arena_id = answer.server, answer.arena
             undo.pop_all()
         return sock

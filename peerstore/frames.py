@@ -32,6 +32,8 @@ class Greeting(msgspec.Struct, frozen=True):
     """What the client works on; "" to only look."""
     server: str = ""
     """The server's version, in its answer."""
+    arena: str = ""
+    """Which arena it serves, in its answer."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -58,7 +58,9 @@ def _lock(fd: int, place: AgentPlace, deadline: float) -> None:
             return
 
 
-def _launch(place: AgentPlace, command: Sequence[str], environ: Mapping[str, str] | None, deadline: float) -> socket.socket:
+def _launch(
+    place: AgentPlace, command: Sequence[str], environ: Mapping[str, str] | None, deadline: float
+) -> socket.socket:
     """Run ``command``, which detaches itself, and wait until it answers or ends.
 
     The agent inherits the write end of a pipe and never uses it: the pipe closes when the agent dies, which is how

@@ -142,14 +142,17 @@ def choose_slot(
     if decision is None and len(mine) < limits.slots + limits.burst:
         decision = CreateSlot(may_create) if may_create is not None else None
         decision = decision or use(closest(free)) or use(old)
-    return decision or _refusal(slots, mine, job, part, size_bytes, limits, whole)
+    if decision is not None:
+        return decision
+    wanted = f"part {part} of job {job} ({size_bytes} bytes)"
+    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, whole=whole)
 
 
 def _refusal(
     slots: Collection[SlotView],
     mine: list[SlotView],
-    job: str,
-    part: int,
+    *,
+    wanted: str,
     size_bytes: int,
     limits: Limits,
     whole: Mapping[str, Collection[Group]],
@@ -162,12 +165,11 @@ def _refusal(
     )
     if fixed + size_bytes > limits.budget_bytes:
         return Full(
-            f"part {part} of job {job} needs {size_bytes} bytes; the arena's budget is {limits.budget_bytes} bytes, of "
-            f"which {fixed} hold newest whole versions. A writer needs room for two versions: raise the budget to at "
-            f"least {fixed + size_bytes} bytes"
+            f"{wanted} does not fit: the arena's budget is {limits.budget_bytes} bytes, of which {fixed} hold newest "
+            f"whole versions. A writer needs room for two versions: raise it to {fixed + size_bytes} bytes or more"
         )
     kept = ", ".join(f"{slot.name}: {_why_kept(slot, keep.get(slot.job))}" for slot in mine) or "none of its own"
-    return Busy(f"no slot for part {part} of job {job} ({size_bytes} bytes): {kept}")
+    return Busy(f"no slot for {wanted}: {kept}")
 
 
 def _why_kept(slot: SlotView, newest_whole: Group | None) -> str:

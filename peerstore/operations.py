@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from peerstore.owners import Owner
-from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, StoreStatus
+from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
 from peerstore.store import NodeStore
 
 
@@ -25,12 +25,16 @@ class Store(Protocol):
     - :class:`ShardNotFoundError` means absent; :class:`UnavailableError` means unknown.
     """
 
+    arena_id: str
+    """Changes when everything that was here is gone."""
+
     def epoch(self, job: str) -> int: ...
     def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int: ...
     def lease(self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0) -> Lease: ...
+    def relabel(self, lease_id: str, key: ShardKey) -> Lease: ...
     def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord: ...
     def abandon(self, lease_id: str) -> None: ...
-    def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> int: ...
+    def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> list[SlotInfo]: ...
     def inventory(self, job: str | None = None) -> list[ShardFact]: ...
     def pin(self, key: ShardKey) -> Pin: ...
     def unpin(self, pin_id: str) -> bool: ...
@@ -61,6 +65,11 @@ class TakeLease(msgspec.Struct, frozen=True):
     size_bytes: int
     parts: int
     wait_s: float = 0.0
+
+
+class Relabel(msgspec.Struct, frozen=True):
+    lease_id: str
+    key: ShardKey
 
 
 class Seal(msgspec.Struct, frozen=True):
@@ -147,9 +156,12 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
             Lease,
             lambda a, who: store.lease(a.key, a.size_bytes, a.parts, wait_s=min(a.wait_s, MAX_WAIT_S), owner=who),
         ),
+        "relabel": Operation(Relabel, Lease, lambda a, _: store.relabel(a.lease_id, a.key)),
         "seal": Operation(Seal, ShardRecord, lambda a, _: store.seal(a.lease_id, a.size_bytes, a.meta)),
         "abandon": Operation(Abandon, none, lambda a, _: store.abandon(a.lease_id)),
-        "reserve": Operation(Reserve, int, lambda a, _: store.reserve(a.job, a.part, a.size_bytes, slots=a.slots)),
+        "reserve": Operation(
+            Reserve, list[SlotInfo], lambda a, _: store.reserve(a.job, a.part, a.size_bytes, slots=a.slots)
+        ),
         "inventory": Operation(Inventory, list[ShardFact], lambda a, _: store.inventory(a.job)),
         "pin": Operation(TakePin, Pin, lambda a, who: store.pin(a.key, owner=who)),
         "unpin": Operation(Unpin, bool, lambda a, _: store.unpin(a.pin_id)),
@@ -161,7 +173,7 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
         "get_blob": Operation(GetBlob, bytes, lambda a, _: store.get_blob(a.job, a.name)),
         "remove_blob": Operation(GetBlob, none, lambda a, _: store.remove_blob(a.job, a.name)),
         "blobs": Operation(EpochOf, list[str], lambda a, _: store.blobs(a.job)),
-        "status": Operation(Status, StoreStatus, lambda a, _: store.status()),
+        "status": Operation(Status, StoreStatus, lambda *_: store.status()),
     }
 
 

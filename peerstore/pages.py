@@ -13,6 +13,7 @@ from peerstore.errors import ArenaFullError
 
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _STEP_BYTES = 32 << 20
+_MAP_NORESERVE = 0x4000  # Linux: a private mapping of a large file needs no memory of its own
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -20,10 +21,10 @@ _libc.madvise.restype = ctypes.c_int
 
 
 class Mapping:
-    """A file mapped into this process, as a memoryview.
+    """A file mapped into this process, as a memoryview and as an address.
 
-    Closing it while a view is still in use raises ``BufferError`` rather than leaving a pointer
-    into nothing.
+    A mapping that is not writable is private: a stray write through its address changes nothing but itself.
+    Closing it while a view is still in use raises ``BufferError`` rather than leaving a pointer into nothing.
     """
 
     def __init__(self, path: str, size_bytes: int, *, writable: bool = False) -> None:
@@ -32,25 +33,25 @@ class Mapping:
             have = os.fstat(fd).st_size
             if have < size_bytes:
                 raise ValueError(f"{path} has {have} bytes, {size_bytes} were expected")
-            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access) if size_bytes else None
+            flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _MAP_NORESERVE
+            self._map = mmap.mmap(fd, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE) if size_bytes else None
         finally:
             os.close(fd)
         self.size_bytes = size_bytes
+        self._writable = writable
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) if self._map is not None else 0
 
     @property
     def view(self) -> memoryview:
-        return memoryview(self._map) if self._map is not None else memoryview(b"")
+        if self._map is None:
+            return memoryview(b"")
+        return memoryview(self._map) if self._writable else memoryview(self._map).toreadonly()
 
     def prefault(self) -> None:
         """Map every page now, in one go, instead of one fault per page later (a hint: may do nothing)."""
-        if self._map is None:
-            return
         for start in range(0, self.size_bytes, _STEP_BYTES):
-            try:
-                self._map.madvise(_POPULATE_READ, start, min(_STEP_BYTES, self.size_bytes - start))
-            except OSError:  # a kernel before 5.14
-                return
+            if _libc.madvise(self.address + start, min(_STEP_BYTES, self.size_bytes - start), _POPULATE_READ):
+                return  # a kernel before 5.14
 
     def close(self) -> None:
         if self._map is not None:

@@ -78,6 +78,15 @@ class Lease(msgspec.Struct, frozen=True):
     """How much of the file already has pages behind it."""
 
 
+class SlotInfo(msgspec.Struct, frozen=True):
+    """A slot that is ready for a writer, so that it can be mapped ahead of time."""
+
+    slot: str
+    path: str
+    size_bytes: int
+    generation: int
+
+
 class Pin(msgspec.Struct, frozen=True):
     """A promise that a sealed shard stays where it is until it is unpinned."""
 

@@ -164,7 +164,7 @@ class StoreServer:
             frames.send(connection, Greeting(PROTOCOL, "", self._version))
             raise ProtocolError(f"client speaks protocol {greeting.protocol}, this is {PROTOCOL}")
         job = job_name(greeting.job) if greeting.job else ""
-        frames.send(connection, Greeting(PROTOCOL, job, self._version))
+        frames.send(connection, Greeting(PROTOCOL, job, self._version, self._store.arena_id))
         connection.settimeout(None)
         if job:
             self._store.arrived(owner, job)
@@ -182,7 +182,7 @@ class StoreServer:
                 raise RequestError(f"this agent ({self._version or 'unknown version'}) has no operation {request.op!r}")
             result = operation.answer(frames.decode(request.body, operation.args), owner)
             return Response("", frames.encode_raw(result))
-        except self._errors as error:
+        except self._errors as error:  # type: ignore[misc]  # a tuple of classes, some given by the caller
             return Response(type(error).__name__, frames.encode_raw(str(error)))
         except Exception as error:
             log.exception("operation %s failed", request.op)

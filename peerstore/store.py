@@ -35,7 +35,7 @@ from peerstore.errors import (
     ShardNotFoundError,
     UnavailableError,
 )
-from peerstore.ledger import Busy, CreateSlot, Full, Limits, SlotView, UseSlot, choose_slot, whole_groups
+from peerstore.ledger import CreateSlot, Full, Limits, SlotView, UseSlot, choose_slot, whole_groups
 from peerstore.names import incarnation_name, job_name
 from peerstore.owners import Owner, myself
 from peerstore.pages import Mapping, populate_file
@@ -50,6 +50,7 @@ from peerstore.records import (
     ShardFact,
     ShardKey,
     ShardRecord,
+    SlotInfo,
     SlotState,
     StoreStatus,
 )
@@ -168,12 +169,13 @@ class NodeStore:
         self._pins: dict[str, _PinOf] = {}
         self._gone: dict[Owner, float] = {}
         self._damages: deque[Damage] = deque(maxlen=1000)
-        self._counters: Counter[str] = Counter()
+        self._counters: defaultdict[str, float] = defaultdict(float)
         self._listeners: list[SealListener] = []
         self._populating: deque[str] = deque()
         self._started = clock()
         self._closed = False
         self._pool = ThreadPoolExecutor(threads or _hash_threads(), thread_name_prefix="peerstore-hash")
+        self.arena_id = self._arena_identity()
         self._adopt_notes()
         self._background = [
             threading.Thread(target=self._verify_adopted, name="peerstore-adopt", daemon=True),
@@ -310,9 +312,40 @@ class NodeStore:
             warm_bytes=slot.warm_bytes,
         )
         slot.lease, slot.owner, slot.job, slot.part = lease, owner, key.job, key.part
-        self._arena.put_note(f"lease.{slot.name}", msgspec.msgpack.encode(_LeaseNote(lease, (owner.pid, owner.started))))
+        self._save_lease(slot)
         self._counters["leases"] += 1
         return lease
+
+    def _save_lease(self, slot: _Slot) -> None:
+        if slot.lease is not None and slot.owner is not None:
+            note = _LeaseNote(slot.lease, (slot.owner.pid, slot.owner.started))
+            self._arena.put_note(f"lease.{slot.name}", msgspec.msgpack.encode(note))
+
+    def _slot_of(self, key: ShardKey) -> _Slot | None:
+        """The slot that holds or will hold ``key``."""
+        for slot in self._slots.values():
+            if key in (slot.record and slot.record.key, slot.lease and slot.lease.key):
+                return slot
+        return None
+
+    def relabel(self, lease_id: str, key: ShardKey) -> Lease:
+        """Write the leased slot under another key of the same writer: for bytes that were placed before their version
+        was known.
+        """
+        with self._lock:
+            self._check_open()
+            self._check_fence(key)
+            slot, done = self._leased(lease_id)
+            lease = slot.lease
+            if done is not None or lease is None or slot.sealing:
+                raise RequestError(f"lease {lease_id} is sealed already")
+            if (key.job, key.part) != (lease.key.job, lease.key.part):
+                raise RequestError(f"{lease.key} cannot become {key}: another writer")
+            if key != lease.key and self._slot_of(key) is not None:
+                raise RequestError(f"{key} exists already")
+            slot.lease = msgspec.structs.replace(lease, key=key)
+            self._save_lease(slot)
+            return slot.lease
 
     def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord:
         """Checksum what was written, keep the note beside it, and make it immutable. Idempotent by lease."""
@@ -390,10 +423,11 @@ class NodeStore:
                     self._changed.notify_all()
                     return
 
-    def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> int:
+    def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> list[SlotInfo]:
         """Have free slots of this size ready, with pages behind them, for a writer's next saves.
 
-        Returns how many this writer has now; fewer than asked where the budget ends. Pages come in the background.
+        Returns the slots this writer could be given next, also those that still hold a version; fewer than asked for
+        where the budget ends. Pages come in the background.
         """
         job = job_name(job)
         with self._lock:
@@ -408,11 +442,11 @@ class NodeStore:
                     log.warning("reserve for part %d of job %s: %s", part, job, error)
                     break
                 allocated += size_bytes
-            for slot in mine:
-                if slot.state is SlotState.FREE and slot.warm_bytes < slot.size_bytes:
-                    self._populating.append(slot.name)
+            free = [slot for slot in mine if slot.state is SlotState.FREE]
+            self._populating.extend(slot.name for slot in free if slot.warm_bytes < slot.size_bytes)
             self._changed.notify_all()
-            return len(mine)
+            ready = [slot for slot in mine if slot.state is not SlotState.LEASED]
+            return [SlotInfo(s.name, self._arena.path(s.name), s.size_bytes, s.generation) for s in ready]
 
     # -- reading ----------------------------------------------------------------------------------------------
 
@@ -542,6 +576,13 @@ class NodeStore:
                     slot.users.discard(f"hold-{name}")
             self._changed.notify_all()
 
+    def records(self, job: str, group: Group) -> list[ShardRecord]:
+        """The sealed parts of one version, with their checksums."""
+        with self._lock:
+            self._await_adoption(job)
+            records = [slot.record for slot in self._slots.values() if slot.record is not None]
+            return [record for record in records if record.key.job == job and record.key.group == group]
+
     def path_of(self, key: ShardKey) -> str:
         """Where a held shard's bytes are."""
         with self._lock:
@@ -606,7 +647,9 @@ class NodeStore:
             for job, state in list(self._jobs.items()):
                 idle = not state.clients and now - state.seen > self._settings.job_ttl_s
                 if idle and not any(slot.users for slot in self._slots.values() if slot.job == job):
-                    log.info("job %s: its last process left over %.0f s ago, dropping its shards", job, now - state.seen)
+                    log.info(
+                        "job %s: its last process left over %.0f s ago, dropping its shards", job, now - state.seen
+                    )
                     self.forget(job)
             self._gone = {owner: since for owner, since in self._gone.items() if owner.alive}
 
@@ -739,6 +782,17 @@ class NodeStore:
         log.error("damaged: %s: %s", what, reason)
         self._counters["damaged"] += 1
         self._damages.append(Damage(job, what, reason, time.time_ns()))
+
+    def _arena_identity(self) -> str:
+        """A name that stays with the arena's contents: a client that sees another one starts afresh."""
+        try:
+            known = self._arena.get_note("arena")
+        except ShardDamagedError:
+            known = None
+        if known is None:
+            known = secrets.token_hex(8).encode()
+            self._arena.put_note("arena", known)
+        return known.decode()
 
     # -- after a killed agent ---------------------------------------------------------------------------------
 

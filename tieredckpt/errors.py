@@ -12,7 +12,7 @@
     ├── TierUnavailableError        unknown: a tier could not be asked; retry, do not start fresh
     │   └── StoreBusyError              the store asks to slow down, or a slot or an upload is still in use
     ├── CheckpointDamagedError      bytes are not what was saved, and no other copy of them is left
-    ├── DurableRefusedError         the object store says no (credentials, permission, no such bucket): fix it, then go on
+    ├── DurableRefusedError         the object store says no (credentials, permission, no such bucket)
     └── SaveFailedError             this save did not happen; training may go on and the last whole step is kept
 
 They travel over the agent's socket by class name, pickle, and are found inside DCP's ``CheckpointException``.

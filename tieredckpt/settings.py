@@ -42,7 +42,7 @@ class AgentSettings:
     linger_s: float = 60.0
     """An embedded agent leaves this long after the last job's memory was given back."""
     http: str = "127.0.0.1:0"
-    """Where /metrics and /status are served; port 0 picks one (``tieredckpt doctor`` shows it), "off" does not serve."""
+    """Where /metrics and /status are served; port 0 picks one (``tieredckpt doctor`` shows it), "off": nowhere."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ class MemorySettings:
     """Checkpointer: when no slot can be given up, skip this save or wait for one."""
     wait_s: float = 60.0
     """How long "wait" (and a plain ``dcp.save``) waits."""
+    quarantine_after: int = 5
+    """A step that so many restarts began from without reaching a newer one is not used again while there is an older
+    one; 0: never."""
     copy_threads: int = 0
     """Threads that copy tensors into a slot; 0: half of this process's cores, between 1 and 8."""
 
@@ -64,7 +67,7 @@ class DurableSettings:
     """The durable tier: an object store or a directory."""
 
     url: str = ""
-    """``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path`` or any other fsspec scheme. Empty: no durable tier."""
+    """``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path`` or any other fsspec scheme. Empty: none."""
     every: int = 1
     """Drain steps divisible by this."""
     on_busy: Busy = "skip"
@@ -114,7 +117,7 @@ class Settings:
 
 
 def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Defaults, then ``$TIEREDCKPT_CONFIG`` (YAML), then ``$TIEREDCKPT_<SECTION>_<KEY>`` and ``$TIEREDCKPT_ENABLED``."""
+    """Defaults, then ``$TIEREDCKPT_CONFIG`` (YAML), then ``$TIEREDCKPT_ENABLED`` and ``$TIEREDCKPT_<SECTION>_<KEY>``."""
     tree: dict[str, Any] = {}
     problems: list[str] = []
     path = environ.get("TIEREDCKPT_CONFIG")
@@ -165,7 +168,9 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
         return
     part = tree.setdefault(section, {})
     if isinstance(part, dict):
-        part[rest] = dict(pair.split("=", 1) for pair in value.split(",") if "=" in pair) if rest == "options" else value
+        part[rest] = (
+            dict(pair.split("=", 1) for pair in value.split(",") if "=" in pair) if rest == "options" else value
+        )
 
 
 def _build(tree: dict[str, Any], problems: list[str]) -> Settings:
@@ -204,9 +209,16 @@ def _section(name: str, tree: Any, problems: list[str]) -> Any:
 def _convert(key: str, value: Any, kind: Any, problems: list[str]) -> Any:
     try:
         if kind is bool and isinstance(value, str):
-            return {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}[
-                value.strip().lower()
-            ]
+            return {
+                "1": True,
+                "true": True,
+                "yes": True,
+                "on": True,
+                "0": False,
+                "false": False,
+                "no": False,
+                "off": False,
+            }[value.strip().lower()]
         if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
         return msgspec.convert(value, kind, strict=False)
@@ -237,6 +249,7 @@ def _contradictions(settings: Settings) -> list[str]:
         ("agent.linger_s", agent.linger_s, 0),
         ("memory.every", memory.every, 1),
         ("memory.wait_s", memory.wait_s, 0),
+        ("memory.quarantine_after", memory.quarantine_after, 0),
         ("memory.copy_threads", memory.copy_threads, 0),
         ("durable.every", durable.every, 1),
         ("durable.keep_last", durable.keep_last, 0),

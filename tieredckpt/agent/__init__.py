@@ -1,0 +1,1 @@
+"""The node agent's half of the checkpoint: no tensors, no torch."""

@@ -1,0 +1,69 @@
+"""``python -m tieredckpt.agent``: the node agent's process."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from peerstore.cli import add_serve_arguments, start_process, store_settings
+from peerstore.errors import PeerStoreError
+from peerstore.serve import Extras, serve
+from peerstore.settings import AgentPlace
+from peerstore.store import NodeStore
+from tieredckpt.agent.http import serving
+from tieredckpt.agent.service import NodeService, node_operations
+from tieredckpt.errors import TieredCheckpointError
+
+
+def version() -> str:
+    try:
+        return metadata.version("tieredckpt")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def run(place: AgentPlace, args: argparse.Namespace) -> None:
+    """Serve ``place`` with everything a checkpoint needs, until told to stop or no longer needed."""
+
+    @contextlib.contextmanager
+    def extend(store: NodeStore) -> Iterator[Extras]:
+        node = NodeService(store, writer=f"tieredckpt {version()}")
+        with contextlib.closing(node), serving(node, args.http) as address:
+            (place.directory / "http").write_text(address)
+            yield Extras(node_operations(node), (TieredCheckpointError,), lambda: node.drain.busy)
+
+    os.nice(args.nice)
+    serve(place, store_settings(args), version=version(), linger_s=args.linger_s, extend=extend)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_serve_arguments(parser)
+    parser.add_argument("--dir", type=Path, required=True, help="arena, socket and log; on tmpfs")
+    parser.add_argument(
+        "--http", default="127.0.0.1:0", help="where /metrics and /status are served, or off (%(default)s)"
+    )
+    parser.add_argument("--nice", type=int, default=5, help="give trainers precedence by so much (%(default)s)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tieredckpt agent", description="The node agent: memory tier, drain, metrics."
+    )
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    start_process(args)
+    try:
+        run(AgentPlace(args.dir), args)
+    except (PeerStoreError, TieredCheckpointError) as error:
+        print(f"tieredckpt agent: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

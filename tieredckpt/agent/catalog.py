@@ -1,0 +1,131 @@
+"""What a job has in the durable tier: one listing says which steps, one object says all about one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from peerstore.records import Group
+from tieredckpt.durable import names
+from tieredckpt.durable.names import Entry
+from tieredckpt.durable.store import ObjectExistsError, ObjectNotFoundError, ObjectStore
+from tieredckpt.errors import CheckpointDamagedError
+from tieredckpt.manifest import (
+    Manifest,
+    ShardIndex,
+    build_manifest,
+    decode_manifest,
+    decode_shard_file,
+    encode_manifest,
+)
+
+_FRESH_S = 5.0
+"""The ranks of a node ask at the same time; one listing serves them all."""
+_KEPT_MANIFESTS = 4
+
+
+@dataclass(frozen=True)
+class Listing:
+    manifests: dict[Group, Entry]
+    quarantined: frozenset[Group]
+    plain: tuple[int, ...]
+
+
+class Catalog:
+    """One job's manifests in one object store."""
+
+    def __init__(self, store: ObjectStore, job: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.store = store
+        self._job = job
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._listing: tuple[float, Listing] | None = None
+        self._manifests: dict[Group, Manifest] = {}
+
+    def listing(self, *, fresh: bool = False) -> Listing:
+        """All steps there are. Errors of the store pass through: they do not mean that there are none."""
+        with self._lock:
+            if not fresh and self._listing and self._clock() - self._listing[0] < _FRESH_S:
+                return self._listing[1]
+            found: dict[Group, Entry] = {}
+            bad = set()
+            for info in self.store.list(names.manifests(self._job)):
+                entry = names.parse_entry(info.name, self._job)
+                if entry is not None and entry.quarantine:
+                    bad.add(entry.group)
+                elif entry is not None:
+                    found[entry.group] = entry
+            objects = self.store.list(names.plain(self._job))
+            plain = {names.parse_plain(info.name, self._job) for info in objects} - {None}
+            listing = Listing(found, frozenset(bad), tuple(sorted(step for step in plain if step is not None)))
+            self._listing = (self._clock(), listing)
+            return listing
+
+    def manifest(self, group: Group) -> Manifest:
+        """One step's manifest; read once."""
+        with self._lock:
+            kept = self._manifests.get(group)
+        if kept is not None:
+            return kept
+        entry = self.listing().manifests.get(group) or self.listing(fresh=True).manifests.get(group)
+        if entry is None:
+            raise ObjectNotFoundError(
+                f"job {self._job} has no step {group.version} ({names.stem(group)}) in {self.store.url}"
+            )
+        manifest = decode_manifest(self.store.get(names.manifest(self._job, group, entry.base)))
+        if manifest.job != self._job or manifest.group != group:
+            raise CheckpointDamagedError(
+                f"the manifest of {self._job} step {group.version} describes {manifest.job} step {manifest.step}"
+            )
+        self._keep(manifest)
+        return manifest
+
+    def commit(self, manifest: Manifest, base: int | None) -> None:
+        """Make the step exist. Whoever comes second with the same step finds it done."""
+        name = names.manifest(self._job, manifest.group, base)
+        with contextlib.suppress(ObjectExistsError):
+            self.store.put(name, encode_manifest(manifest), create_only=True)
+        self._keep(manifest)
+        with self._lock:
+            self._listing = None
+
+    def quarantine(self, group: Group, reason: str) -> None:
+        self.store.put(names.quarantine(self._job, group), reason.encode())
+        with self._lock:
+            self._listing = None
+
+    def shard_files(self, group: Group, *, at_least: int = 1) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
+        """The indexes of the shards of ``group`` that were uploaded, by part: what a manifest is rebuilt from.
+
+        They are only read when there are ``at_least`` so many; else the answer is empty.
+        """
+        places = [
+            (info.name, names.parse_shard(info.name, self._job))
+            for info in self.store.list(names.steps(self._job, group))
+        ]
+        found = [name for name, place in places if place is not None and place[2] == "index"]
+        if len(found) < at_least:
+            return {}
+        files = [decode_shard_file(self.store.get(name)) for name in found]
+        return {index.key.part: (index, layout, table) for index, layout, table in files}
+
+    def forget(self) -> None:
+        with self._lock:
+            self._listing = None
+            self._manifests.clear()
+
+    def _keep(self, manifest: Manifest) -> None:
+        with self._lock:
+            self._manifests[manifest.group] = manifest
+            while len(self._manifests) > _KEPT_MANIFESTS:
+                self._manifests.pop(next(iter(self._manifests)))
+
+
+def manifest_from(files: Sequence[tuple[ShardIndex, bytes, bytes]], *, created_ns: int, writer: str) -> Manifest:
+    """A step's manifest out of what lies beside its shards."""
+    layouts = {index.meta.layout: layout for index, layout, _ in files}
+    tables = {index.meta.table: table for index, _, table in files if table}
+    return build_manifest([index for index, _, _ in files], layouts, tables, created_ns=created_ns, writer=writer)

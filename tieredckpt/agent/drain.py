@@ -1,0 +1,407 @@
+"""Sealed shards on their way to the durable tier, behind the trainer's back and after its death.
+
+::
+
+    waiting ──> running ──> done          the manifest is there: the step is durable
+       │           ├──────> failed        the store said no; the next step tries again
+       │           └──────> waiting       the store is away; tried again later, shard by shard
+       └──> skipped                       a newer step was sealed first and policy says skip
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
+from peerstore.records import Group, ShardKey, ShardRecord
+from peerstore.store import NodeStore, SealListener
+from tieredckpt.agent.catalog import Catalog, manifest_from
+from tieredckpt.agent.compress import compressed
+from tieredckpt.durable import names
+from tieredckpt.durable.store import UploadCancelledError
+from tieredckpt.errors import CheckpointDamagedError, DurableRefusedError, TieredCheckpointError
+from tieredckpt.manifest import ShardIndex, decode_meta, decode_shard_file, encode_shard_file
+from tieredckpt.node import DrainState, DrainView
+from tieredckpt.retention import victims
+from tieredckpt.settings import DurableSettings
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 15.0
+_ABANDONED_S = 24 * 3600.0
+_REMEMBERED = 32
+DRAINED, JOURNAL = "drained.", "upload."
+"""Prefixes of the notes a drain keeps beside a job's shards."""
+
+
+class Places(Protocol):
+    """What a drain has to know about jobs."""
+
+    def catalog(self, job: str) -> Catalog | None: ...
+    def durable_settings(self, job: str) -> DurableSettings: ...
+    def index_of(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]: ...
+
+
+@dataclass
+class _Step:
+    job: str
+    group: Group
+    parts: int
+    base: int | None
+    state: DrainState = "waiting"
+    shards: dict[ShardKey, int] = field(default_factory=dict)
+    """The shards of this node, and their sizes."""
+    done: set[ShardKey] = field(default_factory=set)
+    bytes_done: int = 0
+    error: str = ""
+    not_before: float = 0.0
+    sealed_at: float = 0.0
+
+    @property
+    def view(self) -> DrainView:
+        return DrainView(self.group, self.state, self.bytes_done, sum(self.shards.values()), self.error)
+
+    @property
+    def open(self) -> bool:
+        return self.state in ("waiting", "running")
+
+
+@dataclass
+class DrainTotals:
+    """Counted since the agent started."""
+
+    steps: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    errors: int = 0
+    deleted: int = 0
+    lag_s: float = 0.0
+    """From the last drained step's seal to its manifest."""
+
+
+class Drain(SealListener):
+    """One background thread that makes steps durable, newest first."""
+
+    def __init__(
+        self, store: NodeStore, places: Places, *, writer: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._places = places
+        self._writer = writer
+        self._clock = clock
+        self._steps: dict[tuple[str, Group], _Step] = {}
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._cleaned: set[str] = set()
+        self.totals = DrainTotals()
+        self._thread = threading.Thread(target=self._run, name="tieredckpt-drain", daemon=True)
+        self._thread.start()
+
+    # -- what comes in ----------------------------------------------------------------------------------------
+
+    def sealed(self, record: ShardRecord) -> None:
+        try:
+            meta = decode_meta(record.meta)
+        except CheckpointDamagedError:
+            return  # a shard of somebody else's
+        if not meta.durable:
+            return
+        key = record.key
+        with self._changed:
+            step = self._steps.setdefault((key.job, key.group), _Step(key.job, key.group, record.parts, meta.base))
+            if step.state in ("done", "skipped"):
+                return
+            self._hold(key)
+            step.shards[key] = record.size_bytes
+            step.sealed_at, step.not_before = self._clock(), 0.0
+            step.state = "running" if step.state == "running" else "waiting"
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Settings changed: what failed may work now."""
+        with self._changed:
+            for step in self._steps.values():
+                step.not_before = 0.0
+            self._changed.notify_all()
+
+    # -- what others see --------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        with self._changed:
+            return any(step.open for step in self._steps.values())
+
+    def views(self, job: str) -> tuple[DrainView, ...]:
+        with self._changed:
+            return tuple(step.view for (owner, _), step in sorted(self._steps.items()) if owner == job)
+
+    def wait(self, job: str, group: Group | None, timeout_s: float) -> DrainView | None:
+        """Until ``group`` (or everything of ``job``) is not open any more."""
+
+        def settled() -> bool:
+            steps = self._wanted(job, group)
+            return not any(step.open for step in steps)
+
+        with self._changed:
+            self._changed.wait_for(lambda: settled() or self._stop.is_set(), timeout_s)
+            steps = self._wanted(job, group)
+            still = [step for step in steps if step.open]
+            return (still or steps)[-1].view if steps else None
+
+    def _wanted(self, job: str, group: Group | None) -> list[_Step]:
+        steps = [step for (owner, found), step in self._steps.items() if owner == job and group in (None, found)]
+        return sorted(steps, key=lambda step: step.group)
+
+    def close(self) -> None:
+        """Stop between two parts; the next agent goes on from there."""
+        self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._thread.join()
+
+    # -- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            step = self._next()
+            if step is None:
+                return
+            try:
+                self._drain(step)
+            except Exception as error:  # the thread must outlive any one step
+                log.exception("draining %s step %d failed unexpectedly", step.job, step.group.version)
+                self._settle(step, "failed", f"internal error: {type(error).__name__}: {error}")
+
+    def _next(self) -> _Step | None:
+        with self._changed:
+            while not self._stop.is_set():
+                now = self._clock()
+                ready = [s for s in self._steps.values() if s.state == "waiting" and s.not_before <= now and s.shards]
+                if ready:
+                    return self._pick(ready)
+                later = [s.not_before - now for s in self._steps.values() if s.state == "waiting"]
+                self._changed.wait(min(later) if later else None)
+            return None
+
+    def _pick(self, ready: list[_Step]) -> _Step:
+        """The oldest step, or the newest when policy lets the others be skipped. Called with the lock held."""
+        ready.sort(key=lambda step: step.group)
+        first = ready[0]
+        if self._places.durable_settings(first.job).on_busy == "wait":
+            step = first
+        else:
+            mine = [step for step in ready if step.job == first.job]
+            step = mine[-1]
+            for older in mine[:-1]:
+                if not older.done:
+                    self._skip(older)
+        step.state = "running"
+        return step
+
+    def _skip(self, step: _Step) -> None:
+        log.info("%s step %d is left out of the durable tier: a newer one is ready", step.job, step.group.version)
+        self.totals.skipped += 1
+        step.state = "skipped"
+        self._release(step)
+
+    def _drain(self, step: _Step) -> None:
+        began = self._clock()
+        try:
+            catalog = self._places.catalog(step.job)
+            if catalog is None:
+                self._settle(step, "skipped", "the job has no durable tier")
+                return
+            if step.group not in catalog.listing().manifests and not self._make_durable(step, catalog):
+                return
+            self._finish(step, catalog, began)
+        except UploadCancelledError:
+            step.state = "waiting"
+        except (DurableRefusedError, CheckpointDamagedError) as error:
+            self.totals.errors += 1
+            log.error("%s step %d does not become durable: %s", step.job, step.group.version, error)
+            self._settle(step, "failed", str(error))
+        except (TieredCheckpointError, PeerStoreError, OSError) as error:
+            self.totals.errors += 1
+            log.warning("%s step %d: %s; tried again in %.0f s", step.job, step.group.version, error, _RETRY_S)
+            with self._changed:
+                step.state, step.error, step.not_before = "waiting", str(error), self._clock() + _RETRY_S
+                self._changed.notify_all()
+
+    def _make_durable(self, step: _Step, catalog: Catalog) -> bool:
+        """Upload this node's shards and, when every part is there, the manifest. False: others' parts are missing."""
+        while True:
+            with self._changed:
+                todo = sorted(key for key in step.shards if key not in step.done)
+            if not todo:
+                break
+            self._drain_shard(step, catalog, todo[0])
+            with self._changed:
+                step.done.add(todo[0])
+        files = self._all_files(step, catalog)
+        if len(files) < step.parts:
+            with self._changed:
+                if all(key in step.done for key in step.shards):
+                    # A part of this node that is sealed later wakes the step up; others' are looked for again.
+                    step.error, step.not_before = "other parts are not durable yet", self._clock() + _RETRY_S
+                step.state = "waiting"
+            return False
+        manifest = manifest_from(list(files.values()), created_ns=time.time_ns(), writer=self._writer)
+        catalog.commit(manifest, step.base)
+        return True
+
+    def _all_files(self, step: _Step, catalog: Catalog) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
+        """Every part's index, or too few. Where several nodes have parts, the one with the first part looks first."""
+        own = {}
+        for key in step.done:
+            note = self._note(step.job, DRAINED + _shard_stem(key))
+            if note is not None:
+                own[key.part] = decode_shard_file(note)
+        first_look = not step.error
+        if len(own) >= step.parts or (first_look and 0 not in own):
+            return own
+        return {**catalog.shard_files(step.group, at_least=step.parts), **own}
+
+    def _drain_shard(self, step: _Step, catalog: Catalog, key: ShardKey) -> None:
+        done = self._note(step.job, DRAINED + _shard_stem(key))
+        if done is not None:
+            step.bytes_done += step.shards[key]
+            return
+        try:
+            record = self._store.hold(key, "drain")
+            bad = self._store.verify(key)
+        except ShardNotFoundError as error:
+            raise CheckpointDamagedError(f"{key} left this node's memory before it was durable") from error
+        if bad:
+            raise CheckpointDamagedError(f"{key} changed in memory after it was sealed, so it is not uploaded")
+        settings = self._places.durable_settings(step.job)
+        index, layout, table = self._places.index_of(record)
+        index = self._upload(step, catalog, settings, index)
+        file = encode_shard_file(index, layout, table)
+        catalog.store.put(names.index(key), file)
+        self._store.put_blob(step.job, DRAINED + _shard_stem(key), file)
+
+    def _upload(self, step: _Step, catalog: Catalog, settings: DurableSettings, index: ShardIndex) -> ShardIndex:
+        key = index.key
+
+        def progress(count: int) -> None:
+            step.bytes_done += count
+            self.totals.bytes += count
+
+        source = Path(self._store.path_of(key))
+        with compressed(source, index, wanted=settings.compress == "zstd") as (path, frames):
+            name = names.shard(key, spread=settings.spread, compressed=frames is not None)
+            size = index.size_bytes if frames is None else sum(frames)
+            journal = _Journal(self._store, step.job)
+            catalog.store.upload(name, path, size, journal=journal, progress=progress, cancel=self._stop)
+        return msgspec.structs.replace(
+            index, object=name, encoding="raw" if frames is None else "zstd", frames=tuple(frames or ())
+        )
+
+    def _finish(self, step: _Step, catalog: Catalog, began: float) -> None:
+        self.totals.steps += 1
+        self.totals.seconds += self._clock() - began
+        self.totals.lag_s = self._clock() - step.sealed_at
+        self._store.mark_whole(step.job, step.group)
+        self._settle(step, "done")
+        log.info("%s step %d is durable in %s", step.job, step.group.version, catalog.store.url)
+        try:
+            self._retain(step.job, catalog)
+        except (TieredCheckpointError, OSError) as error:
+            log.warning("old steps of %s were not deleted: %s", step.job, error)
+
+    def _retain(self, job: str, catalog: Catalog) -> None:
+        settings = self._places.durable_settings(job)
+        listing = catalog.listing()
+        for group in victims(
+            list(listing.manifests),
+            keep_last=settings.keep_last,
+            keep_every=settings.keep_every,
+            quarantined=listing.quarantined,
+        ):
+            delete_step(catalog, job, group)
+            self.totals.deleted += 1
+            log.info("%s step %d was deleted from %s", job, group.version, catalog.store.url)
+        if job not in self._cleaned:
+            self._cleaned.add(job)
+            journals = [name for name in self._store.blobs(job) if name.startswith(JOURNAL)]
+            keep = [name.removeprefix(JOURNAL).replace("@", "/") for name in journals]
+            catalog.store.discard_uploads(f"{job}/", older_than_s=_ABANDONED_S, keep=keep)
+
+    # -- bookkeeping ------------------------------------------------------------------------------------------
+
+    def _settle(self, step: _Step, state: DrainState, error: str = "") -> None:
+        with self._changed:
+            step.state, step.error = state, error
+            self._release(step)
+            self._changed.notify_all()
+
+    def _release(self, step: _Step) -> None:
+        for key in step.shards:
+            self._store.unhold(key, "drain")
+            self._store.remove_blob(step.job, DRAINED + _shard_stem(key))
+        closed = sorted((k for k, s in self._steps.items() if k[0] == step.job and not s.open), key=lambda k: k[1])
+        for old in closed[:-_REMEMBERED]:
+            del self._steps[old]
+
+    def _hold(self, key: ShardKey) -> None:
+        try:
+            self._store.hold(key, "drain")
+        except (ShardNotFoundError, ShardDamagedError):
+            log.warning("%s was given up before it could be drained", key)
+
+    def _note(self, job: str, name: str) -> bytes | None:
+        try:
+            return self._store.get_blob(job, name)
+        except (ShardNotFoundError, ShardDamagedError):
+            return None
+
+
+class _Journal:
+    """Where uploads note what they began: beside the job's shards, so that the next agent finds it."""
+
+    def __init__(self, store: NodeStore, job: str) -> None:
+        self._store = store
+        self._job = job
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return self._store.get_blob(self._job, JOURNAL + _flat(name))
+        except (ShardNotFoundError, ShardDamagedError):
+            return None
+
+    def put(self, name: str, data: bytes) -> None:
+        self._store.put_blob(self._job, JOURNAL + _flat(name), data)
+
+    def remove(self, name: str) -> None:
+        self._store.remove_blob(self._job, JOURNAL + _flat(name))
+
+
+def delete_step(catalog: Catalog, job: str, group: Group) -> None:
+    """Remove a step: first what makes it exist, then its shards."""
+    entry = catalog.listing().manifests.get(group)
+    objects: set[str] = set()
+    if entry is not None:
+        manifest = catalog.manifest(group)
+        objects.update(shard.object for shard in manifest.shards if shard.object)
+        catalog.store.delete([names.manifest(job, group, entry.base)])
+    objects.update(info.name for info in catalog.store.list(names.steps(job, group)))
+    catalog.store.delete(sorted(objects))
+    catalog.store.delete([names.quarantine(job, group)])
+    catalog.forget()
+
+
+def _shard_stem(key: ShardKey) -> str:
+    return f"{names.stem(key.group)}.{key.part}"
+
+
+def _flat(name: str) -> str:
+    return name.replace("/", "@")

@@ -1,0 +1,56 @@
+"""What trainers and their agent say to each other beyond the store's own operations."""
+
+from __future__ import annotations
+
+import msgspec
+
+from peerstore.records import Group
+from tieredckpt.settings import DurableSettings
+
+LAYOUT, TABLE, DURABLE, QUARANTINE, RESTORED = "layout.", "table.", "durable", "quarantine.", "restored."
+"""Prefixes of the blobs this package keeps beside a job's shards."""
+
+MAX_WAIT_S = 120.0
+"""The longest the agent keeps one request waiting; a client that wants longer asks again."""
+
+
+class Configure(msgspec.Struct, frozen=True):
+    job: str
+    durable: DurableSettings
+
+
+class AskSurvey(msgspec.Struct, frozen=True):
+    job: str
+    fresh: bool = False
+
+
+class Describe(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+
+
+class Quarantine(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+    reason: str
+
+
+class Restored(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+    rank: int
+
+
+class OfJob(msgspec.Struct, frozen=True):
+    job: str
+
+
+class WaitDurable(msgspec.Struct, frozen=True):
+    job: str
+    group: Group | None
+    timeout_s: float
+
+
+class Observe(msgspec.Struct, frozen=True):
+    job: str
+    values: dict[str, float]

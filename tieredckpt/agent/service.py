@@ -1,0 +1,331 @@
+"""The node's answers about checkpoints: what is here, what is durable, what must not be loaded."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from peerstore.errors import RequestError, ShardNotFoundError
+from peerstore.operations import Operation
+from peerstore.records import Group, ShardFact, ShardRecord
+from peerstore.store import NodeStore, SealListener
+from tieredckpt.agent.catalog import Catalog
+from tieredckpt.agent.drain import Drain
+from tieredckpt.agent.messages import (
+    DURABLE,
+    LAYOUT,
+    MAX_WAIT_S,
+    QUARANTINE,
+    RESTORED,
+    TABLE,
+    AskSurvey,
+    Configure,
+    Describe,
+    Observe,
+    OfJob,
+    Quarantine,
+    Restored,
+    WaitDurable,
+)
+from tieredckpt.coverage import gaps
+from tieredckpt.durable import names
+from tieredckpt.durable.open import open_store
+from tieredckpt.durable.store import ObjectNotFoundError, ObjectStore
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    DurableRefusedError,
+    TieredCheckpointError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.layout import decode
+from tieredckpt.manifest import Manifest, ShardIndex, ShardMeta, build_manifest, decode_meta, decode_table
+from tieredckpt.node import Described, DrainView, StepView, Survey
+from tieredckpt.resolve import Tier
+from tieredckpt.settings import DurableSettings
+
+log = logging.getLogger(__name__)
+
+OpenStore = Callable[[str, DurableSettings], ObjectStore]
+
+
+class NodeService(SealListener):
+    """A :class:`~tieredckpt.node.Node` over this process's own store."""
+
+    def __init__(self, store: NodeStore, *, open_durable: OpenStore = open_store, writer: str = "") -> None:
+        self.store = store
+        self._open = open_durable
+        self._writer = writer
+        self._lock = threading.Lock()
+        self._catalogs: dict[str, Catalog | None] = {}
+        self._began: dict[str, list[str]] = {}
+        """Notes about the steps this node's ranks began from, by job; looked up once, then known."""
+        self._settings: dict[str, DurableSettings] = {}
+        self.observed: dict[str, Counter[str]] = defaultdict(Counter)
+        self.drain = Drain(store, self, writer=writer)
+        store.subscribe(self)
+        store.subscribe(self.drain)
+
+    # -- Node -------------------------------------------------------------------------------------------------
+
+    def configure(self, job: str, durable: DurableSettings) -> None:
+        """Remember where this job's steps become durable. A changed URL takes effect with the next step."""
+        if self.durable_settings(job) != durable:
+            self.store.put_blob(job, DURABLE, msgspec.msgpack.encode(durable))
+            self._forget_catalog(job)
+        self.drain.wake()
+
+    def survey(self, job: str, *, fresh: bool = False) -> Survey:
+        views = {view.group: view for view in self._memory_views(job)}
+        unreachable: dict[Tier, str] = {}
+        plain: tuple[int, ...] = ()
+        try:
+            plain = self._add_durable(job, views, fresh=fresh)
+        except (TierUnavailableError, DurableRefusedError) as error:
+            unreachable[Tier.DURABLE] = str(error)
+        for group, view in views.items():
+            reason = view.quarantined or self._quarantined_here(job, group)
+            views[group] = msgspec.structs.replace(view, quarantined=reason, restores=self._restores(job, group))
+        settings = self.durable_settings(job)
+        known = settings if settings.url else None
+        return Survey(tuple(views[group] for group in sorted(views)), unreachable, plain, known)
+
+    def describe(self, job: str, group: Group) -> Described:
+        here = {record.key.part: record for record in self.store.records(job, group)}
+        durable = self._durable_manifest(job, group, needed=not here)
+        if durable is None and not here:
+            raise CheckpointNotFoundError(f"job {job} has no step {group.version} ({names.stem(group)}) here")
+        shards = {shard.key.part: shard for shard in durable.shards} if durable else {}
+        found: dict[int, tuple[Tier, ...]] = dict.fromkeys(shards, (Tier.DURABLE,))
+        for part, record in here.items():
+            known = shards.get(part)
+            if known is None:
+                shards[part] = _index_of(record)
+                found[part] = (Tier.MEMORY,)
+            elif known.checksums == record.checksums:
+                found[part] = (Tier.MEMORY, Tier.DURABLE)
+            else:
+                raise CheckpointDamagedError(
+                    f"{record.key}: the durable copy has other checksums than the one in memory"
+                )
+        layouts = {} if durable is None else dict(durable.layouts)
+        tables = {} if durable is None else dict(durable.tables)
+        for shard in shards.values():
+            if shard.meta.layout not in layouts:
+                layouts[shard.meta.layout] = self.store.get_blob(job, LAYOUT + shard.meta.layout)
+            if shard.meta.table and shard.meta.table not in tables:
+                table = self._blob(job, TABLE + shard.meta.table)
+                if table is not None:
+                    tables[shard.meta.table] = table
+        created = durable.created_ns if durable else time.time_ns()
+        manifest = build_manifest(list(shards.values()), layouts, tables, created_ns=created, writer=self._writer)
+        return Described(manifest, found)
+
+    def quarantine(self, job: str, group: Group, reason: str) -> None:
+        """Nobody loads this step again, here and (where it can be said) anywhere."""
+        log.error("job %s step %d (%s) is quarantined: %s", job, group.version, names.stem(group), reason)
+        self.store.put_blob(job, QUARANTINE + names.stem(group), reason.encode())
+        catalog = self.catalog(job)
+        if catalog is not None:
+            try:
+                catalog.quarantine(group, reason)
+            except TieredCheckpointError as error:
+                log.warning(
+                    "the quarantine of %s could not be written to %s: %s", names.stem(group), catalog.store.url, error
+                )
+
+    def restored(self, job: str, group: Group, rank: int) -> None:
+        name = f"{RESTORED}{names.stem(group)}.{rank}"
+        self.store.put_blob(job, name, str(self._count(job, name) + 1).encode())
+        with self._lock:
+            self._began.pop(job, None)
+
+    def sealed(self, record: ShardRecord) -> None:
+        """A step newer than the one the ranks began from: that one was fine."""
+        job = record.key.job
+        with self._lock:
+            if self._began.get(job) is None:
+                self._began[job] = [name for name in self.store.blobs(job) if name.startswith(RESTORED)]
+            began = self._began[job]
+        for name in began:
+            group = names.parse_stem(name.removeprefix(RESTORED).rpartition(".")[0])
+            if group is None or group.version < record.key.version:
+                self.store.remove_blob(job, name)
+        with self._lock:
+            self._began[job] = []
+
+    def drains(self, job: str) -> tuple[DrainView, ...]:
+        return self.drain.views(job)
+
+    def wait_durable(self, job: str, group: Group | None, timeout_s: float) -> DrainView | None:
+        return self.drain.wait(job, group, timeout_s)
+
+    def observe(self, job: str, values: Mapping[str, float]) -> None:
+        with self._lock:
+            counter = self.observed[job]
+            for name, value in values.items():
+                counter[name] += value  # type: ignore[assignment]
+
+    def close(self) -> None:
+        self.drain.close()
+        with self._lock:
+            catalogs, self._catalogs = self._catalogs, {}
+        for catalog in catalogs.values():
+            if catalog is not None:
+                catalog.store.close()
+
+    # -- for the drain ----------------------------------------------------------------------------------------
+
+    def durable_settings(self, job: str) -> DurableSettings:
+        with self._lock:
+            kept = self._settings.get(job)
+        if kept is None:
+            blob = self._blob(job, DURABLE)
+            kept = msgspec.msgpack.decode(blob, type=DurableSettings) if blob else DurableSettings()
+            with self._lock:
+                self._settings[job] = kept
+        return kept
+
+    def catalog(self, job: str) -> Catalog | None:
+        """The job's durable tier, opened once; ``None`` when it has none."""
+        with self._lock:
+            if job in self._catalogs:
+                return self._catalogs[job]
+        settings = self.durable_settings(job)
+        catalog = Catalog(self._open(settings.url, settings), job) if settings.url else None
+        with self._lock:
+            return self._catalogs.setdefault(job, catalog)
+
+    def index_of(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]:
+        """A sealed shard's index, layout and table."""
+        index = _index_of(record)
+        job = record.key.job
+        layout = self.store.get_blob(job, LAYOUT + index.meta.layout)
+        return index, layout, self._blob(job, TABLE + index.meta.table) or b"" if index.meta.table else b""
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _memory_views(self, job: str) -> list[StepView]:
+        groups: dict[Group, list[ShardFact]] = defaultdict(list)
+        for fact in self.store.inventory(job):
+            groups[fact.key.group].append(fact)
+        return [self._memory_view(job, group, facts) for group, facts in groups.items()]
+
+    def _memory_view(self, job: str, group: Group, facts: Sequence[ShardFact]) -> StepView:
+        metas = [decode_meta(fact.meta) for fact in facts]
+        return StepView(
+            group=group,
+            parts=facts[0].parts,
+            found={fact.key.part: (Tier.MEMORY,) for fact in facts},
+            base=next((meta.base for meta in metas if meta.base is not None), None),
+            covered=len(facts) < facts[0].parts and self._covers(job, metas),
+            size_bytes=sum(fact.size_bytes for fact in facts),
+            saved_ns=max(fact.sealed_ns for fact in facts),
+        )
+
+    def _covers(self, job: str, metas: Sequence[ShardMeta]) -> bool:
+        table = next((self._blob(job, TABLE + meta.table) for meta in metas if meta.table), None)
+        layouts = [self._blob(job, LAYOUT + meta.layout) for meta in metas]
+        if table is None:
+            return False
+        return not gaps(decode_table(table), [decode(layout) for layout in layouts if layout is not None])
+
+    def _add_durable(self, job: str, views: dict[Group, StepView], *, fresh: bool) -> tuple[int, ...]:
+        """Put what the durable tier has beside what is in memory; the answer is the plain checkpoints there."""
+        catalog = self.catalog(job)
+        if catalog is None:
+            return ()
+        listing = catalog.listing(fresh=fresh)
+        for group, entry in listing.manifests.items():
+            view = views.get(group)
+            if view is None:
+                views[group] = StepView(group, 0, {}, base=entry.base, durable=True)
+            else:
+                views[group] = msgspec.structs.replace(view, durable=True)
+        for group in listing.quarantined & views.keys():
+            views[group] = msgspec.structs.replace(views[group], quarantined="marked in the durable tier")
+        return listing.plain
+
+    def _durable_manifest(self, job: str, group: Group, *, needed: bool) -> Manifest | None:
+        catalog = self.catalog(job)
+        if catalog is None:
+            return None
+        try:
+            if not needed and group not in catalog.listing().manifests:
+                return None
+            return catalog.manifest(group)
+        except ObjectNotFoundError:
+            return None
+        except (TierUnavailableError, DurableRefusedError):
+            if needed:
+                raise
+            return None
+
+    def _quarantined_here(self, job: str, group: Group) -> str:
+        blob = self._blob(job, QUARANTINE + names.stem(group))
+        return blob.decode() if blob else ""
+
+    def _restores(self, job: str, group: Group) -> int:
+        prefix = f"{RESTORED}{names.stem(group)}."
+        return max((self._count(job, name) for name in self.store.blobs(job) if name.startswith(prefix)), default=0)
+
+    def _count(self, job: str, name: str) -> int:
+        blob = self._blob(job, name)
+        return int(blob) if blob else 0
+
+    def _blob(self, job: str, name: str) -> bytes | None:
+        try:
+            return self.store.get_blob(job, name)
+        except ShardNotFoundError:
+            return None
+
+    def _forget_catalog(self, job: str) -> None:
+        with self._lock:
+            self._settings.pop(job, None)
+            old = self._catalogs.pop(job, None)
+        if old is not None:
+            old.store.close()
+
+
+def _index_of(record: ShardRecord) -> ShardIndex:
+    return ShardIndex(
+        record.key, record.parts, record.size_bytes, record.chunk_bytes, record.checksums, decode_meta(record.meta)
+    )
+
+
+# -- over the socket ----------------------------------------------------------------------------------------------
+
+
+def node_operations(node: NodeService) -> dict[str, Operation]:
+    """The operations a checkpoint's agent answers beyond those of a store."""
+    none = type(None)
+
+    def configure(args: Configure, _: object) -> None:
+        if args.durable.url.startswith("memory:"):
+            raise UsageError("a memory:// durable tier would end with the agent: it is for tests in one process")
+        node.configure(args.job, args.durable)
+
+    def wait(args: WaitDurable, _: object) -> DrainView | None:
+        return node.wait_durable(args.job, args.group, min(max(args.timeout_s, 0.0), MAX_WAIT_S))
+
+    def observe(args: Observe, _: object) -> None:
+        if len(args.values) > 100:
+            raise RequestError("too many metrics at once")
+        node.observe(args.job, args.values)
+
+    return {
+        "configure": Operation(Configure, none, configure),
+        "survey": Operation(AskSurvey, Survey, lambda a, _: node.survey(a.job, fresh=a.fresh)),
+        "describe": Operation(Describe, Described, lambda a, _: node.describe(a.job, a.group)),
+        "quarantine": Operation(Quarantine, none, lambda a, _: node.quarantine(a.job, a.group, a.reason)),
+        "restored": Operation(Restored, none, lambda a, _: node.restored(a.job, a.group, a.rank)),
+        "drains": Operation(OfJob, tuple[DrainView, ...], lambda a, _: node.drains(a.job)),
+        "wait_durable": Operation(WaitDurable, DrainView | None, wait),
+        "observe": Operation(Observe, none, observe),
+    }

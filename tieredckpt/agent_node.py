@@ -1,0 +1,96 @@
+"""The node as a trainer reaches it: through the agent's socket, starting the agent where none answers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from peerstore.client import Client, connect
+from peerstore.launch import connect_or_launch
+from peerstore.records import Group
+from peerstore.settings import AgentPlace
+from tieredckpt.agent.messages import (
+    MAX_WAIT_S,
+    AskSurvey,
+    Configure,
+    Describe,
+    Observe,
+    OfJob,
+    Quarantine,
+    Restored,
+    WaitDurable,
+)
+from tieredckpt.errors import wire_errors
+from tieredckpt.node import Described, DrainView, Survey
+from tieredckpt.settings import DurableSettings, Settings
+
+_ADOPTION_S = 660.0
+
+
+class AgentNode:
+    """A :class:`~tieredckpt.node.Node` behind the agent's socket."""
+
+    def __init__(self, settings: Settings, job: str) -> None:
+        place = AgentPlace(settings.agent_directory)
+        self.place = place
+        if settings.agent.embedded:
+            command, environ = agent_command(settings), _agent_environment()
+            self.store = Client(
+                lambda: connect_or_launch(place, command, environ=environ), job=job, errors=wire_errors()
+            )
+        else:
+            self.store = Client(lambda: connect(place.socket), job=job, errors=wire_errors())
+
+    def configure(self, job: str, durable: DurableSettings) -> None:
+        self.store.call("configure", Configure(job, durable), type(None))
+
+    def survey(self, job: str, *, fresh: bool = False) -> Survey:
+        return self.store.call("survey", AskSurvey(job, fresh), Survey, timeout_s=_ADOPTION_S)
+
+    def describe(self, job: str, group: Group) -> Described:
+        return self.store.call("describe", Describe(job, group), Described, timeout_s=_ADOPTION_S)
+
+    def quarantine(self, job: str, group: Group, reason: str) -> None:
+        self.store.call("quarantine", Quarantine(job, group, reason), type(None))
+
+    def restored(self, job: str, group: Group, rank: int) -> None:
+        self.store.call("restored", Restored(job, group, rank), type(None))
+
+    def drains(self, job: str) -> tuple[DrainView, ...]:
+        return self.store.call("drains", OfJob(job), tuple[DrainView, ...])
+
+    def wait_durable(self, job: str, group: Group | None, timeout_s: float) -> DrainView | None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            ask = WaitDurable(job, group, min(left, MAX_WAIT_S))
+            view = self.store.call("wait_durable", ask, DrainView | None, timeout_s=ask.timeout_s + 30)
+            if view is None or view.state not in ("waiting", "running") or left <= MAX_WAIT_S:
+                return view
+
+    def observe(self, job: str, values: Mapping[str, float]) -> None:
+        self.store.call("observe", Observe(job, dict(values)), type(None))
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def agent_command(settings: Settings, *, detach: bool = True, linger: bool = True) -> list[str]:
+    """How an agent with these settings is started."""
+    agent = settings.agent
+    command = [sys.executable, "-m", "tieredckpt.agent", "--dir", str(settings.agent_directory)]
+    command += ["--budget", agent.budget, "--slots-per-part", str(agent.slots_per_rank)]
+    command += ["--burst-slots", str(agent.burst_slots), "--job-ttl-s", str(agent.job_ttl_s), "--http", agent.http]
+    if linger:
+        command += ["--linger-s", str(agent.linger_s)]
+    return command + (["--detach"] if detach else [])
+
+
+def _agent_environment() -> dict[str, str]:
+    """The agent runs from ``/``, so it must find this package where this process found it."""
+    root = str(Path(__file__).resolve().parent.parent)
+    known = os.environ.get("PYTHONPATH", "")
+    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root}

@@ -1,0 +1,121 @@
+"""Hyper-rectangles of tensors, and the runs of bytes they are made of. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """``sizes`` elements from ``offsets``, in a tensor's global coordinates."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.sizes)
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """Where both are; ``None`` when that is nothing. Two 0-dimensional boxes are the same single element."""
+    offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
+    sizes = tuple(
+        min(x + n, y + m) - o for x, n, y, m, o in zip(a.offsets, a.sizes, b.offsets, b.sizes, offsets, strict=True)
+    )
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def relative(inner: Box, outer: Box) -> Box:
+    """``inner`` in the coordinates of ``outer``."""
+    return Box(tuple(i - o for i, o in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
+
+
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """``box`` without ``hole``, as boxes that do not overlap."""
+    common = intersection(box, hole)
+    if common is None:
+        return [box] if box.volume or not box.sizes else []
+    rest = []
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    for axis, (start, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
+        before, after = start - offsets[axis], offsets[axis] + sizes[axis] - start - size
+        if before:
+            rest.append(Box(tuple(offsets), (*sizes[:axis], before, *sizes[axis + 1 :])))
+        if after:
+            rest.append(
+                Box((*offsets[:axis], start + size, *offsets[axis + 1 :]), (*sizes[:axis], after, *sizes[axis + 1 :]))
+            )
+        offsets[axis], sizes[axis] = start, size
+    return rest
+
+
+def uncovered(target: Box, covers: Iterable[Box]) -> list[Box]:
+    """What of ``target`` no cover has. An empty target needs nothing."""
+    if target.sizes and not target.volume:
+        return []
+    missing = [target]
+    for cover in covers:
+        missing = [rest for box in missing for rest in subtract(box, cover)]
+        if not missing:
+            break
+    return missing
+
+
+class Run(NamedTuple):
+    """``size_bytes`` at ``source`` that belong at ``target``; both relative to the start of their tensor."""
+
+    source: int
+    target: int
+    size_bytes: int
+
+
+def runs(box: Box, stored: Box, wanted: Box, itemsize: int) -> Iterator[Run]:
+    """The contiguous runs that bring ``box`` from a row-major ``stored`` block into a row-major ``wanted`` one."""
+    if not box.volume:
+        return
+    rank = len(box.sizes)
+    inner = rank  # axes [inner, rank) are copied in one run
+    while inner > 0 and (inner == rank or box.sizes[inner] == stored.sizes[inner] == wanted.sizes[inner]):
+        inner -= 1
+    run_items = math.prod(box.sizes[inner:])
+    source_strides, target_strides = _strides(stored.sizes), _strides(wanted.sizes)
+    source = sum((o - s) * n for o, s, n in zip(box.offsets, stored.offsets, source_strides, strict=True))
+    target = sum((o - w) * n for o, w, n in zip(box.offsets, wanted.offsets, target_strides, strict=True))
+    outer = [(box.sizes[axis], source_strides[axis], target_strides[axis]) for axis in range(inner)]
+    for source_step, target_step in _steps(outer):
+        yield Run((source + source_step) * itemsize, (target + target_step) * itemsize, run_items * itemsize)
+
+
+def _steps(axes: list[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    if not axes:
+        yield 0, 0
+        return
+    size, source_stride, target_stride = axes[0]
+    for index in range(size):
+        for source, target in _steps(axes[1:]):
+            yield index * source_stride + source, index * target_stride + target
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def coalesce(ranges: Iterable[tuple[int, int]], *, gap_bytes: int = 0) -> list[tuple[int, int]]:
+    """Ranges ``[start, stop)`` in order, joined where they touch, overlap or leave less than ``gap_bytes`` between."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and start - merged[-1][1] <= gap_bytes:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged

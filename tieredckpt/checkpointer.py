@@ -1,0 +1,512 @@
+"""The training loop's own checkpointer: after the first save no planning, no collective, no allocation."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from peerstore.errors import PeerStoreError
+from peerstore.records import Group, ShardRecord
+from tieredckpt.board import Board, board_for
+from tieredckpt.copying import Piece
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    MismatchError,
+    SaveFailedError,
+    StoreBusyError,
+    TieredCheckpointError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.location import check_step, parse_location
+from tieredckpt.node import Survey
+from tieredckpt.plain import plain_reader, plain_steps, plain_writer
+from tieredckpt.planned import PlannedSave
+from tieredckpt.preemption import Preemption
+from tieredckpt.reader import RestoreReport, TieredReader
+from tieredckpt.session import Session, Staged, open_session
+from tieredckpt.settings import Settings, load_settings, override
+from tieredckpt.state import ObjectArchives, as_plain, fingerprint, flatten, local_tensor
+from tieredckpt.writer import TieredWriter
+
+log = logging.getLogger(__name__)
+
+_MAX_FALLBACKS = 8
+_PLAN_TIMEOUT = timedelta(minutes=10)
+State = dict[str, Any]
+
+
+class SaveState(str, enum.Enum):
+    """How far a save has come. Each state includes the ones before it."""
+
+    NOT_DUE = "not due"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+    STAGED = "staged"
+    SEALED = "sealed"
+    DURABLE = "durable"
+
+
+class Saved:
+    """One save: done with its part in the training loop, still on its way through the tiers."""
+
+    def __init__(self, step: int, state: SaveState, error: BaseException | None = None) -> None:
+        self.step = step
+        self._state = state
+        self._error = error
+        self._sealing: Future[ShardRecord] | None = None
+        self._until_durable: Callable[[Group, float], bool] | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed or was skipped."""
+        return self._error
+
+    @property
+    def state(self) -> SaveState:
+        return self._state
+
+    @property
+    def ok(self) -> bool:
+        """Whether the step is (or will be, unless :meth:`wait` says otherwise) saved."""
+        return self._state not in (SaveState.SKIPPED, SaveState.FAILED, SaveState.NOT_DUE)
+
+    def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> SaveState:
+        """Until this rank's part has reached ``tier`` (for durable: the whole step has), or raise why it did not."""
+        if self._error is not None:
+            raise self._error
+        if self._sealing is None:
+            return self._state
+        try:
+            record = self._sealing.result(timeout_s)
+        except FutureTimeoutError:
+            raise StoreBusyError(f"step {self.step} was not sealed within {timeout_s:.0f} s") from None
+        if tier == "durable" and self._until_durable is not None and self._until_durable(record.key.group, timeout_s):
+            self._state = SaveState.DURABLE
+        return self._state
+
+    def __repr__(self) -> str:
+        return f"Saved(step={self.step}, {self._state.value}{f', {self._error}' if self._error else ''})"
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """One step as :meth:`Checkpointer.steps` lists it."""
+
+    step: int
+    tiers: tuple[str, ...]
+    whole: bool
+    quarantined: str = ""
+
+
+class Checkpointer:
+    """Keeps a training loop's state in the tiers.
+
+    ::
+
+        with Checkpointer("tiered://llama-8b", durable="s3://bucket/llama", every=1, durable_every=200) as ckpt:
+            step = ckpt.restore(state) + 1
+            for step in range(step, total):
+                train_one_step()
+                ckpt.save(state, step)
+
+    All ranks construct it, and call ``restore`` and ``save``, at the same points. ``state`` is what ``dcp.save`` takes:
+    nested dicts of tensors, DTensors and Python objects, and ``Stateful`` objects. A save that fails is reported in
+    its :class:`Saved` and in the metrics; it does not end the training unless ``on_failure="raise"``.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str],
+        *,
+        durable: str | None = None,
+        every: int | None = None,
+        durable_every: int | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        on_busy: Literal["wait", "skip"] | None = None,
+        on_failure: Literal["report", "raise"] = "report",
+        on_sigterm: Literal["save", "ignore"] = "save",
+        grace_s: float = 25.0,
+        process_group: dist.ProcessGroup | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self._location = parse_location(target)
+        if self._location.step is not None:
+            raise UsageError(f"{self._location} names a step; a Checkpointer keeps all of them: {self._location.job}")
+        self.settings = _with_arguments(
+            settings or load_settings(),
+            durable={"url": durable, "every": durable_every, "keep_last": keep_last, "keep_every": keep_every},
+            memory={"every": every, "on_busy": on_busy},
+        )
+        self._on_failure = on_failure
+        self._own_group = None
+        if process_group is None and dist.is_initialized():
+            # Planning must not meet the training's own collectives on one group.
+            process_group = self._own_group = dist.new_group(backend="gloo", timeout=_PLAN_TIMEOUT)
+        self._group = process_group
+        self._archives = ObjectArchives()
+        self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-seal")
+        self._sealing: Future[ShardRecord] | None = None
+        self._board: Board | None = None
+        self._preparing: threading.Thread | None = None
+        self._began = time.perf_counter()
+        self.last_restore: RestoreReport | None = None
+        """What :meth:`restore` read, and from which tiers."""
+        self._preemption = Preemption(self._flush, grace_s) if on_sigterm == "save" else None
+
+    @property
+    def session(self) -> Session:
+        return open_session(self._location.job, self.settings)
+
+    # -- saving -----------------------------------------------------------------------------------------------
+
+    def save(self, state: State, step: int, *, force: bool = False) -> Saved:
+        """Stage ``state`` as ``step``; returns as soon as the training may change it again.
+
+        After SIGTERM this is the last save: it is made durable within the grace period, and the signal is delivered.
+        """
+        check_step(step)
+        last = self._preemption is not None and self._preemption.requested
+        if step % self.settings.memory.every and not force and not last:
+            return Saved(step, SaveState.NOT_DUE)
+        began = time.perf_counter()
+        try:
+            saved = (
+                self._save_plain(state, step) if not self.settings.enabled else self._save(state, step, durable=last)
+            )
+        except StoreBusyError as error:
+            log.warning("step %d of %s was skipped: %s", step, self._location.job, error)
+            saved = Saved(step, SaveState.SKIPPED, error)
+        except (TieredCheckpointError, CheckpointException, PeerStoreError) as error:
+            log.error("step %d of %s was not saved: %s", step, self._location.job, error)
+            saved = Saved(step, SaveState.FAILED, error)
+        if self.settings.enabled:
+            self._observe(saved, time.perf_counter() - began)
+        if self._preemption is not None and last:
+            self._preemption.finish()
+        if saved.error is not None and self._on_failure == "raise":
+            raise saved.error
+        return saved
+
+    def _save(self, state: State, step: int, *, durable: bool) -> Saved:
+        session = self.session
+        flat = flatten(as_plain(state))
+        planned = session.planned_for(fingerprint(flat))
+        if planned is None:
+            return self._save_first(state, step, durable=durable)
+        wait = self.settings.memory.on_busy == "wait"
+        wait_s = self.settings.memory.wait_s if wait else 0.0
+        wanted = (durable and bool(self.settings.durable.url)) or session.is_durable(step)
+        self._finish_last(wait_s=self.settings.memory.wait_s)
+        if wanted and self.settings.durable.on_busy == "wait":
+            session.wait_drained(self.settings.durable.retry_s)
+        staged, items = self._stage(session, planned, flat, step, wait_s)
+        saved = Saved(step, SaveState.STAGED)
+        self._sealing = saved._sealing = self._sealer.submit(self._seal, saved, staged, items, wanted, planned)
+        saved._until_durable = self._until_durable
+        return saved
+
+    def _stage(
+        self, session: Session, planned: PlannedSave, flat: Mapping[str, Any], step: int, wait_s: float
+    ) -> tuple[Staged, list[bytes]]:
+        layout = planned.layout
+        items = [self._archives.archive(item.fqn, flat[item.fqn]) for item in layout.items]
+        key = session.next_key(step, planned.part)
+        staged = session.stage(key, planned.parts, layout, sum(map(len, items)), wait_s=wait_s)
+        with session.abandoned_on_error(staged):
+            pieces = [Piece(local_tensor(flat, entry), layout.header_bytes + entry.start) for entry in layout.tensors]
+            staged.memory.fill(pieces, session.copier, warm_bytes=staged.lease.warm_bytes)
+        return staged, items
+
+    def _seal(
+        self, saved: Saved, staged: Staged, items: Sequence[bytes], durable: bool, planned: PlannedSave
+    ) -> ShardRecord:
+        """In the background: from here on the step no longer depends on this process."""
+        session = self.session
+        began = time.perf_counter()
+        try:
+            record = session.seal(staged, staged.lease.key, items, durable=durable, table=planned.table)
+        except TieredCheckpointError as error:
+            log.error("step %d of %s was not sealed: %s", saved.step, self._location.job, error)
+            saved._state, saved._error = SaveState.FAILED, error
+            session.abandon(staged)
+            session.observe(failed=1)
+            raise
+        saved._state = SaveState.SEALED
+        session.observe(seals=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)
+        if self._board is not None:
+            self._board.sealed(record.key.group)
+            whole = self._board.newest()
+            if whole is not None:
+                session.commit(whole)
+        return record
+
+    def _save_first(self, state: State, step: int, *, durable: bool) -> Saved:
+        """A state that was not planned before: once through DCP's planning, with its collectives."""
+        self._finish_last(wait_s=self.settings.memory.wait_s)
+        settings = (
+            self.settings if not durable else override(self.settings, durable={"every": self.settings.memory.every})
+        )
+        writer = TieredWriter(self._location.job, step, settings=settings)
+        dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized())
+        if writer.record is None:
+            raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
+        self._board = self._board or board_for(self.session)
+        saved = Saved(step, SaveState.SEALED)
+        saved._sealing = Future()
+        saved._sealing.set_result(writer.record)
+        saved._until_durable = self._until_durable
+        return saved
+
+    def _save_plain(self, state: State, step: int) -> Saved:
+        if step % self.settings.durable.every:
+            return Saved(step, SaveState.NOT_DUE)
+        writer = plain_writer(self.settings.durable, self._location.job, step)
+        dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized())
+        return Saved(step, SaveState.DURABLE)
+
+    def _finish_last(self, *, wait_s: float) -> None:
+        """One seal at a time: more would only mean that the node cannot keep up."""
+        if self._sealing is not None:
+            try:
+                self._sealing.result(wait_s)
+            except FutureTimeoutError:
+                raise StoreBusyError(f"the last save is still being sealed after {wait_s:.0f} s") from None
+            except TieredCheckpointError:
+                pass  # reported where it happened
+            self._sealing = None
+
+    def _observe(self, saved: Saved, blocked_s: float) -> None:
+        what = (
+            "skipped" if saved.state is SaveState.SKIPPED else "failed" if saved.state is SaveState.FAILED else "saves"
+        )
+        self._sealer.submit(self.session.observe, **{what: 1, "blocked_seconds": blocked_s})
+
+    # -- waiting ----------------------------------------------------------------------------------------------
+
+    def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:
+        """Until all saves so far have reached ``tier``; False when the time was not enough or some cannot get there."""
+        if not self.settings.enabled:
+            return True
+        try:
+            self._finish_last(wait_s=timeout_s)
+        except StoreBusyError:
+            return False
+        if tier == "memory" or not self.settings.durable.url:
+            return tier == "memory"
+        view = self.session.node.wait_durable(self._location.job, None, timeout_s)
+        return view is None or view.state in ("done", "skipped")
+
+    def _until_durable(self, group: Group, timeout_s: float) -> bool:
+        view = self.session.node.wait_durable(self._location.job, group, timeout_s)
+        if view is None or view.state == "skipped":
+            return False
+        if view.state == "failed":
+            raise SaveFailedError(f"step {group.version} did not become durable: {view.error}")
+        if view.state != "done":
+            raise TierUnavailableError(
+                f"step {group.version} is not durable after {timeout_s:.0f} s: {view.error or view.state}"
+            )
+        return True
+
+    def _flush(self, deadline_s: float) -> None:
+        """What SIGTERM leaves time for: seal what is staged, and make it durable."""
+        self.wait("memory", timeout_s=deadline_s)
+        if self.settings.durable.url:
+            self.wait("durable", timeout_s=deadline_s)
+
+    # -- restoring --------------------------------------------------------------------------------------------
+
+    def restore(self, state: State, step: int | None = None) -> int:
+        """Fill ``state`` from the newest whole step (or ``step``) and return which one it was.
+
+        Returns -1 only when every tier was asked and there is nothing to restore. A damaged step is reported and the
+        next older whole one is used; a tier that cannot be asked and nothing in the others is an error.
+        """
+        if not self.settings.enabled:
+            return self._restore_plain(state, step)
+        restored = self._restore(state, step)
+        if restored < 0:
+            self.session.base = -1
+        self._prepare(state)
+        return restored
+
+    def _restore(self, state: State, step: int | None) -> int:
+        for _ in range(_MAX_FALLBACKS):
+            reader = TieredReader(self._location.job, step, settings=self.settings)
+            if not self._anything(reader, step):
+                return -1
+            try:
+                dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=not dist.is_initialized())
+            except CheckpointException as failure:
+                error = _typed(failure)
+                if step is not None or not isinstance(error, CheckpointDamagedError):
+                    raise error from failure
+                log.error("restore of %s: %s; trying the next older step", self._location.job, error)
+                continue
+            self.last_restore = reader.report
+            self._board = self._board or board_for(self.session)
+            return reader.restored_step
+        raise CheckpointDamagedError(
+            f"{self._location.job}: {_MAX_FALLBACKS} steps were tried and none could be loaded"
+        )
+
+    def _anything(self, reader: TieredReader, step: int | None) -> bool:
+        """Whether there is something to load: one answer for all ranks, absent and unknown kept apart."""
+        try:
+            found: str = reader.check()
+        except CheckpointNotFoundError as error:
+            found = f"absent {error}"
+        except TieredCheckpointError as error:
+            found = f"unknown {error}"
+        answers: list[str] = [found]
+        if dist.is_initialized():
+            gathered: list[Any] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(gathered, found, group=self._group)
+            answers = gathered
+        unknown = [answer for answer in answers if answer.startswith("unknown ")]
+        absent = [answer for answer in answers if answer.startswith("absent ")]
+        if unknown:
+            raise TierUnavailableError(unknown[0].removeprefix("unknown "))
+        if absent and len(absent) < len(answers):
+            raise TierUnavailableError(
+                f"{self._location.job}: {len(answers) - len(absent)} of {len(answers)} ranks can reach a checkpoint, the "
+                f"others cannot: {absent[0].removeprefix('absent ')}"
+            )
+        if absent and step is not None:
+            raise CheckpointNotFoundError(absent[0].removeprefix("absent "))
+        return not absent
+
+    def _restore_plain(self, state: State, step: int | None) -> int:
+        durable, job = self.settings.durable, self._location.job
+        steps = [found for found in plain_steps(durable, job) if step in (None, found)]
+        if not steps:
+            if step is not None:
+                raise CheckpointNotFoundError(f"{durable.url} has no plain checkpoint of {job} step {step}")
+            return -1
+        reader = plain_reader(durable, job, steps[-1])
+        dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=not dist.is_initialized())
+        return steps[-1]
+
+    def _prepare(self, state: State) -> None:
+        """Have slots populated and mapped while the first step computes."""
+        parts = dist.get_world_size(self._group) if dist.is_initialized() else 1
+        rank = dist.get_rank(self._group) if dist.is_initialized() else 0
+        own = shared = 0
+        for value in flatten(as_plain(state)).values():
+            if isinstance(value, DTensor):
+                own += value._local_tensor.nbytes
+            elif isinstance(value, torch.Tensor):
+                shared += value.nbytes
+        self._preparing = self.session.prepare(rank, own + shared // parts)
+
+    # -- the rest ---------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[StepInfo]:
+        """Every step this node can see, oldest first."""
+        if not self.settings.enabled:
+            found = plain_steps(self.settings.durable, self._location.job)
+            return [StepInfo(step, ("durable",), whole=True) for step in found]
+        return step_infos(self.session.node.survey(self._location.job, fresh=True))
+
+    def close(self) -> None:
+        """Seal what is staged and let go of the agent; what is draining goes on without this process."""
+        if self._preparing is not None:
+            self._preparing.join()
+        self._sealer.shutdown()
+        if self._preemption is not None:
+            self._preemption.close()
+        if self._own_group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._own_group)
+            self._own_group = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class NullCheckpointer:
+    """A :class:`Checkpointer` that keeps nothing: for ranks, tests and scripts that are to run without one."""
+
+    last_restore: RestoreReport | None = None
+
+    def save(self, state: State, step: int, *, force: bool = False) -> Saved:
+        del state, force
+        return Saved(check_step(step), SaveState.NOT_DUE)
+
+    def restore(self, state: State, step: int | None = None) -> int:
+        del state, step
+        return -1
+
+    def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:
+        del tier, timeout_s
+        return True
+
+    def steps(self) -> list[StepInfo]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> NullCheckpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+def step_infos(survey: Survey) -> list[StepInfo]:
+    """A survey, a line per step."""
+    lines = []
+    for view in survey.views:
+        tiers = {tier.value for where in view.found.values() for tier in where}
+        if view.durable:
+            tiers.add("durable")
+        lines.append(StepInfo(view.group.version, tuple(sorted(tiers)), view.candidate.whole, view.quarantined))
+    return sorted(lines, key=lambda line: line.step)
+
+
+def _with_arguments(settings: Settings, **sections: Mapping[str, Any]) -> Settings:
+    """``settings`` with the arguments that were given; steps become durable no more often than they are saved."""
+    changes = {name: {k: v for k, v in values.items() if v is not None} for name, values in sections.items()}
+    every = changes["memory"].get("every", settings.memory.every)
+    if "every" not in changes["durable"] and settings.durable.every % every:
+        changes["durable"]["every"] = every
+    return override(settings, **changes)
+
+
+def _typed(failure: CheckpointException) -> BaseException:
+    """Our own error inside DCP's: what tells the caller most, damaged before unknown before the rest."""
+    errors = [error for error, _ in failure.failures.values() if isinstance(error, TieredCheckpointError)]
+    for kind in (CheckpointDamagedError, TierUnavailableError, TieredCheckpointError):
+        for error in errors:
+            if isinstance(error, kind):
+                return error
+    first = next(iter(failure.failures.values()))[0]
+    if isinstance(first, ValueError | RuntimeError):  # how DCP's planner says that names or shapes differ
+        return MismatchError(f"the state and the checkpoint do not fit: {first}")
+    return failure

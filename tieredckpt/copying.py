@@ -1,0 +1,191 @@
+"""Bytes between tensors and slots: one pass, several threads, no Python per byte.
+
+A copy of memory is done piece by piece with ``memcpy`` by a few threads (each call releases the interpreter);
+everything else (another device, strides, conjugates) is a ``copy_`` into a view of the slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+import torch
+
+from peerstore.pages import populate_address
+from tieredckpt.tensors import is_flat
+
+_BATCH_BYTES = 8 << 20
+_PAGE = 4096
+
+_libc = ctypes.CDLL(None)
+_memcpy = _libc.memcpy
+_memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcpy.restype = ctypes.c_void_p
+
+
+class Piece(NamedTuple):
+    """A tensor and where its bytes go in a slot."""
+
+    tensor: torch.Tensor
+    start: int
+
+
+class Move(NamedTuple):
+    """``size_bytes`` from one address to another."""
+
+    target: int
+    source: int
+    size_bytes: int
+
+
+def default_threads() -> int:
+    """Half of the cores this process may use, between 1 and 8: the other ranks of the node copy at the same time."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+
+
+class Copier:
+    """A few threads that move memory."""
+
+    def __init__(self, threads: int = 0) -> None:
+        self.threads = threads or default_threads()
+        self._pool = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="tieredckpt-copy")
+
+    def move(self, moves: Sequence[Move], *, before: Callable[[Move], None] | None = None) -> None:
+        """Do all moves; ``before`` is called with each batch's target range first (to put pages behind it)."""
+        batches = list(_batches(moves))
+        tickets = itertools.count()
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            while not failed:
+                number = next(tickets)
+                if number >= len(batches):
+                    return
+                try:
+                    for one in batches[number]:
+                        if before is not None:
+                            before(one)
+                        _memcpy(one.target, one.source, one.size_bytes)
+                except BaseException as error:  # noqa: BLE001 - raised by the thread that asked
+                    failed.append(error)
+                    return
+
+        helpers = [self._pool.submit(work) for _ in range(min(self.threads, len(batches)) - 1)]
+        work()
+        wait(helpers)
+        if failed:
+            raise failed[0]
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def _batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
+    """Moves in groups of about the same size, large ones split."""
+    batch: list[Move] = []
+    size = 0
+    for move in moves:
+        target, source, left = move
+        while left:
+            part = min(left, _BATCH_BYTES - size)
+            batch.append(Move(target, source, part))
+            target, source, left, size = target + part, source + part, left - part, size + part
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class SlotMemory:
+    """A slot of the node's arena in this process's address space, writable."""
+
+    def __init__(self, path: str, size_bytes: int, generation: int) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.generation = generation
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        # torch owns the descriptor and the mapping from here on: tensors in it can be handed to another process
+        # by passing this one descriptor, however many they are.
+        storage = torch.UntypedStorage._new_shared_fd_cpu(fd, size_bytes)  # type: ignore[attr-defined]
+        self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size_bytes,))  # type: ignore[call-overload]
+        self.address = storage.data_ptr()
+        self._touched = 0
+        self._pinned = False
+
+    def tensor(self, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
+        """A tensor over bytes of the slot."""
+        count = 1
+        for size in sizes:
+            count *= size
+        return self._bytes[start : start + count * dtype.itemsize].view(dtype).view(tuple(sizes))
+
+    def write(self, start: int, data: bytes | memoryview) -> None:
+        if len(data):
+            self._put_pages(start, len(data))
+            ctypes.memmove(self.address + start, bytes(data) if isinstance(data, memoryview) else data, len(data))
+
+    def fill(self, pieces: Sequence[Piece], copier: Copier, *, warm_bytes: int) -> None:
+        """Copy every piece to its place. Returns when the sources may change again."""
+        flat: list[Piece] = []
+        others: list[Piece] = []
+        for piece in pieces:
+            (flat if is_flat(piece.tensor) else others).append(piece)
+        warm = min(self._touched, warm_bytes)
+
+        def put_pages(move: Move) -> None:
+            start = move.target - self.address
+            if start + move.size_bytes > warm:
+                self._put_pages(start, move.size_bytes)
+
+        moves = [Move(self.address + start, tensor.data_ptr(), tensor.nbytes) for tensor, start in flat]
+        finish = self._copy_others(others, warm)
+        copier.move(moves, before=put_pages if warm < self.size_bytes else None)
+        finish()
+        self._touched = self.size_bytes
+
+    def _copy_others(self, pieces: Sequence[Piece], warm: int) -> Callable[[], None]:
+        devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type == "cuda"}
+        if devices and not self._pinned:
+            self._pin()
+        streams = {device: torch.cuda.Stream(device) for device in devices}
+        for device, stream in streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+        for tensor, start in pieces:
+            if start + tensor.nbytes > warm:
+                self._put_pages(start, tensor.nbytes)
+            target = self.tensor(start, tensor.dtype, tensor.shape)
+            with torch.cuda.stream(streams.get(tensor.device)):  # None: no change of stream
+                target.copy_(tensor.detach(), non_blocking=True)
+
+        def finish() -> None:
+            for stream in streams.values():
+                stream.synchronize()
+
+        return finish
+
+    def _pin(self) -> None:
+        """Let devices copy straight into the slot: registered once, for as long as the mapping lives."""
+        code = torch.cuda.cudart().cudaHostRegister(self.address, self.size_bytes, 0)
+        self._pinned = int(code) == 0
+
+    def close(self) -> None:
+        """Give the pages back to the system's care; tensors over them keep the mapping until they are gone."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+            self._pinned = False
+
+    def prefault(self) -> None:
+        """Put a page behind every byte now, in the background of something else."""
+        for start in range(0, self.size_bytes, _BATCH_BYTES):
+            self._put_pages(start, min(_BATCH_BYTES, self.size_bytes - start))
+        self._touched = self.size_bytes
+
+    def _put_pages(self, start: int, size_bytes: int) -> None:
+        first = (self.address + start) // _PAGE * _PAGE
+        stop = self.address + start + size_bytes
+        populate_address(first, stop - first)

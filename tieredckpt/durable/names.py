@@ -1,0 +1,104 @@
+"""What objects are called below a durable URL. Pure; ``docs/format.md`` lists them for other readers.
+
+::
+
+    JOB/manifests/000000000120.000003.0.1f2e3d.from-100.manifest      a step is there when this is
+    JOB/manifests/000000000120.000003.0.1f2e3d.quarantine             do not load it
+    JOB/steps/000000000120/000003.0.1f2e3d/000007.safetensors
+    JOB/steps/000000000120/000003.0.1f2e3d/000007.index
+    JOB/step-120/.metadata                                   a plain DCP checkpoint (TIEREDCKPT_ENABLED=0)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import xxhash
+
+from peerstore.records import Group, ShardKey
+
+_STEM = r"([0-9]{12,19})\.([0-9]{6,19})\.([0-9]+)\.([A-Za-z0-9-]{1,64})"
+_ENTRY = re.compile(_STEM + r"\.(?:(?:from-([0-9]+)|(fresh)|unknown)\.manifest|(quarantine))")
+_SHARD = re.compile(r"([0-9]{12,19})/([0-9]{6,19})\.([0-9]+)\.([A-Za-z0-9-]{1,64})/([0-9]{6,})\.(.+)")
+
+
+class Entry(NamedTuple):
+    """What an object below ``manifests`` says by its name alone."""
+
+    group: Group
+    quarantine: bool
+    base: int | None
+    """The step the incarnation began from, -1 for nothing, None when it did not say."""
+
+
+def stem(group: Group) -> str:
+    return f"{group.version:012d}.{group.epoch:06d}.{group.attempt}.{group.incarnation}"
+
+
+def parse_stem(text: str) -> Group | None:
+    match = re.fullmatch(_STEM, text)
+    return Group(int(match[2]), int(match[1]), int(match[3]), match[4]) if match else None
+
+
+def manifests(job: str) -> str:
+    return f"{job}/manifests/"
+
+
+def manifest(job: str, group: Group, base: int | None) -> str:
+    origin = "unknown" if base is None else "fresh" if base < 0 else f"from-{base}"
+    return f"{manifests(job)}{stem(group)}.{origin}.manifest"
+
+
+def quarantine(job: str, group: Group) -> str:
+    return f"{manifests(job)}{stem(group)}.quarantine"
+
+
+def parse_entry(name: str, job: str) -> Entry | None:
+    """What a name below ``manifests`` stands for; ``None`` for a stranger's object."""
+    match = _ENTRY.fullmatch(name.removeprefix(manifests(job)))
+    if match is None:
+        return None
+    group = Group(int(match[2]), int(match[1]), int(match[3]), match[4])
+    base = int(match[5]) if match[5] else -1 if match[6] else None
+    return Entry(group, bool(match[7]), base)
+
+
+def steps(job: str, group: Group | None = None) -> str:
+    """Where a job's (or one attempt's) shards are, when they are not spread."""
+    if group is None:
+        return f"{job}/steps/"
+    return f"{job}/steps/{group.version:012d}/{group.epoch:06d}.{group.attempt}.{group.incarnation}/"
+
+
+def shard(key: ShardKey, *, spread: bool, compressed: bool) -> str:
+    """A shard's object; spread names start with a hash, so that a store can split its load between them."""
+    place = f"{steps(key.job, key.group)}{key.part:06d}.safetensors" + (".zst" if compressed else "")
+    return f"{xxhash.xxh3_64_hexdigest(place.encode())[:4]}/{place}" if spread else place
+
+
+def index(key: ShardKey) -> str:
+    """A shard's own index, never spread: finding all of a step's takes one listing."""
+    return f"{steps(key.job, key.group)}{key.part:06d}.index"
+
+
+def plain(job: str, step: int | None = None) -> str:
+    """Where plain DCP checkpoints of a job are: a folder per step."""
+    return f"{job}/step-" + ("" if step is None else str(step))
+
+
+def parse_plain(name: str, job: str) -> int | None:
+    """The step whose plain checkpoint is complete when an object of this name exists."""
+    match = re.fullmatch(r"([0-9]{1,18})/\.metadata", name.removeprefix(plain(job)))
+    return int(match[1]) if match else None
+
+
+def parse_shard(name: str, job: str) -> tuple[Group, int, str] | None:
+    """Group, part and kind ("index", "safetensors", ...) of an object below ``steps``; ``None`` for a stranger's."""
+    head, found, rest = name.partition(steps(job))
+    if not found or not re.fullmatch(r"([0-9a-f]{4}/)?", head):
+        return None
+    match = _SHARD.fullmatch(rest)
+    if match is None:
+        return None
+    return Group(int(match[2]), int(match[1]), int(match[3]), match[4]), int(match[5]), match[6]

@@ -1,0 +1,168 @@
+"""Bytes of stored shards into memory: verified before anybody uses them, from wherever they are."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from typing_extensions import Buffer
+
+from peerstore import checksum
+from peerstore.errors import PeerStoreError, ShardNotFoundError
+from peerstore.operations import Store
+from peerstore.pages import Mapping
+from peerstore.records import Pin
+from tieredckpt.agent.compress import decompress
+from tieredckpt.durable.store import ObjectStore
+from tieredckpt.errors import CheckpointDamagedError, TierUnavailableError
+from tieredckpt.manifest import ShardIndex
+from tieredckpt.stored import ByteRange, chunk_ranges
+
+log = logging.getLogger(__name__)
+
+_WINDOW_BYTES = 32 << 20
+
+
+class Verified(NamedTuple):
+    """Bytes of a shard from ``start`` on that were compared with their checksums."""
+
+    start: int
+    data: memoryview
+
+
+class PinnedShards:
+    """Shards of this node's memory, kept in place and mapped while they are read."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._pins: dict[int, Pin] = {}
+        self._maps: dict[int, Mapping] = {}
+        self._checked: dict[int, list[tuple[int, int]]] = {}
+
+    def verify(self, shard: ShardIndex, ranges: Sequence[ByteRange]) -> bool:
+        """Pin the shard and have its bytes in ``ranges`` compared with their checksums; False: it cannot be used."""
+        part = shard.key.part
+        wanted = chunk_ranges(ranges, shard.chunk_bytes)
+        try:
+            if part not in self._pins:
+                self._pins[part] = self._store.pin(shard.key)
+            done = self._checked.setdefault(part, [])
+            for chunks in wanted:
+                if chunks not in done:
+                    if self._store.verify(shard.key, chunks):
+                        return False
+                    done.append(chunks)
+        except ShardNotFoundError:
+            return False
+        except PeerStoreError as error:
+            raise TierUnavailableError(f"{shard.key} cannot be verified: {error}") from error
+        return True
+
+    def address(self, part: int) -> int:
+        """Where the shard begins in this process."""
+        return self._mapping(part).address
+
+    def view(self, part: int) -> memoryview:
+        return self._mapping(part).view
+
+    def _mapping(self, part: int) -> Mapping:
+        known = self._maps.get(part)
+        if known is None:
+            pin = self._pins[part]
+            try:
+                known = self._maps[part] = Mapping(pin.path, pin.record.size_bytes)
+            except (OSError, ValueError) as error:
+                raise TierUnavailableError(f"{pin.record.key} cannot be mapped: {error}") from error
+            known.prefault()
+        return known
+
+    def release(self) -> bool:
+        """Let go of everything; False when a shard was not held all the time, so that what was read is unproven."""
+        held = True
+        for mapping in self._maps.values():
+            with contextlib.suppress(BufferError):  # somebody's view is collected later
+                mapping.close()
+        for pin in self._pins.values():
+            try:
+                held &= self._store.unpin(pin.id)
+            except PeerStoreError:
+                held = False
+        self._maps.clear()
+        self._pins.clear()
+        self._checked.clear()
+        return held
+
+
+def from_object(store: ObjectStore, shard: ShardIndex, ranges: Sequence[ByteRange]) -> Iterator[Verified]:
+    """The chunks that hold ``ranges``, window by window, so that memory stays bounded whatever is asked for."""
+    window: list[tuple[int, int]] = []
+    size = 0
+    for first, stop in chunk_ranges(ranges, shard.chunk_bytes):
+        step = max(1, _WINDOW_BYTES // shard.chunk_bytes)
+        for start in range(first, stop, step):
+            chunks = (start, min(stop, start + step))
+            window.append(chunks)
+            size += (chunks[1] - chunks[0]) * shard.chunk_bytes
+            if size >= _WINDOW_BYTES:
+                yield from _window(store, shard, window)
+                window, size = [], 0
+    if window:
+        yield from _window(store, shard, window)
+
+
+def _window(store: ObjectStore, shard: ShardIndex, window: Sequence[tuple[int, int]]) -> Iterator[Verified]:
+    for again in (False, True):
+        buffers = store.get_ranges(shard.object, [_stored_range(shard, chunks) for chunks in window])
+        bad: list[int] = []
+        found = [_verified(shard, chunks, buffer, bad) for chunks, buffer in zip(window, buffers, strict=True)]
+        if not bad:
+            yield from found
+            return
+        # The object may be good and the way to it bad: it is asked for once more before it is called damaged.
+        log.warning(
+            "%s: chunk %d of %s differs%s", shard.key, bad[0], shard.object, " again" if again else ", asking again"
+        )
+    raise CheckpointDamagedError(
+        f"{shard.key}: {len(bad)} chunks of {shard.object} in {store.url} are not what was saved, first: {bad[0]}"
+    )
+
+
+def _stored_range(shard: ShardIndex, chunks: tuple[int, int]) -> tuple[int, int]:
+    first, stop = chunks
+    if shard.encoding == "zstd":
+        start = sum(shard.frames[:first])
+        return start, start + sum(shard.frames[first:stop])
+    return first * shard.chunk_bytes, min(stop * shard.chunk_bytes, shard.size_bytes)
+
+
+def _verified(shard: ShardIndex, chunks: tuple[int, int], buffer: Buffer, bad: list[int]) -> Verified:
+    first, stop = chunks
+    start = first * shard.chunk_bytes
+    size = min(stop * shard.chunk_bytes, shard.size_bytes) - start
+    data = memoryview(buffer).cast("B")
+    if shard.encoding == "zstd":
+        data = memoryview(_unpacked(shard, chunks, data, bad))
+    if len(data) != size:
+        bad.extend(range(first, stop))
+        return Verified(start, data)
+    expected = shard.checksums[8 * first : 8 * stop]
+    bad.extend(first + chunk for chunk in checksum.mismatches(data, expected, chunk_bytes=shard.chunk_bytes))
+    return Verified(start, data)
+
+
+def _unpacked(shard: ShardIndex, chunks: tuple[int, int], data: memoryview, bad: list[int]) -> bytes:
+    import zstandard
+
+    out, at = [], 0
+    for chunk in range(*chunks):
+        size = min(shard.chunk_bytes, shard.size_bytes - chunk * shard.chunk_bytes)
+        frame = data[at : at + shard.frames[chunk]]
+        at += shard.frames[chunk]
+        try:
+            out.append(decompress(frame, size))
+        except zstandard.ZstdError:
+            bad.append(chunk)
+            return b""
+    return b"".join(out)

@@ -1,0 +1,298 @@
+"""What is where in a shard: a pure function of what a rank saves.
+
+A shard is one valid safetensors file::
+
+    0        8                      header_bytes                                        size
+    ├────────┼──────────────────────┼───────────────────────────────┬────────────────────┤
+    │ length │ JSON, padded with    │ tensors: those whose size is a │ items: byte strings │
+    │ u64 LE │ spaces               │ multiple of 64 first, so that  │ whose size may      │
+    │        │                      │ each starts at a multiple of 64│ change every save   │
+    └────────┴──────────────────────┴───────────────────────────────┴────────────────────┘
+
+The tensors' place depends on names, types and shapes alone, so it is computed once and used for every save; only
+the tail and the header are written anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+import xxhash
+
+from tieredckpt.boxes import Box
+from tieredckpt.dtypes import safetensors_type
+from tieredckpt.errors import CheckpointDamagedError
+
+ALIGNMENT = 64
+HEADER_ALIGNMENT = 4096
+_WIDEST_ITEM = len('":{"dtype":"U8","shape":[],"data_offsets":[,]},') + 3 * 20
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor, or one slice of one, in a shard."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    """Which part of it is here."""
+    itemsize: int
+    sharded: bool = False
+    """Saved as a slice of a distributed tensor (DCP tells them apart)."""
+    requires_grad: bool = False
+    start: int = 0
+    """Where its bytes begin, counted from the end of the header."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.box.volume * self.itemsize
+
+
+OBJECT: Final = "object"
+"""An item with what the planner made of a Python object; only the planner reads it."""
+ARCHIVE: Final = "archive"
+"""An item with a ``torch.save`` archive of a tensor whose bytes alone do not describe it (sparse, a subclass)."""
+
+
+class ItemEntry(msgspec.Struct, frozen=True):
+    """One byte string of a shard; where it is depends on the save."""
+
+    fqn: str
+    kind: Literal["object", "archive"]
+    tensor: TensorEntry | None = None
+    """For an archive: the tensor in it."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tensors in file order, then items in file order."""
+
+    tensors: tuple[TensorEntry, ...]
+    items: tuple[ItemEntry, ...]
+    paths: Mapping[str, tuple[str | int, ...]] | None
+    """Where each name was in the nested state dict; ``None`` when the planner did not flatten it."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Names this layout everywhere; equal digests are equal layouts."""
+        return xxhash.xxh3_128_hexdigest(encode(self))
+
+    @functools.cached_property
+    def tensor_bytes(self) -> int:
+        return self.tensors[-1].start + self.tensors[-1].size_bytes if self.tensors else 0
+
+    @property
+    def _entries(self) -> Iterator[TensorEntry | ItemEntry]:
+        yield from self.tensors
+        yield from self.items
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The safetensors name of every tensor and item: its own, ``fqn@offsets`` for a slice, made unique."""
+        taken = {"__metadata__"}
+        return tuple(_unique(_wanted_name(entry), taken) for entry in self._entries)
+
+    @functools.cached_property
+    def _tensor_json(self) -> str:
+        fields = []
+        for name, entry in zip(self.names, self.tensors, strict=False):
+            kind, shape = safetensors_type(entry.dtype, entry.box.sizes, entry.size_bytes)
+            fields.append(_field(name, kind, shape, entry.start, entry.size_bytes))
+        return ",".join(fields)
+
+    @functools.cached_property
+    def header_bytes(self) -> int:
+        """Room for the header whatever the items' sizes turn out to be."""
+        widest = sum(len(json.dumps(name)) + _WIDEST_ITEM for name in self.names[len(self.tensors) :])
+        return round_up(8 + len(_META_JSON) + len(self._tensor_json) + widest + 8, HEADER_ALIGNMENT)
+
+    def size_bytes(self, item_sizes: Sequence[int]) -> int:
+        return self.header_bytes + self.tensor_bytes + sum(item_sizes)
+
+    def item_starts(self, item_sizes: Sequence[int]) -> list[int]:
+        """Where each item begins, counted from the end of the header."""
+        starts, at = [], self.tensor_bytes
+        for size in item_sizes:
+            starts.append(at)
+            at += size
+        return starts
+
+    def header(self, item_sizes: Sequence[int]) -> bytes:
+        """The safetensors header of this save, exactly :attr:`header_bytes` long."""
+        names = self.names[len(self.tensors) :]
+        fields = [_META_JSON, self._tensor_json] if self.tensors else [_META_JSON]
+        for name, start, size in zip(names, self.item_starts(item_sizes), item_sizes, strict=True):
+            fields.append(_field(name, "U8", (size,), start, size))
+        text = ("{" + ",".join(fields) + "}").encode()
+        room = self.header_bytes - 8
+        return room.to_bytes(8, "little") + text.ljust(room)
+
+
+_META_JSON = '"__metadata__":{"format":"pt","tieredckpt":"1"}'
+
+
+def lay_out(
+    tensors: Sequence[TensorEntry], items: Sequence[ItemEntry], paths: Mapping[str, tuple[str | int, ...]] | None
+) -> Layout:
+    """Give every tensor its place; the order given is kept within each alignment class."""
+
+    def rank(entry: TensorEntry) -> tuple[bool, int]:
+        aligned = entry.size_bytes % ALIGNMENT == 0
+        return (not aligned, 0 if aligned else -entry.itemsize)
+
+    placed, at = [], 0
+    for entry in sorted(tensors, key=rank):
+        placed.append(msgspec.structs.replace(entry, start=at))
+        at += entry.size_bytes
+    names = [entry.fqn for entry in tensors] + [item.fqn for item in items]
+    kept = None if paths is None else {name: paths[name] for name in names if name in paths}
+    return Layout(tuple(placed), tuple(items), kept)
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _wanted_name(entry: TensorEntry | ItemEntry) -> str:
+    tensor = entry if isinstance(entry, TensorEntry) else entry.tensor
+    if tensor is None or tensor.box.sizes == tensor.shape:
+        return entry.fqn
+    return f"{entry.fqn}@{','.join(map(str, tensor.box.offsets))}"
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    fresh, number = name, 1
+    while fresh in taken:
+        number += 1
+        fresh = f"{name}#{number}"
+    taken.add(fresh)
+    return fresh
+
+
+def _field(name: str, kind: str, shape: Sequence[int], start: int, size_bytes: int) -> str:
+    dims = ",".join(map(str, shape))
+    return f'{json.dumps(name)}:{{"dtype":"{kind}","shape":[{dims}],"data_offsets":[{start},{start + size_bytes}]}}'
+
+
+# -- as bytes -----------------------------------------------------------------------------------------------------
+
+
+class _Columns(msgspec.Struct, frozen=True):
+    """A layout column by column: a few strings and one array of integers, small and fast to decode."""
+
+    names: list[str]
+    dtypes: list[str]
+    dtype_of: bytes
+    itemsizes: bytes
+    ranks: bytes
+    flags: bytes
+    """1: sharded, 2: requires_grad."""
+    numbers: bytes
+    """Little-endian int64 per tensor: start, then shape, offsets and sizes."""
+    items: list[ItemEntry]
+    paths: dict[str, tuple[str | int, ...]] | None
+    """Only the paths that are not the name split at its dots."""
+    split: bool
+
+
+def encode(layout: Layout) -> bytes:
+    """The layout as msgpack; the same layout always gives the same bytes."""
+    numbers = array("q")
+    dtypes: dict[str, int] = {}
+    for entry in layout.tensors:
+        dtypes.setdefault(entry.dtype, len(dtypes))
+        numbers.extend((entry.start, *entry.shape, *entry.box.offsets, *entry.box.sizes))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    paths = layout.paths
+    return msgspec.msgpack.encode(
+        _Columns(
+            names=[entry.fqn for entry in layout.tensors],
+            dtypes=list(dtypes),
+            dtype_of=bytes(dtypes[entry.dtype] for entry in layout.tensors),
+            itemsizes=bytes(entry.itemsize for entry in layout.tensors),
+            ranks=bytes(len(entry.shape) for entry in layout.tensors),
+            flags=bytes(entry.sharded + 2 * entry.requires_grad for entry in layout.tensors),
+            numbers=numbers.tobytes(),
+            items=list(layout.items),
+            paths=None if paths is None else {n: p for n, p in sorted(paths.items()) if p != _split(n)},
+            split=paths is not None,
+        )
+    )
+
+
+def decode(data: bytes) -> Layout:
+    """The layout in ``data``, or :class:`CheckpointDamagedError`; everything in it is checked before it is used."""
+    try:
+        columns = msgspec.msgpack.decode(data, type=_Columns)
+        tensors = _decode_tensors(columns)
+        items = tuple(columns.items)
+        for item in items:
+            if (item.kind == ARCHIVE) != (item.tensor is not None):
+                raise ValueError(f"item {item.fqn} of kind {item.kind}")
+            if item.tensor is not None:
+                _check_entry(item.tensor)
+    except (msgspec.DecodeError, ValueError, IndexError, OverflowError) as error:
+        raise CheckpointDamagedError(f"not a layout: {error}") from error
+    paths = None
+    if columns.split:
+        given = columns.paths or {}
+        names = [entry.fqn for entry in tensors] + [item.fqn for item in items]
+        paths = {name: tuple(given.get(name, _split(name))) for name in names}
+    return Layout(tensors, items, paths)
+
+
+def _decode_tensors(columns: _Columns) -> tuple[TensorEntry, ...]:
+    count = len(columns.names)
+    if not len(columns.dtype_of) == len(columns.itemsizes) == len(columns.ranks) == len(columns.flags) == count:
+        raise ValueError("columns of different lengths")
+    numbers = array("q")
+    numbers.frombytes(columns.numbers)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    if len(numbers) != count + 3 * sum(columns.ranks):
+        raise ValueError(f"{len(numbers)} numbers for {count} tensors")
+    tensors, at, end = [], 0, 0
+    for index, name in enumerate(columns.names):
+        rank = columns.ranks[index]
+        shape, offsets, sizes = (tuple(numbers[at + 1 + rank * i : at + 1 + rank * (i + 1)]) for i in range(3))
+        flags = columns.flags[index]
+        entry = TensorEntry(
+            fqn=name,
+            dtype=columns.dtypes[columns.dtype_of[index]],
+            shape=shape,
+            box=Box(offsets, sizes),
+            itemsize=columns.itemsizes[index],
+            sharded=bool(flags & 1),
+            requires_grad=bool(flags & 2),
+            start=numbers[at],
+        )
+        _check_entry(entry)
+        if entry.start != end:
+            raise ValueError(f"{name} starts at {entry.start}, expected {end}")
+        end += entry.size_bytes
+        tensors.append(entry)
+        at += 1 + 3 * rank
+    return tuple(tensors)
+
+
+def _check_entry(entry: TensorEntry) -> None:
+    box = entry.box
+    inside = len(entry.shape) == len(box.offsets) == len(box.sizes) and all(
+        o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(box.offsets, box.sizes, entry.shape, strict=True)
+    )
+    if not inside or not 1 <= entry.itemsize <= 16 or math.prod(entry.shape) >= 1 << 60:
+        raise ValueError(f"{entry.fqn} at {box} of {entry.shape}, {entry.itemsize} bytes an element")
+
+
+def _split(name: str) -> tuple[str, ...]:
+    return tuple(name.split("."))

@@ -1,0 +1,49 @@
+"""``tiered://job`` and ``tiered://job/step-120``: which job, and which of its steps."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from peerstore.errors import InvalidNameError
+from peerstore.names import JobName, job_name
+from tieredckpt.errors import UsageError
+
+SCHEME = "tiered"
+_STEP = re.compile(r"step-([0-9]{1,18})")
+
+
+@dataclass(frozen=True)
+class Location:
+    job: JobName
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return f"{SCHEME}://{self.job}" + ("" if self.step is None else f"/step-{self.step}")
+
+
+def parse_location(target: str | os.PathLike[str]) -> Location:
+    """The job and step ``target`` names; a bare job name is fine too."""
+    text = os.fspath(target)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        # Path("tiered://job") has lost one slash
+        rest = text.removeprefix(f"{SCHEME}:/") if text.startswith(f"{SCHEME}:/") else text
+    elif scheme != SCHEME:
+        raise UsageError(f"{text!r} is not a checkpoint location: write {SCHEME}://JOB or {SCHEME}://JOB/step-N")
+    job, _, step = rest.rstrip("/").partition("/")
+    match = _STEP.fullmatch(step) if step else None
+    if step and match is None:
+        raise UsageError(f"{text!r}: after the job comes nothing or step-N, not {step!r}")
+    try:
+        return Location(job_name(job), int(match[1]) if match else None)
+    except InvalidNameError as error:
+        raise UsageError(f"{text!r}: {error}") from error
+
+
+def check_step(step: int) -> int:
+    """A training step: an integer from 0 on."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
+        raise UsageError(f"step {step!r} is not a training step: an integer from 0 on")
+    return step

@@ -1,0 +1,185 @@
+"""From DCP's save plan to a shard: what this process writes, and where each piece of it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from peerstore.records import Group
+from tieredckpt.boxes import Box
+from tieredckpt.errors import SaveFailedError, UsageError
+from tieredckpt.layout import ARCHIVE, OBJECT, ItemEntry, Layout, TensorEntry, lay_out
+from tieredckpt.manifest import StateTable, TableTensor
+from tieredckpt.state import Fingerprint, archive
+from tieredckpt.tensors import dtype_name, is_plain
+
+
+@dataclass(frozen=True)
+class PlanNote:
+    """What the coordinator tells every rank, travelling as the plan's ``storage_data``."""
+
+    job: str
+    epoch: int
+    incarnation: str
+    part: int
+    parts: int
+    table: StateTable | None = None
+    """Only for the coordinator itself."""
+    whole: Group | None = None
+    """The newest version the coordinator saw committed."""
+
+
+@dataclass(frozen=True)
+class LocalNote:
+    """What every rank tells the coordinator with its plan."""
+
+    known_epoch: int
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """One process's part of a save, reusable as long as the state keeps its names, types and shapes."""
+
+    layout: Layout
+    part: int
+    parts: int
+    table: StateTable | None
+    fingerprint: tuple[Fingerprint, ...] | None = None
+    """Of the state it was planned for; ``None`` when the planner is not the default one."""
+
+
+def resolves_plainly(planner: SavePlanner) -> bool:
+    """Whether the planner gives the state's own tensors, so that asking for one costs and changes nothing."""
+    kind: Any = type(planner)
+    return (
+        issubclass(kind, DefaultSavePlanner)
+        and kind.resolve_data is DefaultSavePlanner.resolve_data
+        and kind.lookup_object is DefaultSavePlanner.lookup_object
+        and kind.transform_object is DefaultSavePlanner.transform_object
+    )
+
+
+def is_default(planner: SavePlanner) -> bool:
+    """Whether this is DCP's own planner, whose plan follows from the state alone."""
+    return type(planner) is DefaultSavePlanner and planner.flatten_state_dict
+
+
+def resolve(planner: SavePlanner, item: WriteItem) -> Any:
+    """The planner's data for an item: a detached local tensor, or bytes."""
+    data = planner.resolve_data(item)
+    if item.type is WriteItemType.BYTE_IO:
+        if not hasattr(data, "getbuffer"):
+            raise UsageError(f"the planner gave a {type(data).__name__} for {item.index.fqn}, expected a BytesIO")
+        return data.getbuffer()
+    if not isinstance(data, torch.Tensor):
+        raise UsageError(f"the planner gave a {type(data).__name__} for tensor {item.index.fqn}")
+    data = data.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def entry_of(item: WriteItem, tensor: torch.Tensor) -> TensorEntry:
+    """Where ``tensor`` belongs, by its plan item."""
+    plan = item.tensor_data
+    if plan is None:
+        raise UsageError(f"the plan's item {item.index.fqn} has no tensor data")
+    sizes = tuple(plan.chunk.sizes)
+    if tuple(tensor.shape) != sizes:
+        raise UsageError(f"{item.index.fqn}: the planner planned {sizes} and gave {tuple(tensor.shape)}")
+    return TensorEntry(
+        fqn=item.index.fqn,
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(plan.size),
+        box=Box(tuple(plan.chunk.offsets), sizes),
+        itemsize=tensor.dtype.itemsize,
+        sharded=item.type is WriteItemType.SHARD,
+        requires_grad=bool(plan.properties.requires_grad),
+    )
+
+
+class Work:
+    """One final plan, taken apart into tensors that are copied and items that are written as bytes."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self._planner = planner
+        self.keeps = resolves_plainly(planner)
+        """Whether the planner's tensors are the state's own: holding on to them costs nothing."""
+        self._by_place: dict[tuple[str, tuple[int, ...]], WriteItem] = {}
+        self._tensors: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._bytes: dict[str, bytes | memoryview] = {}
+        entries: list[TensorEntry] = []
+        items: list[ItemEntry] = []
+        for item in plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                items.append(ItemEntry(item.index.fqn, OBJECT))
+                self._bytes[item.index.fqn] = resolve(planner, item)
+                continue
+            tensor = resolve(planner, item)
+            if tensor.is_meta:
+                raise SaveFailedError(
+                    f"{item.index.fqn} is to be written by this rank, but when the state was staged another rank wrote "
+                    "it: the plan changed in between. This save is lost, the next one stages everything"
+                )
+            entry = entry_of(item, tensor)
+            if is_plain(tensor):
+                entries.append(entry)
+                self._by_place[_place(entry)] = item
+                if self.keeps:
+                    self._tensors[_place(entry)] = tensor
+            else:
+                items.append(ItemEntry(entry.fqn, ARCHIVE, entry))
+                self._bytes[_archive_name(entry)] = archive(tensor)
+        self.entries, self.items = tuple(entries), tuple(items)
+        self.paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else None
+
+    def layout(self, known: Sequence[Layout]) -> Layout:
+        """The layout of this work: a known one when it is the same."""
+        wanted = lay_out(self.entries, self.items, _clean_paths(self.paths))
+        return next((one for one in known if one == wanted), wanted)
+
+    def tensor(self, entry: TensorEntry) -> torch.Tensor:
+        """The tensor of one entry; for planners that transform, made now and not kept."""
+        kept = self._tensors.get(_place(entry))
+        if kept is not None:
+            return kept
+        tensor: torch.Tensor = resolve(self._planner, self._by_place[_place(entry)])
+        if dtype_name(tensor.dtype) != entry.dtype or tuple(tensor.shape) != entry.box.sizes:
+            raise SaveFailedError(
+                f"{entry.fqn}: the planner gave {entry.dtype} {entry.box.sizes} at first and then "
+                f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
+            )
+        return tensor
+
+    def item_bytes(self, layout: Layout) -> list[bytes | memoryview]:
+        return [self._bytes[item.fqn if item.tensor is None else _archive_name(item.tensor)] for item in layout.items]
+
+
+def table_of(plans: Sequence[SavePlan]) -> StateTable:
+    """The names of the whole state, out of every rank's final plan."""
+    tensors: dict[str, TableTensor] = {}
+    objects: dict[str, None] = {}
+    for plan in plans:
+        for item in plan.items:
+            if item.tensor_data is None:
+                objects[item.index.fqn] = None
+            elif item.index.fqn not in tensors:
+                size, dtype = tuple(item.tensor_data.size), dtype_name(item.tensor_data.properties.dtype)
+                tensors[item.index.fqn] = TableTensor(item.index.fqn, dtype, size)
+    return StateTable(tuple(tensors[name] for name in sorted(tensors)), tuple(sorted(objects)))
+
+
+def _clean_paths(paths: Mapping[str, Any] | None) -> dict[str, tuple[str | int, ...]] | None:
+    return None if paths is None else {name: tuple(path) for name, path in paths.items()}
+
+
+def _place(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:
+    return entry.fqn, entry.box.offsets
+
+
+def _archive_name(entry: TensorEntry) -> str:
+    return f"{entry.fqn}@{entry.box.offsets}"

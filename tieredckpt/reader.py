@@ -1,0 +1,557 @@
+"""DCP's StorageReader: one decision for the whole job, then exactly the bytes each rank needs.
+
+How the ranks agree, inside DCP's own exchange of plans: every rank surveys its node, plans against the step it would
+choose, has the bytes it needs verified, and votes for the steps it could load; the coordinator takes the newest that
+everybody voted for. Reads are in global coordinates, so a rank can serve its plan from another step than it planned
+against.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import os
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from peerstore.records import Group
+from tieredckpt.boxes import Box, relative, runs
+from tieredckpt.copying import Move
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    MismatchError,
+    TieredCheckpointError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.fetch import PinnedShards, from_object
+from tieredckpt.location import Location, parse_location
+from tieredckpt.plain import plain_reader, plain_steps
+from tieredckpt.resolve import Candidate, Resolution, Tier, resolve
+from tieredckpt.session import Session, open_session
+from tieredckpt.settings import Settings, load_settings, override
+from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
+from tieredckpt.tensors import dtype_name, dtype_named
+from tieredckpt.writer import at_step
+
+log = logging.getLogger(__name__)
+
+_MAX_VOTES = 8
+_WINDOW_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Vote:
+    """The steps a rank could load, best first, and why not the others."""
+
+    groups: tuple[Group, ...]
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    group: Group
+
+
+@dataclass
+class RestoreReport:
+    """What a load read, and from where."""
+
+    step: int
+    group: Group
+    bytes_by_tier: dict[str, int]
+    seconds: float = 0.0
+    refused: tuple[str, ...] = ()
+    """Steps that were newer but could not be used, and why."""
+
+
+class TieredReader(StorageReader):
+    """Loads with ``dcp.load``: the newest whole step (or the one named), from the nearest good copies.
+
+    ``on_dtype_mismatch="cast"`` fills tensors of another element type than was saved, as DCP's own readers do
+    silently; by default that is an error.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        durable: str | None = None,
+        settings: Settings | None = None,
+        on_dtype_mismatch: Literal["error", "cast"] = "error",
+    ) -> None:
+        super().__init__()
+        settings = settings or load_settings()
+        self.settings = settings if durable is None else override(settings, durable={"url": durable})
+        self._location: Location = at_step(parse_location(target), step)
+        self._cast = on_dtype_mismatch == "cast"
+        self._rank = 0
+        self._steps: dict[Group, StoredStep] = {}
+        self._order: list[Candidate] = []
+        self._refused: list[str] = []
+        self._pinned: PinnedShards | None = None
+        self._plain: tuple[int, StorageReader] | None = None
+        """A plain DCP checkpoint that is newer than everything else, and DCP's own reader of it."""
+        self.error: TieredCheckpointError | None = None
+        """Why the last load failed on this rank."""
+        self.report: RestoreReport | None = None
+        """What the last load did."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        return str(self._location)
+
+    @property
+    def session(self) -> Session:
+        return open_session(self._location.job, self.settings)
+
+    @property
+    def restored_step(self) -> int:
+        """The step the last load read."""
+        if self._plain is not None:
+            return self._plain[0]
+        if self.report is None:
+            raise UsageError(f"{self._location} was not loaded")
+        return self.report.step
+
+    # -- StorageReader ----------------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._location = parse_location(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.fspath(checkpoint_id).startswith("tiered:/")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of the step this rank would choose.
+
+        DCP asks a second time, naming the rank, when the first answer was an error, and would then report only its
+        text. That second answer is empty, and the error itself is raised by :meth:`set_up_storage_reader`.
+        """
+        if "rank" in kwargs and self.error is not None:
+            return Metadata({})
+        self.error = None
+        try:
+            step = self._choose()
+            if self._plain is not None:
+                return self._plain[1].read_metadata()
+            return _metadata(step or self._steps[self._order[0].group], self.checkpoint_id)
+        except TieredCheckpointError as error:
+            self.error = error
+            raise
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._rank = kwargs.get("rank", 0)
+        if self.error is not None:
+            raise self.error
+        if self._plain:
+            self._plain[1].set_up_storage_reader(metadata, is_coordinator)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        if self._plain:
+            return self._plain[1].prepare_local_plan(plan)
+        return dataclasses.replace(plan, storage_data=self._vote(*_needs(plan)))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if self._plain:
+            return self._plain[1].prepare_global_plan(plans)
+        votes = [plan.storage_data for plan in plans]
+        decision = Decision(_agree([vote for vote in votes if isinstance(vote, Vote)], self._location))
+        return [dataclasses.replace(plan, storage_data=decision) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        if self._plain:
+            return self._plain[1].read_data(plan, planner)
+        try:
+            self.report = self._read(plan, planner)
+        except TieredCheckpointError as error:
+            self.error = error
+            raise
+        finally:
+            self._let_go()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    # -- choosing ---------------------------------------------------------------------------------------------
+
+    def check(self) -> str:
+        """What would be loaded, in words; raises what a load would raise when there is nothing."""
+        resolution, plain = self._survey()
+        if plain is not None:
+            return f"step {plain} (plain)"
+        if resolution.chosen is None:
+            raise _nothing(self._location, resolution)
+        return f"step {resolution.chosen.group.version}"
+
+    def _survey(self) -> tuple[Resolution, int | None]:
+        """What could be loaded right now, as this node sees it; or the plain checkpoint that is newer."""
+        job, step = self._location.job, self._location.step
+        if not self.settings.enabled:
+            newest = max((s for s in plain_steps(self.settings.durable, job) if step in (None, s)), default=None)
+            return Resolution(None, {}), newest
+        seen = self.session.node.survey(job)
+        candidates = [view.candidate for view in seen.views]
+        bad = {view.group for view in seen.views if view.quarantined}
+        limit = self.settings.memory.quarantine_after
+        worn = (
+            {view.group: view.restores for view in seen.views if limit and view.restores >= limit}
+            if step is None
+            else {}
+        )
+        found = resolve(candidates, step=step, quarantined=bad | worn.keys(), unreachable=list(seen.unreachable))
+        if found.chosen is None and worn:
+            log.warning("%s: the only whole step has been begun from %d times", self._location, max(worn.values()))
+            found = resolve(candidates, step=step, quarantined=bad, unreachable=list(seen.unreachable))
+        elif found.chosen is not None:
+            for group, count in worn.items():
+                self.session.node.quarantine(
+                    job, group, f"{count} restarts began from it and none reached a newer step"
+                )
+        plain = max((s for s in seen.plain if step in (None, s)), default=None)
+        if plain is not None and (found.chosen is None or found.chosen.group.version < plain):
+            return found, plain
+        return found, None
+
+    def _choose(self) -> StoredStep | None:
+        """The step this rank would load; ``None`` when that is a plain checkpoint."""
+        resolution, plain = self._survey()
+        self._let_go()
+        self._steps.clear()
+        self._refused.clear()
+        self._plain = None
+        if plain is not None:
+            durable = self.settings.durable
+            if not durable.url:
+                durable = self.session.node.survey(self._location.job).durable or durable
+            self._plain = plain, plain_reader(durable, self._location.job, plain)
+            return None
+        if resolution.chosen is None:
+            raise _nothing(self._location, resolution)
+        if resolution.unreachable:
+            log.warning(
+                "%s: the %s tier could not be asked; step %d is the newest in the others",
+                self._location,
+                ", ".join(resolution.unreachable),
+                resolution.chosen.group.version,
+            )
+        self._order = [resolution.chosen, *resolution.alternatives][:_MAX_VOTES]
+        for candidate in self._order:
+            step = self._described(candidate.group)
+            if step is not None:
+                return step
+        raise CheckpointDamagedError(f"no step of {self._location} can be used: {'; '.join(self._refused)}")
+
+    def _described(self, group: Group) -> StoredStep | None:
+        """The step in full, or ``None`` when it cannot be used after all."""
+        if group not in self._steps:
+            try:
+                self._steps[group] = StoredStep(self.session.node.describe(self._location.job, group))
+            except (CheckpointDamagedError, CheckpointNotFoundError) as error:
+                self._refuse(group, error)
+                return None
+        return self._steps[group]
+
+    def _vote(self, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> Vote:
+        """Every step this rank could load; the best one is verified before it is offered."""
+        offered: list[Group] = []
+        for candidate in self._order:
+            group = candidate.group
+            if offered:
+                offered.append(group)  # only needed when another rank cannot load the first
+            elif self._verified(group, needs, objects):
+                offered.append(group)
+        return Vote(tuple(offered), tuple(self._refused))
+
+    def _verified(self, group: Group, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> bool:
+        """Whether everything this rank needs of ``group`` is there, and good where it is near."""
+        for _ in range(len(Tier) + 1):
+            step = self._described(group)
+            if step is None:
+                return False
+            try:
+                ranges = self._ranges(step, needs, objects)
+            except (CheckpointDamagedError, MismatchError) as error:
+                self._refuse(group, error)
+                return False
+            pinned = self._pinned = self._pinned or PinnedShards(self.session.node.store)
+            near = {part: found for part, found in ranges.items() if step.tier(part) is Tier.MEMORY}
+            bad = [part for part, found in near.items() if not pinned.verify(step.shards[part], found)]
+            if not bad:
+                return True
+            # The agent has dropped what was damaged: describe the step again, another tier may have it.
+            log.error("%s part %s is damaged in memory, looking for another copy", step.shards[bad[0]].key, bad)
+            self._refused.append(f"step {group.version}: part {bad[0]} was damaged in memory")
+            self._let_go()
+            del self._steps[group]
+        return False
+
+    def _ranges(
+        self, step: StoredStep, needs: Sequence[tuple[str, Box]], objects: Sequence[str]
+    ) -> dict[int, list[ByteRange]]:
+        ranges: dict[int, list[ByteRange]] = defaultdict(list)
+        for fqn, box in needs:
+            for piece in step.pieces(fqn, box):
+                ranges[piece.part].append(step.tensor_range(piece))
+        for fqn in objects:
+            part = step.object_part(fqn, self._rank)
+            ranges[part].append(step.item_range(part, step.objects[fqn][part]))
+        return ranges
+
+    def _refuse(self, group: Group, error: Exception) -> None:
+        log.error("step %d of %s cannot be used: %s", group.version, self._location.job, error)
+        self._refused.append(f"step {group.version}: {error}")
+
+    def _let_go(self) -> bool:
+        pinned, self._pinned = self._pinned, None
+        return pinned.release() if pinned is not None else True
+
+    # -- reading ----------------------------------------------------------------------------------------------
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> RestoreReport:
+        began = time.perf_counter()
+        decision = plan.storage_data
+        group = decision.group if isinstance(decision, Decision) else self._order[0].group
+        needs, objects = _needs(plan)
+        for last in (False, True):
+            if not self._verified(group, needs, objects):
+                raise CheckpointDamagedError(
+                    f"step {group.version} of {self._location.job}: {'; '.join(self._refused)}"
+                )
+            step, pinned = self._steps[group], self._pinned
+            assert pinned is not None  # noqa: S101 - _verified made it
+            work = _Reading(self, step, pinned, planner)
+            work.run(plan.items)
+            if self._let_go():
+                break
+            if last:
+                raise TierUnavailableError(f"the node agent went away twice while step {group.version} was read")
+        seconds = time.perf_counter() - began
+        session = self.session
+        session.restored(group, self._rank)
+        session.observe(
+            loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}
+        )
+        return RestoreReport(group.version, group, dict(work.bytes_by_tier), seconds, tuple(self._refused))
+
+    def check_dtype(self, fqn: str, saved: str, target: torch.Tensor) -> None:
+        if not self._cast and saved != dtype_name(target.dtype):
+            raise MismatchError(
+                f"{fqn} was saved as {saved} and is to be loaded into {dtype_name(target.dtype)}: load into a tensor of "
+                'the same type, or pass on_dtype_mismatch="cast" to TieredReader'
+            )
+
+
+class _Reading:
+    """One rank's reads of one step."""
+
+    def __init__(self, reader: TieredReader, step: StoredStep, pinned: PinnedShards, planner: LoadPlanner) -> None:
+        self._reader = reader
+        self._step = step
+        self._pinned = pinned
+        self._planner = planner
+        self._moves: list[Move] = []
+        self._far: dict[int, list[tuple[ByteRange, int]]] = defaultdict(list)
+        """For shards in the durable tier: which bytes go to which address."""
+        self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Targets that are filled from a buffer of their own at the end, and the buffer."""
+        self._done: list[tuple[ReadItem, torch.Tensor]] = []
+        self.bytes_by_tier: dict[str, int] = defaultdict(int)
+
+    def run(self, items: Sequence[ReadItem]) -> None:
+        size = 0
+        for item in items:
+            if item.type is LoadItemType.BYTE_IO:
+                self._planner.load_bytes(item, io.BytesIO(self._object(item.storage_index.fqn)))
+                continue
+            target = self._planner.resolve_tensor(item).detach()
+            self._plan_tensor(item, target)
+            self._done.append((item, target))
+            size += target.nbytes
+            if size >= _WINDOW_BYTES:
+                self._flush()
+                size = 0
+        self._flush()
+
+    def _flush(self) -> None:
+        self._reader.session.copier.move(self._moves)
+        for part, wanted in self._far.items():
+            self._fetch(part, wanted)
+        for target, buffer in self._after:
+            target.copy_(buffer)
+        for item, target in self._done:
+            self._planner.commit_tensor(item, target)
+        self._moves, self._after, self._done = [], [], []
+        self._far.clear()
+
+    def _plan_tensor(self, item: ReadItem, target: torch.Tensor) -> None:
+        fqn, wanted = item.storage_index.fqn, _box(item)
+        if tuple(target.shape) != wanted.sizes:
+            raise MismatchError(f"{fqn}: {wanted.sizes} elements are to be read into a tensor of {tuple(target.shape)}")
+        for piece in self._step.pieces(fqn, wanted):
+            self._reader.check_dtype(fqn, piece.entry.dtype, target)
+            self._plan_piece(piece, target, wanted)
+
+    def _plan_piece(self, piece: TensorPiece, target: torch.Tensor, wanted: Box) -> None:
+        step, entry = self._step, piece.entry
+        near = step.tier(piece.part) is Tier.MEMORY
+        self.bytes_by_tier[step.tier(piece.part).value] += piece.box.volume * entry.itemsize
+        if piece.item >= 0:
+            _narrow(target, relative(piece.box, wanted)).copy_(self._from_archive(piece))
+            return
+        base = step.layouts[piece.part].header_bytes + entry.start
+        simple = target.device.type == "cpu" and target.is_contiguous() and dtype_name(target.dtype) == entry.dtype
+        if near and not simple:
+            source = self._near_tensor(piece.part, base, entry.dtype, entry.box.sizes)
+            _narrow(target, relative(piece.box, wanted)).copy_(_narrow(source, relative(piece.box, entry.box)))
+            return
+        frame = wanted
+        if not simple:
+            buffer = torch.empty(piece.box.sizes, dtype=dtype_named(entry.dtype))
+            self._after.append((_narrow(target, relative(piece.box, wanted)), buffer))
+            target, frame = buffer, piece.box
+        address = target.data_ptr()
+        start = self._pinned.address(piece.part) if near else 0
+        for run in runs(piece.box, entry.box, frame, entry.itemsize):
+            at = base + run.source
+            if near:
+                self._moves.append(Move(address + run.target, start + at, run.size_bytes))
+            else:
+                self._far[piece.part].append((ByteRange(at, at + run.size_bytes), address + run.target))
+
+    def _near_tensor(self, part: int, start: int, dtype: str, sizes: tuple[int, ...]) -> torch.Tensor:
+        kind = dtype_named(dtype)
+        size = Box(sizes, sizes).volume * kind.itemsize
+        if not size:
+            return torch.empty(sizes, dtype=kind)
+        view = self._pinned.view(part)[start : start + size]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "not writable": nobody writes through it
+            return torch.frombuffer(view, dtype=torch.uint8).view(kind).view(sizes)
+
+    def _fetch(self, part: int, wanted: Sequence[tuple[ByteRange, int]]) -> None:
+        shard = self._step.shards[part]
+        order = sorted(wanted)
+        moves: list[Move] = []
+        keep = []
+        for found in from_object(self._reader.session.durable_store(), shard, [one for one, _ in order]):
+            stop = found.start + len(found.data)
+            address = _address(found.data)
+            keep.append(found.data)
+            for (first, last), target in order:
+                low, high = max(first, found.start), min(last, stop)
+                if low < high:
+                    moves.append(Move(target + low - first, address + low - found.start, high - low))
+            self._reader.session.copier.move(moves)
+            moves.clear()
+            keep.clear()
+
+    def _object(self, fqn: str) -> bytes:
+        part = self._step.object_part(fqn, self._reader._rank)
+        return self._item(part, self._step.objects[fqn][part])
+
+    def _item(self, part: int, number: int) -> bytes:
+        span = self._step.item_range(part, number)
+        self.bytes_by_tier[self._step.tier(part).value] += span.stop - span.start
+        if self._step.tier(part) is Tier.MEMORY:
+            return bytes(self._pinned.view(part)[span.start : span.stop])
+        out = bytearray(span.stop - span.start)
+        for found in from_object(self._reader.session.durable_store(), self._step.shards[part], [span]):
+            low, high = max(span.start, found.start), min(span.stop, found.start + len(found.data))
+            out[low - span.start : high - span.start] = found.data[low - found.start : high - found.start]
+        return bytes(out)
+
+    def _from_archive(self, piece: TensorPiece) -> torch.Tensor:
+        saved = torch.load(io.BytesIO(self._item(piece.part, piece.item)), map_location="cpu", weights_only=True)
+        if not isinstance(saved, torch.Tensor):
+            raise CheckpointDamagedError(f"{piece.entry.fqn}: the archive holds a {type(saved).__name__}")
+        return _narrow(saved, relative(piece.box, piece.entry.box))
+
+
+def _needs(plan: LoadPlan) -> tuple[list[tuple[str, Box]], list[str]]:
+    """The pieces of tensors and the objects a plan asks for."""
+    tensors = [(item.storage_index.fqn, _box(item)) for item in plan.items if item.type is LoadItemType.TENSOR]
+    return tensors, [item.storage_index.fqn for item in plan.items if item.type is LoadItemType.BYTE_IO]
+
+
+def _agree(votes: Sequence[Vote], location: Location) -> Group:
+    """The newest step that every rank can load."""
+    if not votes:
+        raise CheckpointNotFoundError(f"{location}: the planner dropped what the ranks voted (LoadPlan.storage_data)")
+    common = set(votes[0].groups).intersection(*(vote.groups for vote in votes[1:]))
+    if not common:
+        reasons = sorted({reason for vote in votes for reason in vote.refused})
+        raise CheckpointDamagedError(
+            f"{location}: no step can be loaded by all ranks: {'; '.join(reasons) or 'no votes'}"
+        )
+    return max(common, key=lambda group: (group.version, group.epoch, group.attempt, group.incarnation))
+
+
+def _nothing(location: Location, resolution: Resolution) -> TieredCheckpointError:
+    if resolution.unreachable:
+        return TierUnavailableError(
+            f"{location}: nothing to load in the tiers that answered, and the {', '.join(resolution.unreachable)} tier "
+            f"could not be asked, so it is not known whether there is a checkpoint ({resolution.explain()})"
+        )
+    return CheckpointNotFoundError(f"{location}: no whole step to load ({resolution.explain()})")
+
+
+def _metadata(step: StoredStep, checkpoint_id: str) -> Metadata:
+    """DCP's view of a stored step."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for fqn in step.tensors:
+        chunks = step.chunks(fqn)
+        properties = TensorProperties(dtype=dtype_named(chunks[0].dtype), requires_grad=chunks[0].requires_grad)
+        described[fqn] = TensorStorageMetadata(
+            properties,
+            torch.Size(chunks[0].shape),
+            [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in chunks],
+        )
+    for fqn in step.objects:
+        described[fqn] = BytesStorageMetadata()
+    return Metadata(
+        described, planner_data=step.paths, storage_data={}, storage_meta=StorageMeta(checkpoint_id=checkpoint_id)
+    )
+
+
+def _box(item: ReadItem) -> Box:
+    """What a read item wants, in global coordinates: independent of how the step it was planned against is cut."""
+    index: MetadataIndex = item.storage_index
+    start = index.offset if index.offset is not None else (0,) * len(item.lengths)
+    return Box(tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True)), tuple(item.lengths))
+
+
+def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if tensor.size(axis) != size:
+            tensor = tensor.narrow(axis, offset, size)
+    return tensor
+
+
+def _address(data: memoryview) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(data, dtype=torch.uint8).data_ptr()

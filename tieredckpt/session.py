@@ -1,0 +1,367 @@
+"""This process's tie to its node: the connection, the incarnation it writes for, the slots it has mapped."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from peerstore.errors import ArenaBusyError, ArenaFullError, FencedError, PeerStoreError
+from peerstore.records import Group, Lease, ShardKey, ShardRecord
+from tieredckpt.agent.messages import LAYOUT, TABLE
+from tieredckpt.agent_node import AgentNode
+from tieredckpt.copying import Copier, SlotMemory
+from tieredckpt.durable.open import open_store
+from tieredckpt.durable.store import ObjectStore
+from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableError
+from tieredckpt.layout import Layout, encode, round_up
+from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table
+from tieredckpt.node import Node
+from tieredckpt.planned import PlannedSave
+from tieredckpt.settings import Settings
+from tieredckpt.state import Fingerprint
+
+log = logging.getLogger(__name__)
+
+_SLOT_STEP = 1 << 20
+_SMALL = 16 << 20
+_PROVISIONAL = 1 << 40
+_KEPT_PLANS = 4
+
+NodeFactory = Callable[[Settings, str], Node]
+_sessions: dict[tuple[int, str, str], Session] = {}
+_sessions_lock = threading.Lock()
+_factory: NodeFactory = AgentNode
+
+
+def open_session(job: str, settings: Settings) -> Session:
+    """This process's session for ``job``: one per process and agent, whoever asks."""
+    name = (os.getpid(), job, str(settings.agent_directory))
+    with _sessions_lock:
+        session = _sessions.get(name)
+        if session is None:
+            if not _sessions:
+                atexit.register(close_sessions)
+            try:
+                session = _sessions[name] = Session(job, settings, _factory(settings, job))
+            except PeerStoreError as error:
+                raise TierUnavailableError(f"the node agent cannot be used: {error}") from error
+    session.use(settings)
+    return session
+
+
+def close_sessions() -> None:
+    """Let go of every agent. What was sealed stays with them."""
+    with _sessions_lock:
+        mine = [name for name in _sessions if name[0] == os.getpid()]
+        for session in [_sessions.pop(name) for name in mine]:
+            session.close()
+
+
+@contextlib.contextmanager
+def nodes_from(factory: NodeFactory) -> Iterator[None]:
+    """While the block runs, new sessions get their node from ``factory``."""
+    global _factory  # noqa: PLW0603 - one switch for the whole process is what a test wants
+    before, _factory = _factory, factory
+    try:
+        yield
+    finally:
+        close_sessions()
+        _factory = before
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """On whose behalf this process writes."""
+
+    epoch: int
+    name: str
+
+
+@dataclass
+class Staged:
+    """A slot that is filled (or being filled) and not sealed yet."""
+
+    lease: Lease
+    layout: Layout
+    memory: SlotMemory
+
+
+class Session:
+    """One job, as this process takes part in it. Any thread may call."""
+
+    def __init__(self, job: str, settings: Settings, node: Node) -> None:
+        self.job = job
+        self.settings = settings
+        self.node = node
+        self.copier = Copier(settings.memory.copy_threads)
+        self.incarnation: Incarnation | None = None
+        self.parts = 0
+        """World size of the incarnation."""
+        self.base: int | None = None
+        """The step this incarnation was restored from."""
+        self.committed: Group | None = None
+        """The newest version this process knows to be whole."""
+        self._planned: list[PlannedSave] = []
+        self._item_bytes = 0
+        self._provisional = itertools.count()
+        self._durable: ObjectStore | None = None
+        self._attempts: Counter[tuple[int, str, int]] = Counter()
+        self._memories: dict[str, SlotMemory] = {}
+        self._known_blobs: set[str] = set()
+        self._arena_id = node.store.arena_id
+        self._lock = threading.RLock()
+        self._configure()
+
+    def _configure(self) -> None:
+        """Only who names a durable tier changes it: a tool that merely looks must not."""
+        if self.settings.durable.url:
+            self.node.configure(self.job, self.settings.durable)
+
+    def use(self, settings: Settings) -> None:
+        """Settings may change between saves (another durable URL, say)."""
+        if settings != self.settings:
+            changed = settings.durable != self.settings.durable
+            self.settings = settings
+            if changed:
+                self._close_durable()
+                self._configure()
+
+    # -- incarnation ------------------------------------------------------------------------------------------
+
+    def adopt(self, incarnation: Incarnation, parts: int) -> None:
+        """Write for ``incarnation`` from now on, unless a newer one is known already."""
+        with self._lock:
+            if self.incarnation is None or incarnation.epoch >= self.incarnation.epoch:
+                if parts != self.parts:
+                    self._planned.clear()
+                self.incarnation, self.parts = incarnation, parts
+
+    def begin_incarnation(self, known_epochs: Sequence[int], parts: int) -> Incarnation:
+        """The current incarnation, or a new one when there is none, the world changed or others know a newer one."""
+        with self._lock:
+            newest = max(known_epochs, default=0)
+            current = self.incarnation
+            if current is None or parts != self.parts or newest > current.epoch:
+                current = Incarnation(newest + 1, secrets.token_hex(6))
+                self.adopt(current, parts)
+            return current
+
+    def known_epoch(self) -> int:
+        """The newest epoch this node has heard of."""
+        known = self.node.store.epoch(self.job)
+        return max(known, self.incarnation.epoch) if self.incarnation else known
+
+    def next_key(self, step: int, part: int) -> ShardKey:
+        """The key of this process's next shard for ``step``: every try at a step is an attempt of its own."""
+        with self._lock:
+            if self.incarnation is None:
+                raise SaveFailedError(f"step {step} of {self.job}: no incarnation was agreed on before writing")
+            count = (step, self.incarnation.name, part)
+            attempt = self._attempts[count]
+            self._attempts[count] += 1
+            return ShardKey(self.job, step, self.incarnation.epoch, self.incarnation.name, attempt, part)
+
+    def commit(self, group: Group) -> None:
+        """A version is known to be whole: the node may give up older ones for newer."""
+        if self.committed is None or group > self.committed:
+            self.node.store.mark_whole(self.job, group)
+            self.committed = group
+
+    def restored(self, group: Group, rank: int) -> None:
+        """This process continues from ``group``; what it saves next says so."""
+        self.base = group.version
+        self.commit(group)
+        self.node.restored(self.job, group, rank)
+
+    def durable_store(self) -> ObjectStore:
+        """The durable tier, opened by this process for reading."""
+        with self._lock:
+            if self._durable is None:
+                durable = self.settings.durable
+                if not durable.url:
+                    durable = self.node.survey(self.job).durable or durable
+                self._durable = open_store(durable.url, durable)
+            return self._durable
+
+    # -- plans ------------------------------------------------------------------------------------------------
+
+    @property
+    def layouts(self) -> list[Layout]:
+        return [planned.layout for planned in self._planned]
+
+    def planned_for(self, found: Sequence[Fingerprint]) -> PlannedSave | None:
+        """What was planned for a state like this one, in this world."""
+        wanted = tuple(found)
+        return next((p for p in self._planned if p.fingerprint == wanted and p.parts == self.parts), None)
+
+    def remember(self, planned: PlannedSave) -> None:
+        others = [
+            old for old in self._planned if old.fingerprint != planned.fingerprint or old.layout != planned.layout
+        ]
+        self._planned = [planned, *others][:_KEPT_PLANS]
+
+    # -- writing ----------------------------------------------------------------------------------------------
+
+    def stage(self, key: ShardKey, parts: int, layout: Layout, item_bytes: int, *, wait_s: float) -> Staged:
+        """A slot for ``layout`` and ``item_bytes`` more, mapped."""
+        size = layout.header_bytes + layout.tensor_bytes + item_bytes
+        size = round_up(size, _SLOT_STEP if size > _SMALL else 1 << 16)
+        self._notice_new_arena()
+        try:
+            lease = self.node.store.lease(key, size, parts, wait_s=wait_s)
+        except ArenaBusyError as error:
+            raise StoreBusyError(str(error)) from error
+        except (ArenaFullError, FencedError) as error:
+            raise SaveFailedError(str(error)) from error
+        except PeerStoreError as error:
+            raise TierUnavailableError(f"no slot for {key}: {error}") from error
+        return Staged(lease, layout, self._memory(lease))
+
+    def _notice_new_arena(self) -> None:
+        """An agent that lost its arena has none of the layouts it was given before."""
+        with self._lock:
+            if self.node.store.arena_id != self._arena_id:
+                self._arena_id = self.node.store.arena_id
+                self._known_blobs.clear()
+                self._configure()
+
+    def _memory(self, lease: Lease) -> SlotMemory:
+        with self._lock:
+            known = self._memories.get(lease.slot)
+            if known is None or known.generation != lease.generation or known.size_bytes < lease.size_bytes:
+                if known is not None:
+                    known.close()
+                known = self._memories[lease.slot] = SlotMemory(lease.path, lease.size_bytes, lease.generation)
+            return known
+
+    def stage_provisionally(self, planned: PlannedSave, *, wait_s: float) -> Staged:
+        """A slot for a planned save whose step is not known yet; :meth:`seal` gives it its key."""
+        if self.incarnation is None:
+            raise SaveFailedError(f"{self.job}: a planned save without an incarnation")
+        epoch, name = self.incarnation.epoch, self.incarnation.name
+        key = ShardKey(self.job, 0, epoch, name, _PROVISIONAL + next(self._provisional), planned.part)
+        return self.stage(key, planned.parts, planned.layout, self._item_bytes, wait_s=wait_s)
+
+    def take_over(self, lease: Lease, layout: Layout) -> Staged:
+        """Go on with a slot that another process of this rank has staged."""
+        return Staged(lease, layout, self._memory(lease))
+
+    def seal(
+        self,
+        staged: Staged,
+        key: ShardKey,
+        items: Sequence[bytes | memoryview],
+        *,
+        durable: bool,
+        table: StateTable | None,
+    ) -> ShardRecord:
+        """Write header and items beside the staged tensors, and make the shard immutable."""
+        sizes = tuple(len(item) for item in items)
+        layout, total = staged.layout, staged.layout.size_bytes(sizes)
+        self._item_bytes = sum(sizes)
+        try:
+            staged = self._labelled(staged, key, total)
+            memory = staged.memory
+            memory.write(0, layout.header(sizes))
+            for start, item in zip(layout.item_starts(sizes), items, strict=True):
+                memory.write(layout.header_bytes + start, item)
+            self._put_blob(LAYOUT + layout.digest, lambda: encode(layout))
+            if table is not None:
+                self._put_blob(TABLE + table.digest, lambda: encode_table(table))
+            meta = ShardMeta(
+                layout=layout.digest,
+                item_sizes=sizes,
+                base=self.base,
+                table=table.digest if table else "",
+                durable=durable,
+                saved_ns=time.time_ns(),
+            )
+            return self.node.store.seal(staged.lease.id, total, encode_meta(meta))
+        except PeerStoreError as error:
+            raise SaveFailedError(f"{key} was not sealed: {error}") from error
+
+    def _labelled(self, staged: Staged, key: ShardKey, total: int) -> Staged:
+        """The same slot under its final key, and large enough."""
+        lease = staged.lease
+        if lease.key != key:
+            lease = self.node.store.relabel(lease.id, key)
+        if total > lease.size_bytes:
+            lease = self.node.store.lease(key, round_up(total, _SLOT_STEP), lease.parts)
+        return staged if lease is staged.lease else Staged(lease, staged.layout, self._memory(lease))
+
+    def prepare(self, part: int, size_bytes: int) -> threading.Thread:
+        """Have slots ready and mapped before the first save; the work is done by the thread that is returned."""
+
+        def work() -> None:
+            try:
+                for slot in self.node.store.reserve(self.job, part, round_up(size_bytes, _SLOT_STEP)):
+                    memory = SlotMemory(slot.path, slot.size_bytes, slot.generation)
+                    memory.prefault()
+                    with self._lock:
+                        self._memories.setdefault(slot.slot, memory)
+            except (PeerStoreError, OSError) as error:
+                log.warning("slots for %s were not prepared: %s", self.job, error)
+
+        thread = threading.Thread(target=work, name="tieredckpt-prepare", daemon=True)
+        thread.start()
+        return thread
+
+    @contextlib.contextmanager
+    def abandoned_on_error(self, staged: Staged) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abandon(staged)
+            raise
+
+    def wait_drained(self, timeout_s: float) -> None:
+        """Until everything that was to become durable is, or cannot, or the time is over."""
+        view = self.node.wait_durable(self.job, None, timeout_s)
+        if view is not None and view.state in ("waiting", "running"):
+            log.warning("step %d of %s is still not durable after %.0f s", view.group.version, self.job, timeout_s)
+
+    def abandon(self, staged: Staged) -> None:
+        """Give the slot back; errors do not matter, the lease would expire anyway."""
+        try:
+            self.node.store.abandon(staged.lease.id)
+        except PeerStoreError as error:
+            log.warning("slot of %s was not given back: %s", staged.lease.key, error)
+
+    def _put_blob(self, name: str, make: Callable[[], bytes]) -> None:
+        if name not in self._known_blobs:
+            self.node.store.put_blob(self.job, name, make())
+            self._known_blobs.add(name)
+
+    def is_durable(self, step: int) -> bool:
+        """Whether policy wants ``step`` in the durable tier."""
+        durable = self.settings.durable
+        return bool(durable.url) and step % durable.every == 0
+
+    def observe(self, **values: float) -> None:
+        """Tell the agent's metrics; never worth an error."""
+        try:
+            self.node.observe(self.job, values)
+        except PeerStoreError as error:
+            log.debug("metrics were not taken: %s", error)
+
+    def close(self) -> None:
+        for memory in self._memories.values():
+            memory.close()
+        self._memories.clear()
+        self.copier.close()
+        self._close_durable()
+        self.node.close()
+
+    def _close_durable(self) -> None:
+        durable, self._durable = self._durable, None
+        if durable is not None:
+            durable.close()

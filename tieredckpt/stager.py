@@ -1,0 +1,179 @@
+"""DCP's AsyncStager: the state is copied once, straight into the slot it will be sealed in.
+
+The first asynchronous save of a state does not know yet what this rank will have to write (that takes planning, which
+happens later in the background), so it copies everything into private memory. From the second on, the tensors of the
+last plan go into a leased slot; the staged state dict consists of views of it, and ``write_data`` finds every byte in
+place.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+from torch.distributed.tensor import DTensor
+
+from tieredckpt.copying import Piece
+from tieredckpt.errors import StoreBusyError
+from tieredckpt.layout import TensorEntry
+from tieredckpt.planned import PlannedSave, Work
+from tieredckpt.session import Session, Staged
+from tieredckpt.settings import Settings
+from tieredckpt.state import fingerprint, flatten, local_tensor
+from tieredckpt.tensors import is_plain
+
+
+class Stager:
+    """The staging half of :class:`~tieredckpt.writer.TieredWriter`."""
+
+    settings: Settings
+    _synchronize_after_execute = False
+
+    def __init__(self) -> None:
+        self._staged: Staged | None = None
+        self._in_use = threading.Semaphore(1)
+        self._holding = False
+
+    @property
+    def session(self) -> Session:
+        raise NotImplementedError
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """``stage`` returns when the copy is done: there is nothing to wait for afterwards."""
+        return self._synchronize_after_execute
+
+    def synchronize_staging(self) -> None:
+        """Nothing to do, see above."""
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """A copy of ``state_dict`` that training may not change any more; waits for this writer's last save."""
+        wait_s = self.settings.memory.wait_s
+        if not self._in_use.acquire(timeout=wait_s):
+            raise StoreBusyError(f"the last asynchronous save of this writer did not end within {wait_s:.0f} s")
+        self._holding = True
+        try:
+            if not self.settings.enabled:
+                return _private(state_dict)
+            flat = flatten(state_dict)
+            planned = self.session.planned_for(fingerprint(flat))
+            if planned is None:
+                return _private(state_dict)
+            self._staged = self.session.stage_provisionally(planned, wait_s=wait_s)
+            return self._stage_into(self._staged, planned, state_dict, flat)
+        except BaseException:
+            self._discard_staged()
+            raise
+
+    def close(self) -> None:
+        """Give back what was staged and never written."""
+        self._discard_staged()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a process that writes in the background needs; the slot is named, not copied."""
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_in_use", "_staged")}
+        kept["_handed_over"] = None if self._staged is None else (self._staged.lease, self._staged.layout)
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        handed_over = state.pop("_handed_over")
+        self.__dict__.update(state)
+        self._in_use = threading.Semaphore(1)
+        self._staged = None
+        if handed_over is not None:
+            self._staged = self.session.take_over(*handed_over)
+
+    # -- for the writer ---------------------------------------------------------------------------------------
+
+    def _stage_into(
+        self, staged: Staged, planned: PlannedSave, state_dict: STATE_DICT_TYPE, flat: Mapping[str, Any]
+    ) -> STATE_DICT_TYPE:
+        layout, memory, header = planned.layout, staged.memory, planned.layout.header_bytes
+        pieces = [Piece(local_tensor(flat, entry), header + entry.start) for entry in layout.tensors]
+        memory.fill(pieces, self.session.copier, warm_bytes=staged.lease.warm_bytes)
+        views = {
+            entry.fqn: memory.tensor(header + entry.start, piece.tensor.dtype, entry.box.sizes)
+            for entry, piece in zip(layout.tensors, pieces, strict=True)
+        }
+        return _rebuilt(state_dict, "", views)
+
+    def _take_staged(self, work: Work) -> Staged | None:
+        """The slot that was staged, with everything of ``work`` in it; ``None`` when there is none that fits."""
+        staged = self._staged
+        if staged is None or work.layout([staged.layout]) is not staged.layout:
+            return None
+        moved = [entry for entry in staged.layout.tensors if not _in_place(staged, entry, work.tensor(entry))]
+        header = staged.layout.header_bytes
+        for entry in moved:
+            staged.memory.fill(
+                [Piece(work.tensor(entry), header + entry.start)],
+                self.session.copier,
+                warm_bytes=staged.lease.warm_bytes,
+            )
+        return staged
+
+    def _end_staging(self) -> None:
+        self._staged = None
+        if self._holding:
+            self._holding = False
+            self._in_use.release()
+
+    def _discard_staged(self) -> None:
+        staged = self._staged
+        self._end_staging()
+        if staged is not None:
+            self.session.abandon(staged)
+
+
+def _in_place(staged: Staged, entry: TensorEntry, tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is the very bytes of the slot; another process has them at another address."""
+    start = staged.layout.header_bytes + entry.start
+    if tensor.nbytes == 0:
+        return True
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return False
+    storage = tensor.untyped_storage()
+    return (
+        storage.nbytes() == staged.memory.size_bytes
+        and tensor.storage_offset() * tensor.element_size() == start
+        and (storage.data_ptr() == staged.memory.address or storage.is_shared())
+    )
+
+
+def _rebuilt(value: Any, name: str, views: Mapping[str, torch.Tensor]) -> Any:
+    """``value`` with every tensor replaced: by its view, or by a mere shape when another rank writes it."""
+    if isinstance(value, torch.Tensor):
+        view = views.get(name)
+        if type(value) is DTensor:
+            local = view if view is not None else torch.empty_like(value._local_tensor, device="meta")
+            return _like(value, local)
+        return view if view is not None else torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if isinstance(value, Mapping):
+        return {key: _rebuilt(inner, f"{name}.{key}" if name else str(key), views) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rebuilt(inner, f"{name}.{index}", views) for index, inner in enumerate(value)]
+    return copy.deepcopy(value)
+
+
+def _private(value: Any) -> Any:
+    """A copy in this process's own memory; tensors take the room of their elements, whatever they are views of."""
+    if type(value) is DTensor:
+        return _like(value, _private(value._local_tensor))
+    if isinstance(value, torch.Tensor) and is_plain(value):
+        return value.detach().to(device="cpu", memory_format=torch.contiguous_format, copy=True)
+    if isinstance(value, torch.Tensor):
+        return copy.deepcopy(value.detach()).cpu()
+    if isinstance(value, Mapping):
+        return {key: _private(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_private(inner) for inner in value]
+    return copy.deepcopy(value)
+
+
+def _like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor of the same distribution over another local tensor, wherever that one lives."""
+    return DTensor(local, tensor._spec, requires_grad=False)
