@@ -40,6 +40,7 @@ from tieredckpt.node import Survey
 from tieredckpt.plain import plain_reader, plain_steps, plain_writer
 from tieredckpt.planned import PlannedSave
 from tieredckpt.preemption import Preemption
+from tieredckpt.quiet import collector_paused
 from tieredckpt.reader import RestoreReport, TieredReader
 from tieredckpt.session import Session, Staged, open_session
 from tieredckpt.settings import Settings, load_settings, override
@@ -189,9 +190,9 @@ class Checkpointer:
             return Saved(step, SaveState.NOT_DUE)
         began = time.perf_counter()
         try:
-            saved = (
-                self._save_plain(state, step) if not self.settings.enabled else self._save(state, step, durable=last)
-            )
+            with collector_paused():
+                save = self._save if self.settings.enabled else self._save_plain
+                saved = save(state, step, durable=last)
         except StoreBusyError as error:
             log.warning("step %d of %s was skipped: %s", step, self._location.job, error)
             saved = Saved(step, SaveState.SKIPPED, error)
@@ -276,8 +277,8 @@ class Checkpointer:
         saved._until_durable = self._until_durable
         return saved
 
-    def _save_plain(self, state: State, step: int) -> Saved:
-        if step % self.settings.durable.every:
+    def _save_plain(self, state: State, step: int, *, durable: bool) -> Saved:
+        if step % self.settings.durable.every and not durable:
             return Saved(step, SaveState.NOT_DUE)
         writer = plain_writer(self.settings.durable, self._location.job, step)
         dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized())
@@ -388,7 +389,7 @@ class Checkpointer:
             raise TierUnavailableError(unknown[0].removeprefix("unknown "))
         if absent and len(absent) < len(answers):
             raise TierUnavailableError(
-                f"{self._location.job}: {len(answers) - len(absent)} of {len(answers)} ranks can reach a checkpoint, the "
+                f"{self._location.job}: {len(answers) - len(absent)} of {len(answers)} ranks reach a checkpoint, the "
                 f"others cannot: {absent[0].removeprefix('absent ')}"
             )
         if absent and step is not None:

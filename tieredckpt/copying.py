@@ -21,10 +21,13 @@ from tieredckpt.tensors import is_flat
 _BATCH_BYTES = 8 << 20
 _PAGE = 4096
 
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
 _memcpy = _libc.memcpy
 _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcpy.restype = ctypes.c_void_p
+_pread = _libc.pread
+_pread.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long]
+_pread.restype = ctypes.c_ssize_t
 
 
 class Piece(NamedTuple):
@@ -42,20 +45,38 @@ class Move(NamedTuple):
     size_bytes: int
 
 
-def default_threads() -> int:
-    """Half of the cores this process may use, between 1 and 8: the other ranks of the node copy at the same time."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-
-
 class Copier:
     """A few threads that move memory."""
 
-    def __init__(self, threads: int = 0) -> None:
-        self.threads = threads or default_threads()
-        self._pool = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="tieredckpt-copy")
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="tieredckpt-copy")
 
     def move(self, moves: Sequence[Move], *, before: Callable[[Move], None] | None = None) -> None:
-        """Do all moves; ``before`` is called with each batch's target range first (to put pages behind it)."""
+        """Do all moves; ``before`` is called with each piece's target range first (to put pages behind it)."""
+
+        def one(move: Move) -> None:
+            if before is not None:
+                before(move)
+            _memcpy(move.target, move.source, move.size_bytes)
+
+        self._share(moves, one)
+
+    def read(self, fd: int, moves: Sequence[Move]) -> None:
+        """Do all moves out of a file: their sources are offsets in it. Raises when the file is too short."""
+
+        def one(move: Move) -> None:
+            target, offset, left = move
+            while left:
+                count = _pread(fd, target, left, offset)
+                if count <= 0:
+                    code = ctypes.get_errno() if count < 0 else 0
+                    raise OSError(code, os.strerror(code) if code else f"the file ends {left} bytes early")
+                target, offset, left = target + count, offset + count, left - count
+
+        self._share(moves, one)
+
+    def _share(self, moves: Sequence[Move], do: Callable[[Move], None]) -> None:
         batches = list(_batches(moves))
         tickets = itertools.count()
         failed: list[BaseException] = []
@@ -67,9 +88,7 @@ class Copier:
                     return
                 try:
                     for one in batches[number]:
-                        if before is not None:
-                            before(one)
-                        _memcpy(one.target, one.source, one.size_bytes)
+                        do(one)
                 except BaseException as error:  # noqa: BLE001 - raised by the thread that asked
                     failed.append(error)
                     return

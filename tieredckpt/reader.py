@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ from tieredckpt.errors import (
 from tieredckpt.fetch import PinnedShards, from_object
 from tieredckpt.location import Location, parse_location
 from tieredckpt.plain import plain_reader, plain_steps
+from tieredckpt.quiet import collector_paused
 from tieredckpt.resolve import Candidate, Resolution, Tier, resolve
 from tieredckpt.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override
@@ -109,8 +110,12 @@ class TieredReader(StorageReader):
         self._rank = 0
         self._steps: dict[Group, StoredStep] = {}
         self._order: list[Candidate] = []
+        self._pieces: dict[tuple[str, Box], tuple[TensorPiece, ...]] = {}
+        """Where each piece of a tensor comes from, as verified last."""
         self._refused: list[str] = []
         self._pinned: PinnedShards | None = None
+        self._ready: Group | None = None
+        """The step whose pieces were verified and are pinned."""
         self._plain: tuple[int, StorageReader] | None = None
         """A plain DCP checkpoint that is newer than everything else, and DCP's own reader of it."""
         self.error: TieredCheckpointError | None = None
@@ -158,7 +163,8 @@ class TieredReader(StorageReader):
             step = self._choose()
             if self._plain is not None:
                 return self._plain[1].read_metadata()
-            return _metadata(step or self._steps[self._order[0].group], self.checkpoint_id)
+            with collector_paused():
+                return _metadata(step or self._steps[self._order[0].group], self.checkpoint_id)
         except TieredCheckpointError as error:
             self.error = error
             raise
@@ -173,7 +179,8 @@ class TieredReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         if self._plain:
             return self._plain[1].prepare_local_plan(plan)
-        return dataclasses.replace(plan, storage_data=self._vote(*_needs(plan)))
+        with collector_paused():
+            return dataclasses.replace(plan, storage_data=self._vote(*_needs(plan)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         if self._plain:
@@ -186,7 +193,8 @@ class TieredReader(StorageReader):
         if self._plain:
             return self._plain[1].read_data(plan, planner)
         try:
-            self.report = self._read(plan, planner)
+            with collector_paused():
+                self.report = self._read(plan, planner)
         except TieredCheckpointError as error:
             self.error = error
             raise
@@ -301,6 +309,7 @@ class TieredReader(StorageReader):
             near = {part: found for part, found in ranges.items() if step.tier(part) is Tier.MEMORY}
             bad = [part for part, found in near.items() if not pinned.verify(step.shards[part], found)]
             if not bad:
+                self._ready = group
                 return True
             # The agent has dropped what was damaged: describe the step again, another tier may have it.
             log.error("%s part %s is damaged in memory, looking for another copy", step.shards[bad[0]].key, bad)
@@ -313,8 +322,10 @@ class TieredReader(StorageReader):
         self, step: StoredStep, needs: Sequence[tuple[str, Box]], objects: Sequence[str]
     ) -> dict[int, list[ByteRange]]:
         ranges: dict[int, list[ByteRange]] = defaultdict(list)
-        for fqn, box in needs:
-            for piece in step.pieces(fqn, box):
+        self._pieces.clear()
+        for need in needs:
+            pieces = self._pieces[need] = tuple(step.pieces(*need))
+            for piece in pieces:
                 ranges[piece.part].append(step.tensor_range(piece))
         for fqn in objects:
             part = step.object_part(fqn, self._rank)
@@ -327,6 +338,7 @@ class TieredReader(StorageReader):
 
     def _let_go(self) -> bool:
         pinned, self._pinned = self._pinned, None
+        self._ready = None
         return pinned.release() if pinned is not None else True
 
     # -- reading ----------------------------------------------------------------------------------------------
@@ -336,14 +348,16 @@ class TieredReader(StorageReader):
         decision = plan.storage_data
         group = decision.group if isinstance(decision, Decision) else self._order[0].group
         needs, objects = _needs(plan)
+        if {need for need in needs if need not in self._pieces}:  # the planner changed the plan after the vote
+            self._let_go()
         for last in (False, True):
-            if not self._verified(group, needs, objects):
+            if self._ready != group and not self._verified(group, needs, objects):
                 raise CheckpointDamagedError(
                     f"step {group.version} of {self._location.job}: {'; '.join(self._refused)}"
                 )
             step, pinned = self._steps[group], self._pinned
             assert pinned is not None  # noqa: S101 - _verified made it
-            work = _Reading(self, step, pinned, planner)
+            work = _Reading(self, step, pinned, planner, self._pieces)
             work.run(plan.items)
             if self._let_go():
                 break
@@ -360,20 +374,29 @@ class TieredReader(StorageReader):
     def check_dtype(self, fqn: str, saved: str, target: torch.Tensor) -> None:
         if not self._cast and saved != dtype_name(target.dtype):
             raise MismatchError(
-                f"{fqn} was saved as {saved} and is to be loaded into {dtype_name(target.dtype)}: load into a tensor of "
-                'the same type, or pass on_dtype_mismatch="cast" to TieredReader'
+                f"{fqn} was saved as {saved} and is to be loaded into {dtype_name(target.dtype)}: load into a tensor "
+                'of the same type, or pass on_dtype_mismatch="cast" to TieredReader'
             )
 
 
 class _Reading:
     """One rank's reads of one step."""
 
-    def __init__(self, reader: TieredReader, step: StoredStep, pinned: PinnedShards, planner: LoadPlanner) -> None:
+    def __init__(
+        self,
+        reader: TieredReader,
+        step: StoredStep,
+        pinned: PinnedShards,
+        planner: LoadPlanner,
+        pieces: Mapping[tuple[str, Box], Sequence[TensorPiece]],
+    ) -> None:
+        self._pieces = pieces
         self._reader = reader
         self._step = step
         self._pinned = pinned
         self._planner = planner
-        self._moves: list[Move] = []
+        self._near: dict[int, list[Move]] = defaultdict(list)
+        """For shards in memory: which bytes (by their place in the shard) go to which address."""
         self._far: dict[int, list[tuple[ByteRange, int]]] = defaultdict(list)
         """For shards in the durable tier: which bytes go to which address."""
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -397,21 +420,27 @@ class _Reading:
         self._flush()
 
     def _flush(self) -> None:
-        self._reader.session.copier.move(self._moves)
+        copier = self._reader.session.copier
+        for part, moves in self._near.items():
+            try:
+                copier.read(self._pinned.file(part), moves)
+            except OSError as error:
+                raise TierUnavailableError(f"{self._step.shards[part].key} cannot be read: {error}") from error
         for part, wanted in self._far.items():
             self._fetch(part, wanted)
         for target, buffer in self._after:
             target.copy_(buffer)
         for item, target in self._done:
             self._planner.commit_tensor(item, target)
-        self._moves, self._after, self._done = [], [], []
+        self._after, self._done = [], []
+        self._near.clear()
         self._far.clear()
 
     def _plan_tensor(self, item: ReadItem, target: torch.Tensor) -> None:
         fqn, wanted = item.storage_index.fqn, _box(item)
         if tuple(target.shape) != wanted.sizes:
             raise MismatchError(f"{fqn}: {wanted.sizes} elements are to be read into a tensor of {tuple(target.shape)}")
-        for piece in self._step.pieces(fqn, wanted):
+        for piece in self._pieces.get((fqn, wanted)) or self._step.pieces(fqn, wanted):
             self._reader.check_dtype(fqn, piece.entry.dtype, target)
             self._plan_piece(piece, target, wanted)
 
@@ -434,13 +463,15 @@ class _Reading:
             self._after.append((_narrow(target, relative(piece.box, wanted)), buffer))
             target, frame = buffer, piece.box
         address = target.data_ptr()
-        start = self._pinned.address(piece.part) if near else 0
-        for run in runs(piece.box, entry.box, frame, entry.itemsize):
+        found = runs(piece.box, entry.box, frame, entry.itemsize)
+        if near:
+            self._near[piece.part].extend(
+                Move(address + run.target, base + run.source, run.size_bytes) for run in found
+            )
+            return
+        for run in found:
             at = base + run.source
-            if near:
-                self._moves.append(Move(address + run.target, start + at, run.size_bytes))
-            else:
-                self._far[piece.part].append((ByteRange(at, at + run.size_bytes), address + run.target))
+            self._far[piece.part].append((ByteRange(at, at + run.size_bytes), address + run.target))
 
     def _near_tensor(self, part: int, start: int, dtype: str, sizes: tuple[int, ...]) -> torch.Tensor:
         kind = dtype_named(dtype)

@@ -26,7 +26,7 @@ from tieredckpt.layout import Layout, encode, round_up
 from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table
 from tieredckpt.node import Node
 from tieredckpt.planned import PlannedSave
-from tieredckpt.settings import Settings
+from tieredckpt.settings import Settings, copy_threads
 from tieredckpt.state import Fingerprint
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Session:
         self.job = job
         self.settings = settings
         self.node = node
-        self.copier = Copier(settings.memory.copy_threads)
+        self.copier = Copier(copy_threads(settings))
         self.incarnation: Incarnation | None = None
         self.parts = 0
         """World size of the incarnation."""

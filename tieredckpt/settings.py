@@ -59,7 +59,7 @@ class MemorySettings:
     """A step that so many restarts began from without reaching a newer one is not used again while there is an older
     one; 0: never."""
     copy_threads: int = 0
-    """Threads that copy tensors into a slot; 0: half of this process's cores, between 1 and 8."""
+    """Threads that move bytes in a trainer; 0: this process's share of the node's cores, between 1 and 8."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Settings:
 
 
 def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Defaults, then ``$TIEREDCKPT_CONFIG`` (YAML), then ``$TIEREDCKPT_ENABLED`` and ``$TIEREDCKPT_<SECTION>_<KEY>``."""
+    """Defaults, then ``$TIEREDCKPT_CONFIG`` (YAML), then ``$TIEREDCKPT_ENABLED``, ``$TIEREDCKPT_<SECTION>_<KEY>``."""
     tree: dict[str, Any] = {}
     problems: list[str] = []
     path = environ.get("TIEREDCKPT_CONFIG")
@@ -127,6 +127,13 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         if name.startswith("TIEREDCKPT_") and name != "TIEREDCKPT_CONFIG":
             _set_from_environment(tree, name, value, problems)
     return _build(tree, problems)
+
+
+def copy_threads(settings: Settings, environ: Mapping[str, str] = os.environ) -> int:
+    """How many threads move bytes in this process; the other ranks of the node move theirs at the same time."""
+    ranks = environ.get("LOCAL_WORLD_SIZE", "1")
+    share = len(os.sched_getaffinity(0)) // (int(ranks) if ranks.isdigit() and int(ranks) else 1)
+    return settings.memory.copy_threads or max(1, min(8, share))
 
 
 def settings_from(tree: Mapping[str, Any]) -> Settings:

@@ -21,6 +21,7 @@ from tieredckpt.copying import Piece
 from tieredckpt.errors import StoreBusyError
 from tieredckpt.layout import TensorEntry
 from tieredckpt.planned import PlannedSave, Work
+from tieredckpt.quiet import collector_paused
 from tieredckpt.session import Session, Staged
 from tieredckpt.settings import Settings
 from tieredckpt.state import fingerprint, flatten, local_tensor
@@ -59,12 +60,13 @@ class Stager:
         try:
             if not self.settings.enabled:
                 return _private(state_dict)
-            flat = flatten(state_dict)
-            planned = self.session.planned_for(fingerprint(flat))
-            if planned is None:
-                return _private(state_dict)
-            self._staged = self.session.stage_provisionally(planned, wait_s=wait_s)
-            return self._stage_into(self._staged, planned, state_dict, flat)
+            with collector_paused():
+                flat = flatten(state_dict)
+                planned = self.session.planned_for(fingerprint(flat))
+                if planned is None:
+                    return _private(state_dict)
+                self._staged = self.session.stage_provisionally(planned, wait_s=wait_s)
+                return self._stage_into(self._staged, planned, state_dict, flat)
         except BaseException:
             self._discard_staged()
             raise

@@ -101,6 +101,9 @@ class StoredStep:
         places = self.tensors.get(fqn)
         if places is None:
             raise MismatchError(f"step {self.group.version} has no tensor {fqn}")
+        if len(places) == 1 and places[0].entry.box == box:
+            yield TensorPiece(places[0].part, places[0].entry, box, places[0].item)
+            return
         if len(places) > 1:
             places = sorted(places, key=lambda place: (self._distance(place.part), place.part))
         if len(places[0].entry.shape) != len(box.offsets):
@@ -138,6 +141,8 @@ class StoredStep:
             return self.item_range(piece.part, piece.item)
         entry, box = piece.entry, piece.box
         base = self.layouts[piece.part].header_bytes + entry.start
+        if box == entry.box:
+            return ByteRange(base, base + entry.size_bytes)
         first = last = 0
         for offset, size, start, full in zip(box.offsets, box.sizes, entry.box.offsets, entry.box.sizes, strict=True):
             first = first * full + (offset - start)

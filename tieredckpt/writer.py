@@ -20,6 +20,7 @@ from tieredckpt.errors import MissingStepError, TieredCheckpointError, UsageErro
 from tieredckpt.location import Location, check_step, parse_location
 from tieredckpt.plain import plain_writer
 from tieredckpt.planned import LocalNote, PlannedSave, PlanNote, Work, is_default, table_of
+from tieredckpt.quiet import collector_paused
 from tieredckpt.session import Incarnation, Session, Staged, open_session
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.stager import Stager
@@ -130,7 +131,8 @@ class TieredWriter(Stager, StorageWriter):
             return self._plain.write_data(plan, planner)
         future: Future[list[WriteResult]] = Future()
         try:
-            self.record = self._write(plan, planner)
+            with collector_paused():
+                self.record = self._write(plan, planner)
         except TieredCheckpointError as error:
             self._discard_staged()
             if self._collectives:
