@@ -76,9 +76,11 @@ class Stager:
         self._discard_staged()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a process that writes in the background needs; the slot is named, not copied."""
+        """What a process that writes in the background needs; the slot is named, not copied, and is its from now on."""
         kept = {name: value for name, value in self.__dict__.items() if name not in ("_in_use", "_staged")}
         kept["_handed_over"] = None if self._staged is None else (self._staged.lease, self._staged.layout)
+        kept["_holding"] = False
+        self._end_staging()
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def serving(node: NodeService, address: str) -> Iterator[str]:
     except OSError as error:
         raise UsageError(f"agent.http: {address} cannot be served: {error.strerror}") from error
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="tieredckpt-http", daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="tieredckpt-http", daemon=True)
     thread.start()
     try:
         bound_host, bound_port = server.server_address[:2]

@@ -1,0 +1,204 @@
+"""Distributed states between real gloo ranks: round trips and resharding both ways, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.support.bits import assert_same, zeroed
+from tests.support.models import build, full, put_back, state_of, train
+from tieredckpt import TieredReader, TieredWriter
+
+JOB = "tiered://distributed"
+
+
+def save_trained(kind, steps, **how):
+    model, optimizer = build(kind, dist.get_world_size(), seed=1)
+    train(model, optimizer, steps)
+    state = state_of(model, optimizer)
+    dcp.save(state, storage_writer=TieredWriter(JOB, steps), **how)
+    return full(state)
+
+
+def load_into_fresh(kind, **how):
+    model, optimizer = build(kind, dist.get_world_size(), seed=2)
+    train(model, optimizer, 1)
+    state = state_of(model, optimizer)
+    reader = TieredReader(JOB)
+    dcp.load(state, storage_reader=reader, **how)
+    put_back(model, optimizer, state)
+    return full(state_of(model, optimizer)), reader.report.bytes_by_tier
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "tp", "2d"])
+def test_round_trip(agent_dir, ranks, kind):
+    saved = ranks.run(4, save_trained, kind, 3)
+    loaded = ranks.run(4, load_into_fresh, kind)
+    for before, (after, tiers) in zip(saved, loaded, strict=True):
+        assert_same(before, after)
+        assert set(tiers) == {"memory"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "other", "after"),
+    [
+        ("fsdp", 4, "fsdp", 2),
+        ("fsdp", 2, "fsdp", 3),
+        ("fsdp", 3, "fsdp", 4),
+        ("fsdp", 1, "fsdp", 4),
+        ("fsdp", 4, "fsdp", 1),
+        ("hsdp", 4, "fsdp", 3),
+        ("tp", 2, "fsdp", 4),
+        ("fsdp", 4, "tp", 2),
+        ("2d", 4, "fsdp", 3),
+        ("fsdp", 3, "2d", 4),
+        ("tp", 4, "tp", 3),
+    ],
+)
+def test_resharding(agent_dir, ranks, kind, before, other, after):
+    saved = ranks.run(before, save_trained, kind, 2)
+    loaded = ranks.run(after, load_into_fresh, other)
+    for found, _ in loaded:
+        assert_same(saved[0], found)
+
+
+def save_rows(placements):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full_tensor = torch.arange(1 << 18, dtype=torch.float32).view(512, 512)
+    dcp.save({"w": distribute_tensor(full_tensor, mesh, placements)}, storage_writer=TieredWriter(JOB, 1))
+
+
+def load_rows(placements):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    target = {"w": distribute_tensor(torch.zeros(512, 512), mesh, placements)}
+    reader = TieredReader(JOB)
+    dcp.load(target, storage_reader=reader)
+    whole = target["w"].full_tensor()
+    assert torch.equal(whole, torch.arange(1 << 18, dtype=torch.float32).view(512, 512))
+    return sum(reader.report.bytes_by_tier.values()), target["w"].to_local().nbytes
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 3), (1, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [([Shard(0)], [Shard(0)]), ([Shard(0)], [Shard(1)]), ([Shard(1)], [Shard(0)])]
+)
+def test_resharding_reads_exactly_what_is_needed(agent_dir, ranks, before, after, rows, columns):
+    ranks.run(before, save_rows, rows)
+    for moved, needed in ranks.run(after, load_rows, columns):
+        assert moved == needed
+
+
+def save_many(kind, how):
+    model, optimizer = build(kind, dist.get_world_size(), seed=1)
+    states = []
+    for step in range(4):
+        train(model, optimizer, 1)
+        state = state_of(model, optimizer)
+        planner = DefaultSavePlanner(enable_plan_caching=True) if how == "cached" else None
+        collectives = how != "no collectives"
+        dcp.save(state, storage_writer=TieredWriter(JOB, step), planner=planner, use_collectives=collectives)
+        states.append(full(state))
+    return states[-1]
+
+
+@pytest.mark.parametrize("how", ["cached", "no collectives"])
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_ways_to_plan(agent_dir, ranks, kind, how):
+    saved = ranks.run(2, save_many, kind, how)
+    for found, _ in ranks.run(2, load_into_fresh, kind):
+        assert_same(saved[0], found)
+    for found, _ in ranks.run(3, load_into_fresh, "fsdp"):
+        assert_same(saved[0], found)
+
+
+def save_async(kind, way):
+    model, optimizer = build(kind, dist.get_world_size(), seed=1)
+    writer = TieredWriter(JOB, 0)
+    for step in range(3):
+        train(model, optimizer, 1)
+        state = state_of(model, optimizer)
+        before = full(state)
+        future = dcp.async_save(
+            state,
+            checkpoint_id=f"{JOB}/step-{step}",
+            storage_writer=writer,
+            async_checkpointer_type=AsyncCheckpointerType[way],
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(-3)  # training goes on while the save runs
+        future.result()
+        put_back(model, optimizer, _distributed_like(state, before))
+    writer.close()
+    return before
+
+
+def _distributed_like(state, values):
+    if isinstance(state, DTensor):
+        return distribute_tensor(values, state.device_mesh, state.placements)
+    if isinstance(state, dict):
+        return {key: _distributed_like(state[key], values[key]) for key in state}
+    return values
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@pytest.mark.parametrize("way", ["THREAD", "PROCESS"])
+def test_async_save(agent_dir, ranks, kind, way):
+    saved = ranks.run(2, save_async, kind, way)
+    for found, _ in ranks.run(2, load_into_fresh, kind):
+        assert_same(saved[0], found)
+    assert not list((agent_dir / "notes").glob("lease.*"))
+
+
+def save_in_subgroup():
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        state = {"w": torch.arange(6.0) + 1, f"own{dist.get_rank()}": torch.full((3,), float(dist.get_rank()))}
+        dcp.save(state, storage_writer=TieredWriter(JOB, 1), process_group=group)
+        target = zeroed(copy.deepcopy(state))
+        dcp.load(target, storage_reader=TieredReader(JOB), process_group=group)
+        assert_same(state, target)
+    dist.barrier()
+
+
+def test_process_group_of_some_ranks(agent_dir, ranks):
+    ranks.run(4, save_in_subgroup)
+
+
+def load_alone():
+    """Only rank 1 loads: no other rank may be needed."""
+    found = {"model": {"norm.weight": torch.zeros(24)}}
+    if dist.get_rank() == 1:
+        dcp.load(found, storage_reader=TieredReader(JOB), no_dist=True)
+    return found["model"]["norm.weight"]
+
+
+def test_one_rank_loads_on_its_own(agent_dir, ranks):
+    saved = ranks.run(2, save_trained, "ddp", 1)
+    _, loaded = ranks.run(2, load_alone)
+    assert torch.equal(loaded, saved[0]["model"]["norm.weight"])
+
+
+def save_failing_on(rank):
+    me = dist.get_rank()
+    state = {"w": torch.ones(4), f"object{me}": (lambda: None) if me == rank else 1}  # a lambda cannot be pickled
+    try:
+        dcp.save(state, storage_writer=TieredWriter(JOB, 9))
+    except BaseException as error:
+        return type(error).__name__
+    return "saved"
+
+
+def test_a_rank_that_cannot_save_leaves_no_step_and_no_lease(agent_dir, ranks):
+    ranks.run(2, save_trained, "ddp", 1)
+    assert ranks.run(2, save_failing_on, 0) == ["CheckpointException"] * 2
+    for _, tiers in ranks.run(2, load_into_fresh, "ddp"):
+        assert tiers
+    assert not list((agent_dir / "notes").glob("lease.*"))

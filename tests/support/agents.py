@@ -1,0 +1,68 @@
+"""Real node agents for tests: a directory of their own, ended by pid, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peerstore.owners import started_at
+from tieredckpt.session import close_sessions
+from tieredckpt.settings import Settings, settings_from
+
+
+def agent_pid(directory: Path) -> int | None:
+    """The process that holds the directory's lock, when it is alive."""
+    try:
+        pid = int((directory / "agent.lock").read_text())
+    except (OSError, ValueError):
+        return None
+    return pid if started_at(pid) >= 0 else None
+
+
+def wait_gone(pid: int, timeout_s: float = 20.0) -> None:
+    """Until the process is gone or only waits for init to notice."""
+    deadline = time.monotonic() + timeout_s
+    while started_at(pid) >= 0:
+        assert time.monotonic() < deadline, f"process {pid} did not end"
+        time.sleep(0.01)
+
+
+def end_agent(directory: Path, number: int = signal.SIGTERM) -> None:
+    pid = agent_pid(directory)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        wait_gone(pid)
+
+
+@contextlib.contextmanager
+def agent_directory() -> Iterator[Path]:
+    directory = Path("/dev/shm") / f"tieredckpt-test-{uuid.uuid4().hex[:12]}"
+    try:
+        yield directory
+    finally:
+        close_sessions()
+        end_agent(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def agent_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A place for an embedded agent; processes started by the test find it by environment."""
+    with agent_directory() as directory:
+        monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
+        monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
+        yield directory
+
+
+@pytest.fixture
+def agent_settings(agent_dir: Path) -> Settings:
+    return settings_from({"agent": {"directory": str(agent_dir), "budget": "2GiB"}})

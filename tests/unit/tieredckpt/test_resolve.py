@@ -1,0 +1,130 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerstore.records import Group
+from tieredckpt.resolve import Candidate, Tier, Verdict, resolve
+
+MEMORY, DURABLE = (Tier.MEMORY,), (Tier.DURABLE,)
+
+
+def step(number, epoch=1, parts=2, found=(0, 1), where=MEMORY, base=None, covered=False, incarnation="a"):
+    return Candidate(Group(epoch, number, 0, incarnation), parts, dict.fromkeys(found, where), base, covered)
+
+
+def chosen(candidates, **kwargs):
+    found = resolve(candidates, **kwargs).chosen
+    return None if found is None else (found.group.version, found.group.epoch)
+
+
+CASES = {
+    "nothing anywhere": ([], {}, None),
+    "the only whole step": ([step(0)], {}, (0, 1)),
+    "step 0 is a step": ([step(0), step(1, found=(0,))], {}, (0, 1)),
+    "a torn newer step is not loaded": ([step(10), step(11, found=(1,))], {}, (10, 1)),
+    "a durable step newer than memory wins": ([step(10), step(20, where=DURABLE)], {}, (20, 1)),
+    "a memory step newer than durable wins": ([step(30), step(20, where=DURABLE)], {}, (30, 1)),
+    "parts from different tiers make a whole": (
+        [Candidate(Group(1, 5, 0, "a"), 2, {0: MEMORY, 1: DURABLE})],
+        {},
+        (5, 1),
+    ),
+    "covered without all parts is whole": ([step(7, found=(1,), covered=True)], {}, (7, 1)),
+    "a quarantined step is passed over": ([step(1), step(2)], {"quarantined": [Group(1, 2, 0, "a")]}, (1, 1)),
+    "the step asked for": ([step(1), step(2)], {"step": 1}, (1, 1)),
+    "the step asked for is not there": ([step(1), step(2)], {"step": 3}, None),
+    "of two attempts at a step the later incarnation": ([step(4, epoch=2, incarnation="b"), step(4)], {}, (4, 2)),
+    "a rollback hides what came after it": (
+        [step(12), step(11, epoch=2, base=10, incarnation="b")],
+        {},
+        (11, 2),
+    ),
+    "a torn rollback hides nothing": (
+        [step(12), step(11, epoch=2, base=10, found=(0,), incarnation="b")],
+        {},
+        (12, 1),
+    ),
+    "a quarantined rollback hides nothing": (
+        [step(12), step(11, epoch=2, base=10, incarnation="b")],
+        {"quarantined": [Group(2, 11, 0, "b")]},
+        (12, 1),
+    ),
+    "an incarnation that says nothing hides nothing": ([step(12), step(3, epoch=2, incarnation="b")], {}, (12, 1)),
+    "one that began from nothing hides all before it": (
+        [step(12), step(3, epoch=2, base=-1, incarnation="b")],
+        {},
+        (3, 2),
+    ),
+    "a hidden step can still be named": (
+        [step(12), step(11, epoch=2, base=10, incarnation="b")],
+        {"step": 12},
+        (12, 1),
+    ),
+    "a zombie of the past does not win": (
+        [step(103), step(101, epoch=2, base=100, incarnation="b"), step(100)],
+        {},
+        (101, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resolution(name):
+    candidates, arguments, expected = CASES[name]
+    assert chosen(candidates, **arguments) == expected
+    assert chosen(list(reversed(candidates)), **arguments) == expected
+
+
+def test_an_unreachable_tier_is_named_not_taken_for_empty():
+    found = resolve([], unreachable=[Tier.DURABLE])
+    assert found.chosen is None
+    assert found.unreachable == (Tier.DURABLE,)
+    assert "durable tier: could not be asked" in found.explain()
+
+
+def test_every_candidate_gets_a_verdict():
+    candidates = [step(1), step(2), step(3, found=(0,)), step(2, epoch=3, base=1, incarnation="c")]
+    found = resolve(candidates, quarantined=[Group(1, 1, 0, "a")])
+    assert found.verdicts == {
+        Group(1, 1, 0, "a"): Verdict.QUARANTINED,
+        Group(1, 2, 0, "a"): Verdict.SUPERSEDED,
+        Group(1, 3, 0, "a"): Verdict.TORN,
+        Group(3, 2, 0, "c"): Verdict.CHOSEN,
+    }
+
+
+def test_alternatives_come_best_first():
+    found = resolve([step(1), step(3), step(2)])
+    assert [c.group.version for c in found.alternatives] == [2, 1]
+
+
+candidates = st.lists(
+    st.builds(
+        lambda n, e, p, f, b: Candidate(Group(e, n, 0, f"i{e}"), p, dict.fromkeys(f, MEMORY), b),
+        st.integers(0, 6),
+        st.integers(1, 3),
+        st.integers(1, 3),
+        st.sets(st.integers(0, 2), max_size=3),
+        st.none() | st.integers(-1, 6),
+    ),
+    max_size=8,
+    unique_by=lambda c: c.group,
+)
+
+
+@given(candidates)
+def test_only_whole_steps_are_chosen_and_none_is_lost_without_a_reason(found):
+    result = resolve(found)
+    assert set(result.verdicts) == {c.group for c in found}
+    if result.chosen is None:
+        assert not any(c.whole for c in found)
+    else:
+        assert result.chosen.whole
+        better = [c for c in found if c.whole and c.group.version > result.chosen.group.version]
+        assert all(result.verdicts[c.group] is Verdict.SUPERSEDED for c in better)
+
+
+@given(candidates)
+def test_a_branch_that_began_from_nothing_cannot_hide_every_step(found):
+    result = resolve(found)
+    assert (result.chosen is None) == (not any(c.whole for c in found))
