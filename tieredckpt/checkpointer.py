@@ -495,7 +495,7 @@ def _with_arguments(settings: Settings, **sections: Mapping[str, Any]) -> Settin
     """``settings`` with the arguments that were given; steps become durable no more often than they are saved."""
     changes = {name: {k: v for k, v in values.items() if v is not None} for name, values in sections.items()}
     every = changes["memory"].get("every", settings.memory.every)
-    if "every" not in changes["durable"] and settings.durable.every % every:
+    if "every" not in changes["durable"] and every > 0 and settings.durable.every % every:
         changes["durable"]["every"] = every
     return override(settings, **changes)
 

@@ -14,7 +14,7 @@ from peerstore import checksum
 from peerstore.errors import PeerStoreError, ShardNotFoundError
 from peerstore.operations import Store
 from peerstore.pages import Mapping
-from peerstore.records import Pin
+from peerstore.records import Group, Pin
 from tieredckpt.agent.compress import decompress
 from tieredckpt.durable.store import ObjectStore
 from tieredckpt.errors import CheckpointDamagedError, TierUnavailableError
@@ -34,10 +34,11 @@ class Verified(NamedTuple):
 
 
 class PinnedShards:
-    """Shards of this node's memory, kept in place and mapped while they are read."""
+    """Shards of one step in this node's memory, kept in place while they are read."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, group: Group) -> None:
         self._store = store
+        self.group = group
         self._pins: dict[int, Pin] = {}
         self._maps: dict[int, Mapping] = {}
         self._files: dict[int, int] = {}

@@ -305,7 +305,10 @@ class TieredReader(StorageReader):
             except (CheckpointDamagedError, MismatchError) as error:
                 self._refuse(group, error)
                 return False
-            pinned = self._pinned = self._pinned or PinnedShards(self.session.node.store)
+            if self._pinned is None or self._pinned.group != group:
+                self._let_go()
+                self._pinned = PinnedShards(self.session.node.store, group)
+            pinned = self._pinned
             near = {part: found for part, found in ranges.items() if step.tier(part) is Tier.MEMORY}
             bad = [part for part, found in near.items() if not pinned.verify(step.shards[part], found)]
             if not bad:

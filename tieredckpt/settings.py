@@ -269,7 +269,7 @@ def _contradictions(settings: Settings) -> list[str]:
             problems.append(f"{key}: {number} is below {least}")
     if durable.url and not urlsplit(durable.url).scheme and not durable.url.startswith("/"):
         problems.append(f"durable.url: {durable.url!r} is neither a URL (s3://bucket/prefix) nor an absolute path")
-    if durable.every % memory.every:
+    if memory.every > 0 and durable.every % memory.every:
         problems.append(
             f"durable.every: {durable.every} is not a multiple of memory.every ({memory.every}), so those steps are "
             "never in memory to be drained"

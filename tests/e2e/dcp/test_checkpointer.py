@@ -1,0 +1,457 @@
+"""The training loop's checkpointer with a real agent."""
+
+import copy
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from tests.support.agents import agent_pid, end_agent
+from tests.support.bits import assert_same, zeroed
+from tests.support.models import build, full, put_back, state_of, train
+from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, NullCheckpointer, TieredWriter
+from tieredckpt.checkpointer import SaveState
+from tieredckpt.errors import MismatchError, SettingsError, StoreBusyError, UsageError
+from tieredckpt.testing import memory_node
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+JOB = "tiered://loop"
+
+
+def state_at(step):
+    return {"w": torch.full((1000,), float(step)), "nested": {"b": torch.arange(5) + step}, "step": step, "lr": 0.1}
+
+
+def test_restore_says_minus_one_only_when_there_is_nothing(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        assert ckpt.restore(state_at(0)) == -1
+        ckpt.save(state_at(0), 0).wait()
+        state = zeroed(state_at(0))
+        assert ckpt.restore(state) == 0
+        assert_same(state_at(0), state)
+
+
+def test_a_loop_goes_on_where_it_was(agent_dir):
+    for begin in (0, 4, 8):
+        with Checkpointer(JOB) as ckpt:
+            state = state_at(-1)
+            step = ckpt.restore(state) + 1
+            assert step == begin
+            if begin:
+                assert_same(state_at(begin - 1), state)
+            for current in range(step, step + 4):
+                saved = ckpt.save(state_at(current), current)
+                assert saved.ok
+        assert saved.wait() is SaveState.SEALED
+
+
+def test_what_was_saved_is_the_state_at_the_call(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        state = state_at(0)
+        for step in range(5):
+            state["w"].fill_(step)
+            state["step"] = step
+            saved = ckpt.save(state, step)
+            state["w"].fill_(-1)
+            state["step"] = -1
+            saved.wait()
+            found = zeroed(state)
+            Checkpointer(JOB, on_sigterm="ignore").restore(found)
+            assert (float(found["w"][0]), found["step"]) == (step, step)
+
+
+def test_after_the_first_save_nothing_is_planned(agent_dir, monkeypatch):
+    with Checkpointer(JOB) as ckpt:
+        ckpt.save(state_at(0), 0)
+        monkeypatch.setattr(dcp, "save", lambda *a, **k: pytest.fail("planned again"))
+        for step in range(1, 5):
+            assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
+
+
+def test_a_state_that_changes_its_form_is_planned_again(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        ckpt.save(state_at(0), 0)
+        ckpt.save(state_at(1), 1)
+        grown = state_at(2) | {"new": torch.ones(7), "w": torch.ones(10)}
+        ckpt.save(grown, 2).wait()
+        found = zeroed(grown)
+        assert ckpt.restore(found) == 2
+        assert_same(grown, found)
+        ckpt.save(state_at(3), 3).wait()
+        found = zeroed(state_at(3))
+        assert ckpt.restore(found) == 3
+        assert_same(state_at(3), found)
+
+
+def test_cadence(agent_dir, tmp_path):
+    with Checkpointer(JOB, every=3) as ckpt:
+        states = [ckpt.save(state_at(step), step).state for step in range(7)]
+        assert [s is not SaveState.NOT_DUE for s in states] == [True, False, False, True, False, False, True]
+        assert ckpt.save(state_at(7), 7, force=True).ok
+        ckpt.wait()
+        assert [info.step for info in ckpt.steps()][-1] == 7
+
+
+def test_a_damaged_step_is_reported_and_the_older_one_used(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        for step in range(3):
+            ckpt.save(state_at(step), step).wait()
+        damage_newest(agent_dir)
+        found = zeroed(state_at(0))
+        assert ckpt.restore(found) == 1
+        assert_same(state_at(1), found)
+        assert "damaged in memory" in " ".join(ckpt.last_restore.refused)
+        assert "step 2" in " ".join(ckpt.last_restore.refused)
+        status = ckpt.session.node.store.status()
+        assert any("/2 part 0" in damage.what for damage in status.damages)
+
+
+def damage_newest(agent_dir, at=-1):
+    """Flip a bit in the tensors of the slot that was sealed last."""
+    notes = sorted((agent_dir / "notes").glob("seal.*"), key=lambda path: path.stat().st_mtime_ns)
+    slot = agent_dir / "slots" / notes[at].name.removeprefix("seal.")
+    with slot.open("r+b") as file:
+        file.seek(4096 + 100)
+        byte = file.read(1)
+        file.seek(4096 + 100)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_when_every_step_is_damaged_that_is_an_error_not_a_fresh_start(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        for step in range(2):
+            ckpt.save(state_at(step), step).wait()
+        damage_newest(agent_dir, -1)
+        damage_newest(agent_dir, -2)
+        with pytest.raises(CheckpointDamagedError):
+            ckpt.restore(zeroed(state_at(0)))
+
+
+def test_a_named_step(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        for step in range(2):
+            ckpt.save(state_at(step), step).wait()
+        found = zeroed(state_at(0))
+        assert ckpt.restore(found, step=0) == 0
+        assert_same(state_at(0), found)
+        with pytest.raises(CheckpointNotFoundError):
+            ckpt.restore(found, step=17)
+
+
+def test_a_state_that_does_not_fit_is_told_so(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        with pytest.raises(MismatchError, match="Size mismatch"):
+            ckpt.restore(state_at(0) | {"w": torch.zeros(3)})
+        with pytest.raises(MismatchError, match="Missing key"):
+            ckpt.restore(state_at(0) | {"more": torch.zeros(3)})
+        with pytest.raises(MismatchError, match="float32"):
+            ckpt.restore(state_at(0) | {"w": torch.zeros(1000, dtype=torch.float64)})
+
+
+def test_after_going_back_the_new_past_is_the_one_that_counts(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        for step in range(2):
+            ckpt.save(state_at(step), step).wait()
+    from tieredckpt.session import close_sessions
+
+    close_sessions()
+    with Checkpointer(JOB) as ckpt:
+        assert ckpt.restore(zeroed(state_at(0)), step=0) == 0
+        other = state_at(0) | {"w": torch.full((1000,), 77.0)}
+        ckpt.save(other, 0, force=True).wait()
+    close_sessions()
+    with Checkpointer(JOB) as ckpt:
+        found = zeroed(other)
+        assert ckpt.restore(found) == 0
+        assert float(found["w"][0]) == 77
+
+
+def test_a_step_that_restarts_keep_dying_on_is_left(agent_dir):
+    from tieredckpt.session import close_sessions
+
+    with Checkpointer(JOB) as ckpt:
+        for step in range(2):
+            ckpt.save(state_at(step), step).wait()
+    for _ in range(5):
+        close_sessions()
+        with Checkpointer(JOB) as ckpt:
+            assert ckpt.restore(zeroed(state_at(0))) == 1
+    close_sessions()
+    with Checkpointer(JOB) as ckpt:
+        assert ckpt.restore(zeroed(state_at(0))) == 0
+        assert next(info for info in ckpt.steps() if info.step == 1).quarantined
+
+
+def test_progress_after_a_restart_clears_the_count(agent_dir):
+    from tieredckpt.session import close_sessions
+
+    for begin in range(8):
+        close_sessions()
+        with Checkpointer(JOB) as ckpt:
+            assert ckpt.restore(zeroed(state_at(0))) == begin - 1
+            ckpt.save(state_at(begin), begin).wait()
+
+
+def test_the_agent_is_killed_between_saves(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        for step in range(4):
+            assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
+            end_agent(agent_dir, signal.SIGKILL)
+        found = zeroed(state_at(0))
+        assert ckpt.restore(found) == 3
+        assert_same(state_at(3), found)
+
+
+def test_a_busy_node_skips_and_training_goes_on(agent_dir):
+    with Checkpointer(JOB, on_busy="skip") as ckpt:
+        for step in range(3):
+            ckpt.save(state_at(step), step).wait()
+        store = ckpt.session.node.store
+        pins = [store.pin(fact.key) for fact in store.inventory("loop")]
+        results = [ckpt.save(state_at(step), step) for step in range(3, 8)]
+        assert results[0].ok  # the extra slot
+        results[0].wait()
+        skipped = [r for r in results if r.state is SaveState.SKIPPED]
+        assert skipped
+        assert isinstance(skipped[0].error, StoreBusyError)
+        for pin in pins:
+            store.unpin(pin.id)
+        assert ckpt.save(state_at(8), 8).wait() is SaveState.SEALED
+
+
+def test_failures_are_reported_or_raised_as_asked(agent_dir, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "1MiB")
+    large = {"w": torch.zeros(1 << 20)}
+    with Checkpointer(JOB) as ckpt:
+        saved = ckpt.save(large, 0)
+        assert saved.state is SaveState.FAILED
+        assert "budget" in str(saved.error)
+        with pytest.raises(BaseException, match="budget"):
+            saved.wait()
+    with Checkpointer(JOB, on_failure="raise") as ckpt, pytest.raises(BaseException, match="budget"):
+        ckpt.save(large, 1)
+
+
+def test_bad_arguments_are_refused_before_anything_happens(agent_dir):
+    with pytest.raises(UsageError):
+        Checkpointer("tiered://loop/step-3")
+    with pytest.raises(SettingsError, match="memory.every"):
+        Checkpointer(JOB, every=0)
+    with pytest.raises(SettingsError, match="durable.every"):
+        Checkpointer(JOB, every=3, durable_every=10)
+    assert not agent_dir.exists()
+    with Checkpointer(JOB) as ckpt, pytest.raises(UsageError):
+        ckpt.save({}, -1)
+
+
+def test_the_null_checkpointer_has_the_same_face():
+    public = {name for name in vars(Checkpointer) if not name.startswith("_")} - {"session"}
+    assert public <= set(dir(NullCheckpointer))
+    with NullCheckpointer() as ckpt:
+        assert ckpt.restore({}) == -1
+        assert not ckpt.save({}, 3).ok
+        assert ckpt.wait("durable")
+        assert ckpt.steps() == []
+
+
+def test_the_public_double_needs_no_agent_and_no_files(agent_dir):
+    with memory_node() as node:
+        with Checkpointer(JOB) as ckpt:
+            for step in range(3):
+                ckpt.save(state_at(step), step).wait()
+            found = zeroed(state_at(0))
+            assert ckpt.restore(found) == 2
+            assert_same(state_at(2), found)
+        assert node.store.status().jobs[0].newest_whole == 2
+    assert not agent_dir.exists()
+
+
+def test_the_collector_is_left_as_it_was(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        assert gc.isenabled()
+        ckpt.save(state_at(0), 0)
+        assert gc.isenabled()
+        gc.disable()
+        ckpt.save(state_at(1), 1)
+        assert not gc.isenabled()
+        gc.enable()
+
+
+def test_no_thread_is_left(agent_dir):
+    before = {thread.name for thread in threading.enumerate()}
+    with Checkpointer(JOB) as ckpt:
+        ckpt.restore(state_at(0))
+        ckpt.save(state_at(0), 0)
+    from tieredckpt.session import close_sessions
+
+    close_sessions()
+    assert {thread.name for thread in threading.enumerate()} <= before
+
+
+# -- several ranks ------------------------------------------------------------------------------------------------
+
+
+def loop(kind, steps, every_restart=2):
+    """Train with restarts in between; the state at the end."""
+    done = -1
+    while done < steps - 1:
+        model, optimizer = build(kind, dist.get_world_size(), seed=5)
+        with Checkpointer(JOB) as ckpt:
+            state = state_of(model, optimizer)
+            begin = ckpt.restore(state) + 1
+            assert begin == done + 1
+            if begin:
+                put_back(model, optimizer, state)
+            for step in range(begin, min(steps, begin + every_restart)):
+                train(model, optimizer, 1)
+                ckpt.save(state_of(model, optimizer), step)
+                done = step
+            ckpt.wait()
+            dist.barrier()
+        from tieredckpt.session import close_sessions
+
+        close_sessions()
+    return full(state_of(model, optimizer))
+
+
+def undisturbed(kind, steps):
+    model, optimizer = build(kind, dist.get_world_size(), seed=5)
+    state_of(model, optimizer)  # makes the optimizer's state, as the loop does before it restores
+    for _ in range(steps):
+        train(model, optimizer, 1)
+    return full(state_of(model, optimizer))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_loop_with_restarts_ends_where_an_undisturbed_one_does(agent_dir, ranks, kind):
+    expected = ranks.run(2, undisturbed, kind, 6)
+    found = ranks.run(2, loop, kind, 6)
+    for a, b in zip(expected, found, strict=True):
+        assert_same(a, b)
+
+
+def restore_only(kind):
+    model, optimizer = build(kind, dist.get_world_size(), seed=9)
+    train(model, optimizer, 1)
+    with Checkpointer(JOB) as ckpt:
+        state = state_of(model, optimizer)
+        step = ckpt.restore(state)
+        put_back(model, optimizer, state)
+    return step, full(state_of(model, optimizer))
+
+
+def test_all_ranks_restore_the_same_step_at_another_world_size(agent_dir, ranks):
+    expected = ranks.run(4, loop, "fsdp", 4)
+    for world in (1, 2, 3):
+        for step, found in ranks.run(world, restore_only, "fsdp"):
+            assert step == 3
+            assert_same(expected[0], found)
+
+
+def damaged_on_one_rank(agent_dir):
+    """Both ranks fall back together although only one needs the damaged bytes."""
+    w = torch.full((1000,), 1.0)
+    with Checkpointer(JOB) as ckpt:
+        for step in range(2):
+            ckpt.save({f"own{dist.get_rank()}": w * step}, step).wait()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            damage_newest(Path(agent_dir))
+        dist.barrier()
+        state = {f"own{dist.get_rank()}": torch.zeros(1000)}
+        step = ckpt.restore(state)
+        return step, float(state[f"own{dist.get_rank()}"][0])
+
+
+def test_ranks_agree_on_the_older_step(agent_dir, ranks):
+    assert ranks.run(2, damaged_on_one_rank, str(agent_dir)) == [(0, 0.0), (0, 0.0)]
+
+
+# -- signals ------------------------------------------------------------------------------------------------------
+
+PREEMPTED = """
+import os, signal, sys, torch
+from tieredckpt import Checkpointer
+state = {"w": torch.zeros(1000)}
+with Checkpointer("tiered://loop", every=10, durable="%s", durable_every=1000, grace_s=20) as ckpt:
+    for step in range(100000):
+        state["w"].fill_(step)
+        ckpt.save(state, step)
+        if step == 25:
+            print("ready", flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+    print("never", flush=True)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:subprocess")
+def test_sigterm_makes_the_next_step_the_last_and_durable(agent_dir, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PREEMPTED % f"file://{tmp_path}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[3],
+    )
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert "never" not in done.stdout
+    end_agent(agent_dir)
+    import shutil
+
+    shutil.rmtree(agent_dir)
+    with Checkpointer(JOB, durable=f"file://{tmp_path}") as ckpt:
+        found = {"w": torch.zeros(1000)}
+        assert ckpt.restore(found) == 26
+        assert float(found["w"][0]) == 26
+
+
+def test_a_loop_that_does_not_save_again_still_ends(agent_dir):
+    script = """
+import os, signal, time, torch
+from tieredckpt import Checkpointer
+with Checkpointer("tiered://loop", grace_s=1.0) as ckpt:
+    ckpt.save({"w": torch.zeros(10)}, 0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        time.sleep(0.01)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, timeout=60, cwd=Path(__file__).parents[3]
+    )
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_the_handler_before_is_called_and_put_back(agent_dir):
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("mine"))
+    try:
+        with Checkpointer(JOB) as ckpt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not seen
+            ckpt.save(state_at(0), 0)
+            assert seen == ["mine"]
+            found = zeroed(state_at(0))
+            assert ckpt.restore(found) == 0
+        assert signal.getsignal(signal.SIGTERM) is not before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_writers_and_checkpointers_share_a_job(agent_dir):
+    state = state_at(3)
+    dcp.save(copy.deepcopy(state), storage_writer=TieredWriter(JOB, 3), no_dist=True)
+    with Checkpointer(JOB) as ckpt:
+        found = zeroed(state)
+        assert ckpt.restore(found) == 3
+        assert_same(state, found)
+    assert agent_pid(agent_dir)
