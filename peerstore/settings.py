@@ -76,6 +76,13 @@ def budget_bytes(text: str, *, memory_bytes: int | None = None) -> int:
     return int(number * _UNITS[unit])
 
 
+def crash_points(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """``$PEERSTORE_CRASH_AT`` as point and how many times it is passed before it kills (see crashpoints.py)."""
+    named = environ.get("PEERSTORE_CRASH_AT", "")
+    pairs = (item.partition(":") for item in named.split(",") if item)
+    return {point: int(count or 1) for point, _, count in pairs}
+
+
 def usable_memory_bytes() -> int:
     """This machine's memory, or the control group's limit where that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,1 +1,1 @@
-pytest_plugins = ["tests.support.agents", "tests.support.ranks"]
+pytest_plugins = ["tests.support.agents", "tests.support.ranks", "tests.support.zygote"]

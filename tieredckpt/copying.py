@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from peerstore.crashpoints import reach
 from peerstore.pages import populate_address
 from tieredckpt.tensors import is_flat
 
@@ -60,7 +61,7 @@ class Copier:
                 before(move)
             _memcpy(move.target, move.source, move.size_bytes)
 
-        self._share(moves, one)
+        self._share(moves, one, "stage.half")
 
     def read(self, fd: int, moves: Sequence[Move]) -> None:
         """Do all moves out of a file: their sources are offsets in it. Raises when the file is too short."""
@@ -74,9 +75,9 @@ class Copier:
                     raise OSError(code, os.strerror(code) if code else f"the file ends {left} bytes early")
                 target, offset, left = target + count, offset + count, left - count
 
-        self._share(moves, one)
+        self._share(moves, one, "load.half")
 
-    def _share(self, moves: Sequence[Move], do: Callable[[Move], None]) -> None:
+    def _share(self, moves: Sequence[Move], do: Callable[[Move], None], halfway: str) -> None:
         batches = list(_batches(moves))
         tickets = itertools.count()
         failed: list[BaseException] = []
@@ -89,6 +90,8 @@ class Copier:
                 try:
                     for one in batches[number]:
                         do(one)
+                    if number == len(batches) // 2:
+                        reach(halfway)
                 except BaseException as error:  # noqa: BLE001 - raised by the thread that asked
                     failed.append(error)
                     return
@@ -166,6 +169,7 @@ class SlotMemory:
         copier.move(moves, before=put_pages if warm < self.size_bytes else None)
         finish()
         self._touched = self.size_bytes
+        reach("stage.filled")
 
     def _copy_others(self, pieces: Sequence[Piece], warm: int) -> Callable[[], None]:
         devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type == "cuda"}

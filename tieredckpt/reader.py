@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from peerstore.crashpoints import reach
 from peerstore.records import Group
 from tieredckpt.boxes import Box, relative, runs
 from tieredckpt.copying import Move
@@ -292,6 +293,7 @@ class TieredReader(StorageReader):
                 offered.append(group)  # only needed when another rank cannot load the first
             elif self._verified(group, needs, objects):
                 offered.append(group)
+        reach("load.voted")
         return Vote(tuple(offered), tuple(self._refused))
 
     def _verified(self, group: Group, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> bool:
@@ -369,6 +371,7 @@ class TieredReader(StorageReader):
         seconds = time.perf_counter() - began
         session = self.session
         session.restored(group, self._rank)
+        reach("load.done")
         session.observe(
             loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}
         )

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from peerstore.crashpoints import reach
 from peerstore.errors import ArenaBusyError, ArenaFullError, FencedError, PeerStoreError
 from peerstore.records import Group, Lease, ShardKey, ShardRecord
 from tieredckpt.agent.messages import LAYOUT, TABLE
@@ -224,6 +225,7 @@ class Session:
             raise SaveFailedError(str(error)) from error
         except PeerStoreError as error:
             raise TierUnavailableError(f"no slot for {key}: {error}") from error
+        reach("stage.leased")
         return Staged(lease, layout, self._memory(lease))
 
     def _notice_new_arena(self) -> None:
@@ -274,6 +276,7 @@ class Session:
             memory.write(0, layout.header(sizes))
             for start, item in zip(layout.item_starts(sizes), items, strict=True):
                 memory.write(layout.header_bytes + start, item)
+            reach("seal.written")
             self._put_blob(LAYOUT + layout.digest, lambda: encode(layout))
             if table is not None:
                 self._put_blob(TABLE + table.digest, lambda: encode_table(table))
@@ -285,9 +288,11 @@ class Session:
                 durable=durable,
                 saved_ns=time.time_ns(),
             )
-            return self.node.store.seal(staged.lease.id, total, encode_meta(meta))
+            record = self.node.store.seal(staged.lease.id, total, encode_meta(meta))
         except PeerStoreError as error:
             raise SaveFailedError(f"{key} was not sealed: {error}") from error
+        reach("seal.asked")
+        return record
 
     def _labelled(self, staged: Staged, key: ShardKey, total: int) -> Staged:
         """The same slot under its final key, and large enough."""

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import msgspec
 
+from peerstore.crashpoints import reach
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
 from peerstore.records import Group, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
@@ -255,7 +256,9 @@ class Drain(SealListener):
                 step.state = "waiting"
             return False
         manifest = manifest_from(list(files.values()), created_ns=time.time_ns(), writer=self._writer)
+        reach("drain.complete")
         catalog.commit(manifest, step.base)
+        reach("drain.committed")
         return True
 
     def _all_files(self, step: _Step, catalog: Catalog) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
@@ -284,10 +287,14 @@ class Drain(SealListener):
             raise CheckpointDamagedError(f"{key} changed in memory after it was sealed, so it is not uploaded")
         settings = self._places.durable_settings(step.job)
         index, layout, table = self._places.index_of(record)
+        reach("drain.began")
         index = self._upload(step, catalog, settings, index)
+        reach("drain.uploaded")
         file = encode_shard_file(index, layout, table)
         catalog.store.put(names.index(key), file)
+        reach("drain.indexed")
         self._store.put_blob(step.job, DRAINED + _shard_stem(key), file)
+        reach("drain.noted")
 
     def _upload(self, step: _Step, catalog: Catalog, settings: DurableSettings, index: ShardIndex) -> ShardIndex:
         key = index.key

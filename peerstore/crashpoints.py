@@ -1,0 +1,49 @@
+"""Places where a test can have this very process killed: ``PEERSTORE_CRASH_AT=seal.asked:3`` is the third time.
+
+Off, a point costs one look at an empty dictionary. ``POINTS`` lists them all, so that a test that goes through every
+point cannot miss a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+from peerstore.settings import crash_points
+
+POINTS = (
+    # a trainer that saves
+    "stage.leased",
+    "stage.half",
+    "stage.filled",
+    "seal.written",
+    "seal.asked",
+    # a trainer that loads
+    "load.voted",
+    "load.half",
+    "load.done",
+    # the agent that makes a step durable
+    "drain.began",
+    "drain.uploaded",
+    "drain.indexed",
+    "drain.noted",
+    "drain.complete",
+    "drain.committed",
+)
+
+_lock = threading.Lock()
+_left: dict[str, int] | None = None
+
+
+def reach(point: str) -> None:
+    """Die here, if a test said so."""
+    global _left  # noqa: PLW0603 - read once, when the first point is reached
+    if _left is None:
+        _left = crash_points()
+    if not _left or point not in _left:
+        return
+    with _lock:
+        _left[point] -= 1
+        if _left[point] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)

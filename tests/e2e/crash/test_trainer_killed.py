@@ -1,0 +1,194 @@
+"""SIGKILL of the trainer at every point of save, seal and load: nothing older than the last acknowledged step comes
+back, and what comes back continues bit for bit."""
+
+import hashlib
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.agents import agent_pid, end_agent
+from tests.support.bits import raw
+from tieredckpt import Checkpointer
+
+JOB = "tiered://killed"
+STEPS = 6
+
+
+def build():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 64))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def one_step(model, optimizer, step):
+    generator = torch.Generator().manual_seed(step)
+    loss = (model(torch.randn(8, 64, generator=generator)) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def state_of(model, optimizer):
+    return {
+        "model": model.state_dict(),
+        "optim": optimizer.state_dict()["state"],
+        "groups": [g["lr"] for g in optimizer.param_groups],
+    }
+
+
+def digest(model, optimizer):
+    total = hashlib.sha256()
+    for tensor in [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]:
+        total.update(raw(tensor))
+    return total.hexdigest()
+
+
+def train(say, steps=STEPS, wait=True):
+    """The loop of the README; says what it restored, every loss and every acknowledged step."""
+    model, optimizer = build()
+    one_step(model, optimizer, 10**6)  # makes the optimizer's state, so that it can be filled in place
+    model.load_state_dict(build()[0].state_dict())
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.zero_()
+    with Checkpointer(JOB) as ckpt:
+        step = ckpt.restore(state_of(model, optimizer))
+        say(f"restored {step}")
+        for current in range(step + 1, steps):
+            loss = one_step(model, optimizer, current)
+            say(f"loss {current} {loss.item().hex()}")
+            saved = ckpt.save(state_of(model, optimizer), current)
+            if wait:
+                saved.wait()
+                say(f"sealed {current}")
+    return digest(model, optimizer)
+
+
+def losses(lines):
+    found = {}
+    for line in lines:
+        if line.startswith("loss"):
+            _, step, value = line.split()
+            assert found.setdefault(int(step), value) == value
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(zygote):
+    from tests.support.agents import agent_directory
+
+    with agent_directory() as directory:
+        ended = zygote.run(
+            train, environ={"TIEREDCKPT_AGENT_DIRECTORY": str(directory), "TIEREDCKPT_AGENT_BUDGET": "1GiB"}
+        )
+    return ended
+
+
+def check_resumed(first, second, undisturbed):
+    acknowledged = [int(line.split()[1]) for line in first.lines if line.startswith("sealed")]
+    restored = int(second.lines[0].split()[1])
+    assert restored >= max(acknowledged, default=-1)
+    assert second.result == undisturbed.result
+    reference = losses(undisturbed.lines)
+    assert losses(first.lines).items() <= reference.items()
+    assert losses(second.lines) == {step: reference[step] for step in range(restored + 1, STEPS)}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("point", ["stage.leased", "stage.half", "stage.filled", "seal.written", "seal.asked"])
+def test_killed_while_saving(agent_dir, zygote, undisturbed, point, count):
+    first = zygote.run(train, environ={"PEERSTORE_CRASH_AT": f"{point}:{count}"})
+    assert first.status == -signal.SIGKILL
+    second = zygote.run(train)
+    check_resumed(first, second, undisturbed)
+    assert not list((agent_dir / "notes").glob("lease.*")), "the dead writer's slot was not taken back"
+
+
+@pytest.mark.parametrize("point", ["load.voted", "load.half", "load.done"])
+def test_killed_while_loading(agent_dir, zygote, undisturbed, point):
+    first = zygote.run(train, 3)
+    killed = zygote.run(train, environ={"PEERSTORE_CRASH_AT": point})
+    assert killed.status == -signal.SIGKILL
+    second = zygote.run(train)
+    check_resumed(first, second, undisturbed)
+
+
+def test_trainer_and_agent_killed_together_at_any_time(agent_dir, zygote, undisturbed):
+    for point in ("stage.half", "seal.written", "seal.asked"):
+        first = zygote.run(train, environ={"PEERSTORE_CRASH_AT": f"{point}:2"})
+        assert first.status == -signal.SIGKILL
+        end_agent(agent_dir, signal.SIGKILL)
+        second = zygote.run(train)
+        check_resumed(first, second, undisturbed)
+        end_agent(agent_dir)
+        for path in [*(agent_dir / "slots").iterdir(), *(agent_dir / "notes").iterdir()]:
+            path.unlink()
+
+
+def test_the_agent_outlives_the_trainer_and_is_found_by_the_next(agent_dir, zygote):
+    zygote.run(train, environ={"PEERSTORE_CRASH_AT": "seal.asked:2"})
+    pid = agent_pid(agent_dir)
+    assert pid is not None
+    zygote.run(train)
+    assert agent_pid(agent_dir) == pid
+
+
+def test_killed_again_and_again(agent_dir, zygote, undisturbed):
+    """Every restart makes progress, whatever is killed: at most one step is computed twice per kill."""
+    lines, points = [], ["stage.half", "seal.asked", "load.half", "stage.filled", "seal.written", "load.done"]
+    for number in range(30):
+        ended = zygote.run(train, environ={"PEERSTORE_CRASH_AT": f"{points[number % len(points)]}:{1 + number % 2}"})
+        lines += ended.lines
+        if ended.status == 0:
+            break
+    else:
+        ended = zygote.run(train)
+        lines += ended.lines
+    assert ended.result == undisturbed.result
+    assert losses(lines) == losses(undisturbed.lines)
+
+
+def train_as_rank(say, steps):
+    import torch.distributed as dist
+
+    model, optimizer = build()
+    one_step(model, optimizer, 10**6)
+    model.load_state_dict(build()[0].state_dict())
+    with Checkpointer(JOB) as ckpt:
+        state = {"model": model.state_dict(), f"own{dist.get_rank()}": torch.zeros(1 << 16)}
+        step = ckpt.restore(state)
+        say(f"restored {step}")
+        if step >= 0:
+            assert float(state[f"own{dist.get_rank()}"][0]) == step
+        for current in range(step + 1, steps):
+            loss = one_step(model, optimizer, current)
+            state[f"own{dist.get_rank()}"].fill_(current)
+            dist.all_reduce(torch.ones(1))
+            say(f"loss {current} {loss.item().hex()}")
+            ckpt.save(state, current).wait()
+            say(f"sealed {current}")
+    return step
+
+
+@pytest.mark.parametrize("point", ["stage.half", "seal.asked"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_rank_killed_mid_save_leaves_the_last_whole_step(agent_dir, zygote, point, victim):
+    first = zygote.start_world(2, train_as_rank, 5, environ={victim: {"PEERSTORE_CRASH_AT": f"{point}:3"}})
+    assert first[victim].wait().status == -signal.SIGKILL
+    first[1 - victim].kill()  # the launcher takes the others down
+    survivor = first[1 - victim].wait()
+    acknowledged = [int(line.split()[1]) for line in survivor.lines if line.startswith("sealed")]
+    second = [running.wait() for running in zygote.start_world(2, train_as_rank, 5)]
+    restored = {ended.lines[0] for ended in second}
+    assert len(restored) == 1, "the ranks restored different steps"
+    assert int(restored.pop().split()[1]) in (max(acknowledged) - 1, max(acknowledged), max(acknowledged) + 1)
+
+
+def test_no_crash_point_is_forgotten():
+    from peerstore.crashpoints import POINTS
+
+    text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert [point for point in POINTS if f'"{point}"' not in text] == []

@@ -1,0 +1,176 @@
+"""Processes that may be killed, forked from one that has imported torch already: a start costs milliseconds."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+_TIMEOUT_S = 120.0
+
+
+class Ended(NamedTuple):
+    """How a process ended: its status (negative for a signal), and what it returned or printed."""
+
+    status: int
+    result: Any
+    lines: list[str]
+
+
+def _zygote(pipe: Connection) -> None:
+    import torch
+    import torch.distributed.checkpoint  # noqa: F401 - warm
+
+    import tieredckpt.checkpointer  # noqa: F401 - warm
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_fork(*task))
+
+
+def _fork(function: Callable[..., Any], args: Sequence[Any], environ: dict[str, str], folder: str, world: Any) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        os.setsid()
+        os.environ.update(environ)
+        with (Path(folder) / "result").open("wb") as file:
+            file.write(pickle.dumps(_run(function, args, folder, world)))
+        status = 0
+    except BaseException:
+        (Path(folder) / "error").write_text(traceback.format_exc())
+    finally:
+        os._exit(status)
+
+
+def _run(function: Callable[..., Any], args: Sequence[Any], folder: str, world: Any) -> Any:
+    import torch.distributed as dist
+
+    from tieredckpt.session import close_sessions
+
+    lines = (Path(folder) / "lines").open("a", buffering=1)
+    if world is not None:
+        rank, size, store = world
+        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    try:
+        return function(lambda text: lines.write(f"{text}\n"), *args)
+    finally:
+        close_sessions()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Running:
+    """A forked process and what it left."""
+
+    def __init__(self, pid: int, folder: tempfile.TemporaryDirectory[str]) -> None:
+        self.pid = pid
+        self._folder = folder
+
+    def lines(self) -> list[str]:
+        path = Path(self._folder.name) / "lines"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_line(self, text: str, timeout_s: float = 60.0) -> None:
+        """Until the process has printed ``text``."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.lines():
+            assert time.monotonic() < deadline, f"{text!r} did not come: {self.lines()} {self._read('error')}"
+            assert self._status() is None or text in self.lines(), f"ended without {text!r}: {self._read('error')}"
+            time.sleep(0.005)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = _TIMEOUT_S) -> Ended:
+        deadline = time.monotonic() + timeout_s
+        while (status := self._status()) is None:
+            if time.monotonic() > deadline:
+                os.kill(self.pid, signal.SIGKILL)
+                raise AssertionError(f"process {self.pid} did not end: {self.lines()[-5:]}")
+            time.sleep(0.005)
+        lines, error = self.lines(), self._read("error")
+        result = Path(self._folder.name) / "result"
+        value = pickle.loads(result.read_bytes()) if result.exists() and result.stat().st_size else None
+        self._folder.cleanup()
+        if status > 0:
+            raise AssertionError(error)
+        return Ended(status, value, lines)
+
+    def _read(self, name: str) -> str:
+        path = Path(self._folder.name) / name
+        return path.read_text() if path.exists() else ""
+
+    def _status(self) -> int | None:
+        """The exit status once it has ended; it is the zygote's child, so its end is read from its remains."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:
+            raise AssertionError(f"process {self.pid} was reaped by somebody else") from None
+        if fields[0] != "Z":
+            return None
+        code = int(fields[-1])  # as waitpid gives it
+        return -os.WTERMSIG(code) if os.WIFSIGNALED(code) else os.WEXITSTATUS(code)
+
+
+class Zygote:
+    """Forks test functions; each is called with a ``say(text)`` and the given arguments."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=_zygote, args=(there,))
+        self._process.start()
+        there.close()
+
+    def start(
+        self, function: Callable[..., Any], *args: Any, environ: dict[str, str] | None = None, world: Any = None
+    ) -> Running:
+        folder = tempfile.TemporaryDirectory()
+        inherited = {k: v for k, v in os.environ.items() if k.startswith(("TIEREDCKPT_", "AWS_"))} | (environ or {})
+        self._pipe.send((function, args, inherited, folder.name, world))
+        return Running(self._pipe.recv(), folder)
+
+    def run(self, function: Callable[..., Any], *args: Any, environ: dict[str, str] | None = None) -> Ended:
+        return self.start(function, *args, environ=environ).wait()
+
+    def start_world(
+        self, size: int, function: Callable[..., Any], *args: Any, environ: dict[int, dict[str, str]] | None = None
+    ) -> list[Running]:
+        """``size`` gloo ranks; ``environ`` by rank."""
+        store = str(Path(tempfile.gettempdir()) / f"store-{uuid.uuid4().hex}")
+        return [
+            self.start(function, *args, environ=(environ or {}).get(rank), world=(rank, size, store))
+            for rank in range(size)
+        ]
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    one = Zygote()
+    yield one
+    one.close()
