@@ -1,0 +1,277 @@
+"""``tieredckpt demo``: train, kill, restore, lose the node, restore again; the loss goes on bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tieredckpt.demo.bucket import Bucket, free_port, local_bucket
+from tieredckpt.units import show_seconds, show_size
+
+WORLD = 2
+PHASES = (12, 24, 30)
+"""Where the trainer is killed, where the node is lost, and the end."""
+DURABLE_EVERY = 5
+_LIMIT_S = 90.0
+
+
+@dataclass
+class Phase:
+    """What one start of the trainers did."""
+
+    events: list[list[dict[str, Any]]] = field(default_factory=list)
+    """By rank."""
+    seconds: float = 0.0
+    status: tuple[int | None, ...] = ()
+
+    def losses(self) -> dict[int, str]:
+        return {e["step"]: e["loss"] for e in self.events[0] if e["event"] == "step"}
+
+    def restored(self) -> dict[str, Any]:
+        return next((e for e in self.events[0] if e["event"] == "restored"), {"step": -1, "tiers": {}, "seconds": 0.0})
+
+    def blocked(self) -> list[float]:
+        return [e["blocked"] for events in self.events for e in events if e["event"] == "step"]
+
+
+def main(*, as_json: bool = False) -> int:
+    """Run the demo; 0 when every loss was equal bit for bit."""
+    console = Console(stderr=as_json)
+    began = time.monotonic()
+    with contextlib.ExitStack() as cleanup:
+        folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tieredckpt-demo-")))
+        arena = Path(cleanup.enter_context(_arena()))
+        console.print("[bold]1.[/] a transformer trains on 2 ranks, nothing is saved: the reference")
+        reference = _train(folder / "reference", PHASES[-1], {})
+        bucket = cleanup.enter_context(local_bucket(folder))
+        environ = {**bucket.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(arena), "TIEREDCKPT_AGENT_BUDGET": "1GiB"}
+        console.print(f"[bold]2.[/] the same with a save every step; rank 1 gets SIGKILL in the middle of step {PHASES[0]}'s save")
+        crash = {**environ, "PEERSTORE_CRASH_AT": f"stage.half:{PHASES[0]}"}
+        killed = _train(folder / "killed", PHASES[1], environ, durable=bucket.url, victim=crash)
+        console.print("[bold]3.[/] both ranks start again and find the last whole step in this node's memory")
+        resumed = _train(folder / "resumed", PHASES[1], environ, durable=bucket.url)
+        agent = _agent_status(arena)
+        console.print("[bold]4.[/] the node is lost: agent killed, its memory gone; new ranks find the last step in the bucket")
+        _lose_node(arena)
+        hydrated = _train(folder / "hydrated", PHASES[2], environ, durable=bucket.url)
+        seen = _listing(environ, bucket)
+        phases = {"killed": killed, "resumed": resumed, "hydrated": hydrated}
+        result = _compare(reference, phases)
+        summary = _summary(result, phases, agent, time.monotonic() - began)
+        if as_json:
+            print(json.dumps(summary | {"steps": seen}, indent=2))
+        else:
+            _show(console, reference, phases, summary, seen, bucket)
+    return 0 if result["equal"] else 1
+
+
+@contextlib.contextmanager
+def _arena() -> Iterator[str]:
+    root = Path("/dev/shm")  # noqa: S108 - where memory is a file system
+    directory = Path(tempfile.mkdtemp(prefix="tieredckpt-demo-", dir=root if os.access(root, os.W_OK) else None))
+    try:
+        yield str(directory / "agent")
+    finally:
+        _lose_node(directory / "agent")
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _train(
+    folder: Path, steps: int, environ: Mapping[str, str], *, durable: str = "", victim: Mapping[str, str] | None = None
+) -> Phase:
+    """Start the ranks and wait for their end; when one dies, the launcher ends the others."""
+    folder.mkdir()
+    began, port = time.monotonic(), free_port()
+    events = [folder / f"rank{rank}.jsonl" for rank in range(WORLD)]
+    with contextlib.ExitStack() as files:
+        ranks = []
+        for rank in range(WORLD):
+            log = files.enter_context((folder / f"rank{rank}.log").open("wb"))
+            own = victim if victim is not None and rank == WORLD - 1 else environ
+            command = [sys.executable, "-m", "tieredckpt.demo.trainer", "--events", str(events[rank]), "--steps", str(steps)]
+            command += ["--durable", durable, "--durable-every", str(DURABLE_EVERY)]
+            ranks.append(
+                subprocess.Popen(command, env=_rank_environ(rank, port, own), stdout=log, stderr=log, stdin=subprocess.DEVNULL)  # noqa: S603
+            )
+        _wait(ranks, began)
+    phase = Phase([_events(path) for path in events], time.monotonic() - began, tuple(r.returncode for r in ranks))
+    if victim is None and any(phase.status):
+        raise RuntimeError(f"a rank failed: {phase.status}\n" + (folder / "rank0.log").read_text(errors="replace")[-3000:])
+    return phase
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], began: float) -> None:
+    while any(rank.poll() is None for rank in ranks):
+        died = any(rank.poll() not in (None, 0) for rank in ranks)
+        if died or time.monotonic() - began > _LIMIT_S:
+            for rank in ranks:
+                rank.kill()
+        time.sleep(0.02)
+
+
+def _rank_environ(rank: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TIEREDCKPT_", "AWS_", "PEERSTORE_"))}
+    return {
+        **kept,
+        **extra,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(WORLD),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(WORLD),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:  # the line it died in
+            break
+    return found
+
+
+def _lose_node(arena: Path) -> None:
+    """As far as the job can tell: the agent and everything in its memory are gone at once."""
+    with contextlib.suppress(OSError, ValueError):
+        os.kill(int((arena / "agent.lock").read_text()), signal.SIGKILL)
+    shutil.rmtree(arena, ignore_errors=True)
+
+
+def _agent_status(arena: Path) -> dict[str, Any]:
+    address = (arena / "http").read_text()
+    with urllib.request.urlopen(f"http://{address}/status", timeout=5) as answer:
+        status: dict[str, Any] = json.load(answer)
+    return status
+
+
+def _listing(environ: Mapping[str, str], bucket: Bucket) -> list[dict[str, Any]]:
+    """What is where now, as `tieredckpt ls` would say it."""
+    from tieredckpt.agent_node import AgentNode
+    from tieredckpt.demo.trainer import JOB
+    from tieredckpt.settings import load_settings
+
+    os.environ.update(environ)
+    node = AgentNode(load_settings({**environ, "TIEREDCKPT_DURABLE_URL": bucket.url}), JOB)
+    with contextlib.closing(node):
+        survey = node.survey(JOB, fresh=True)
+    return [
+        {
+            "step": view.group.version,
+            "memory": sum("memory" in [t.value for t in tiers] for tiers in view.found.values()),
+            "parts": view.parts or WORLD,
+            "durable": view.durable,
+        }
+        for view in sorted(survey.views, key=lambda view: view.group.version)
+    ]
+
+
+def _compare(reference: Phase, phases: Mapping[str, Phase]) -> dict[str, Any]:
+    expected = reference.losses()
+    compared = different = 0
+    for phase in phases.values():
+        for step, loss in phase.losses().items():
+            compared += 1
+            different += loss != expected[step]
+    last = max(phases["hydrated"].losses(), default=-1)
+    return {"equal": not different and last == PHASES[-1] - 1, "compared": compared, "different": different}
+
+
+def _summary(
+    result: Mapping[str, Any], phases: Mapping[str, Phase], agent: Mapping[str, Any], seconds: float
+) -> dict[str, Any]:
+    counters, drain = agent["store"]["counters"], agent["drain"]["totals"]
+    resumed, hydrated = phases["resumed"].restored(), phases["hydrated"].restored()
+    blocked = phases["resumed"].blocked()
+    return {
+        **result,
+        "killed_in_step": PHASES[0] - 1,
+        "resumed_from": resumed["step"],
+        "resumed_tiers": resumed["tiers"],
+        "hydrated_from": hydrated["step"],
+        "hydrated_tiers": hydrated["tiers"],
+        "first_save_s": blocked[0],
+        "save_blocked_s": statistics.median(blocked[1:]),
+        "seal_s": counters.get("seal_seconds", 0) / max(1, counters.get("sealed", 1)),
+        "shard_bytes": int(counters.get("sealed_bytes", 0) / max(1, counters.get("sealed", 1))),
+        "drain_s": drain["seconds"] / max(1, drain["steps"]),
+        "drained_steps": drain["steps"],
+        "restore_memory_s": resumed["seconds"],
+        "restore_durable_s": hydrated["seconds"],
+        "seconds": seconds,
+    }
+
+
+def _show(
+    console: Console,
+    reference: Phase,
+    phases: Mapping[str, Phase],
+    summary: Mapping[str, Any],
+    seen: Sequence[Mapping[str, Any]],
+    bucket: Bucket,
+) -> None:
+    table = Table(title="loss, bit for bit", header_style="bold", title_justify="left")
+    for name in ("step", "undisturbed", "with kills", "", "this step was computed by"):
+        table.add_column(name)
+    expected = reference.losses()
+    found = {step: (loss, name) for name, phase in phases.items() for step, loss in phase.losses().items()}
+    names = {"killed": "the first ranks", "resumed": "ranks restarted from memory", "hydrated": "ranks restored from the bucket"}
+    for step in (0, 5, PHASES[0] - 2, PHASES[0] - 1, PHASES[0], PHASES[1] - 1, PHASES[1], PHASES[2] - 1):
+        loss, name = found[step]
+        same = "[green]equal[/]" if loss == expected[step] else "[red]different[/]"
+        table.add_row(str(step), expected[step], loss, same, names[name])
+    console.print(table)
+
+    where = Table(title="what is where at the end", header_style="bold", title_justify="left")
+    for name in ("step", "this node's memory", "bucket"):
+        where.add_column(name)
+    for row in seen:
+        memory = f"{row['memory']} of {row['parts']} shards" if row["memory"] else "-"
+        where.add_row(str(row["step"]), memory, "whole" if row["durable"] else "-")
+    console.print(where)
+
+    times = Table(title="how long each stage took (2 ranks on this machine)", header_style="bold", title_justify="left")
+    times.add_column("stage")
+    times.add_column("time", justify="right")
+    shard = show_size(summary["shard_bytes"])
+    for stage, seconds in (
+        ("first save: plan, take a slot, copy, seal", summary["first_save_s"]),
+        (f"every later save: what training waits for ({shard} a rank)", summary["save_blocked_s"]),
+        ("checksum and seal, in the agent", summary["seal_s"]),
+        ("one step to the bucket, in the agent", summary["drain_s"]),
+        ("restore from memory", summary["restore_memory_s"]),
+        ("restore from the bucket", summary["restore_durable_s"]),
+    ):
+        times.add_row(stage, show_seconds(seconds))
+    console.print(times)
+
+    memory, durable = (summary[k].get(t, 0) for k, t in (("resumed_tiers", "memory"), ("hydrated_tiers", "durable")))
+    console.print(
+        f"killed in step {summary['killed_in_step']}'s save: resumed after step {summary['resumed_from']} "
+        f"({show_size(memory)} a rank from memory, nothing from the bucket)\n"
+        f"node lost after step {PHASES[1] - 1}: resumed after step {summary['hydrated_from']}, the last durable one "
+        f"({show_size(durable)} a rank from the bucket)\n"
+        f"durable tier: {bucket.name}; while the demo runs: {bucket.look}"
+    )
+    verdict = "[bold green]equal bit for bit[/]" if summary["equal"] else "[bold red]NOT equal[/]"
+    console.print(f"{summary['compared']} losses compared: {verdict}, in {summary['seconds']:.0f} s")
