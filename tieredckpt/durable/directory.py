@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tieredckpt.durable.backend import Upload
 
 _STAGED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.staged")
+_TRIES = 100
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
 
 
@@ -124,7 +125,8 @@ class DirectoryBackend:
                 _link(staged, path)
             else:
                 staged.replace(path)
-            _sync_directory(path.parent)
+            with contextlib.suppress(FileNotFoundError):  # it was deleted already, with the last object in it
+                _sync_directory(path.parent)
         finally:
             staged.unlink(missing_ok=True)
 
@@ -136,11 +138,12 @@ def _not_absent(error: OSError) -> None:
 
 
 def _create(path: Path) -> BinaryIO:
-    while True:
-        try:
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileNotFoundError):  # no such directory yet, or a delete() just found it empty
             return path.open("xb")
-        except FileNotFoundError:  # no such directory yet, or a delete() just found it empty
+        with contextlib.suppress(FileNotFoundError):
             _make_directory(path.parent)
+    return path.open("xb")
 
 
 def _make_directory(path: Path) -> None:
