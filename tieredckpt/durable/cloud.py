@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer
 
+from tieredckpt.durable.failures import Meaning, classify
 from tieredckpt.durable.names import folder
 from tieredckpt.durable.parts import part_size_for
 from tieredckpt.durable.store import ObjectInfo
@@ -73,7 +74,8 @@ class CloudObjects:
     def exists(self, name: str) -> bool:
         try:
             self._store.head(name)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            _raise_unless_absent(error)
             return False
         return True
 
@@ -91,7 +93,8 @@ class CloudObjects:
     def delete(self, names: Sequence[str]) -> None:
         try:
             self._store.delete(names)
-        except FileNotFoundError:  # of a store that minds; which ones it deleted before that is unknown
+        except FileNotFoundError as error:  # of a store that minds; which ones it deleted before that is unknown
+            _raise_unless_absent(error)
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     self._store.delete(name)
@@ -129,3 +132,9 @@ class CloudBackend(CloudObjects):
 
     def close(self) -> None:
         pass
+
+
+def _raise_unless_absent(error: FileNotFoundError) -> None:
+    """By its class, an absent bucket is the same as an absent object."""
+    if classify(error).meaning is not Meaning.ABSENT:
+        raise error
