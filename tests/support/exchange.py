@@ -102,7 +102,7 @@ class Exchange:
         self._head = head
         self._answer: Head | None = None
         method, target, _ = head.first.split(" ", 2)
-        parts = urlsplit(target)
+        parts = urlsplit(target if method != "CONNECT" else f"//{target}")
         self.seen = Seen(method, unquote(parts.path), parts.query, head.headers)
 
     @property
@@ -120,12 +120,20 @@ class Exchange:
     def forward(self, change: Callable[[bytes], bytes] = lambda block: block) -> None:
         """Give the server the request and read the head of its answer."""
         raw = re.sub(rb"(?i)\r\nexpect:[^\r]*", b"", self._head.raw)
-        self._server.sendall(raw)
-        for block in self.request_body():
-            self._server.sendall(change(block))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has read everything
+            self._server.sendall(raw)
+            for block in self.request_body():
+                self._server.sendall(change(block))
         self._answer = self._from_server.head()
         if self._answer is None:
             raise Hangup
+
+    def pass_on(self) -> None:
+        """As if there were no proxy."""
+        self.forward()
+        self.send_head()
+        for block in self.response_body():
+            self.client.sendall(block)
 
     def send_head(self) -> None:
         self.seen.status = int(self._answer.first.split(" ")[1])
@@ -146,11 +154,18 @@ class Exchange:
         self.client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
         raise Hangup
 
-    def client_is_there(self) -> bool:
-        return not select.select([self.client], [], [], 0)[0] or bool(self.client.recv(1, socket.MSG_PEEK))
-
     def wait_for_client_to_leave(self) -> None:
         with contextlib.suppress(OSError):
             self.client.settimeout(WAIT_S)
             while self.client.recv(_BLOCK):
                 pass
+
+
+def pump(one: socket.socket, other: socket.socket) -> None:
+    """Bytes both ways until one side ends."""
+    while True:
+        for sock in select.select([one, other], [], [])[0]:
+            block = sock.recv(_BLOCK)
+            if not block:
+                return
+            (other if sock is one else one).sendall(block)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from typing_extensions import Self
 
-from tests.support.exchange import Exchange, Hangup, Reader, Seen
+from tests.support.exchange import Exchange, Hangup, Reader, Seen, pump
 from tests.support.faults import Hold
 
 Fault = Callable[["Exchange"], None]
@@ -41,8 +41,8 @@ class Rule:
         self.fault = fault
         return self
 
-    def hold(self) -> Hold:
-        self.fault = held = Hold()
+    def hold(self, *, done: bool = False) -> Hold:
+        self.fault = held = Hold(done=done)
         return held
 
     def wants(self, seen: Seen) -> bool:
@@ -75,10 +75,8 @@ class FaultProxy:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._acceptor.join()
         self._listener.close()
+        self.drop_held()
         with self._lock:
-            for rule in self._rules:
-                if isinstance(rule.fault, Hold):
-                    rule.fault.release.set()
             for sock in self._sockets:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
@@ -96,6 +94,12 @@ class FaultProxy:
         with self._lock:
             self._rules.clear()
             self._seen.clear()
+
+    def drop_held(self) -> None:
+        with self._lock:
+            for rule in self._rules:
+                if isinstance(rule.fault, Hold):
+                    rule.fault.drop()
 
     def seen(self, method: str = "", path: str = "", *, query: str = "") -> list[Seen]:
         with self._lock:
@@ -153,21 +157,20 @@ class FaultProxy:
             with self._lock:
                 self._seen.append(exchange.seen)
                 due = [rule.fault for rule in self._rules if rule.wants(exchange.seen)]
+            if exchange.seen.method == "CONNECT":
+                client.sendall(b"HTTP/1.1 200 Connected\r\n\r\n")
+                pump(client, server)
+                return
             try:
-                (due[0] if due else _pass_on)(exchange)
+                (due[0] if due else Exchange.pass_on)(exchange)
             finally:
                 with self._lock:
                     self._lock.notify_all()
             if exchange.last:
+                client.shutdown(socket.SHUT_WR)
+                exchange.wait_for_client_to_leave()
                 return
 
     def _forget(self, *sockets: socket.socket) -> None:
         with self._lock:
             self._sockets -= set(sockets)
-
-
-def _pass_on(exchange: Exchange) -> None:
-    exchange.forward()
-    exchange.send_head()
-    for block in exchange.response_body():
-        exchange.client.sendall(block)

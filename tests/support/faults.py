@@ -155,18 +155,31 @@ def _flipped(block: bytes, at: int) -> bytes:
 
 
 class Hold:
-    """Stop the request where it is until it is released."""
+    """Stop the request where it is until somebody decides; with ``done``, after the server did what it asks for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, done: bool = False) -> None:
         self.reached = threading.Event()
-        self.release = threading.Event()
+        self._decided = threading.Event()
+        self._dropped = False
+        self._done = done
+
+    def release(self) -> None:
+        self._decided.set()
+
+    def drop(self) -> None:
+        """For a client that is gone: what it had sent already must not reach the server now."""
+        self._dropped = True
+        self._decided.set()
 
     def __call__(self, exchange: Exchange) -> None:
+        if self._done:
+            exchange.forward()
         self.reached.set()
-        self.release.wait(WAIT_S)
-        if not exchange.client_is_there():
+        self._decided.wait(WAIT_S)
+        if self._dropped:
             raise Hangup
-        exchange.forward()
+        if not self._done:
+            exchange.forward()
         exchange.send_head()
         for block in exchange.response_body():
             exchange.client.sendall(block)

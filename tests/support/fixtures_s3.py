@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,10 @@ from tests.support.s3 import ACCESS_KEY, SECRET_KEY, S3Server, moto_server, rclo
 from tieredckpt.durable.open import open_store
 from tieredckpt.durable.reliable import ReliableStore
 from tieredckpt.settings import DurableSettings
+
+pytest.register_assert_rewrite(
+    "tests.support.object_store_contract", "tests.support.upload_contract", "tests.support.fault_contract"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +47,23 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def rclone_proxy(rclone: S3Server) -> Iterator[FaultProxy]:
     with FaultProxy(rclone.port) as proxy:
         yield proxy
+
+
+@pytest.fixture
+def credentials_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Credentials come from a shared file; call it with a secret, or "" for the right one."""
+    path = tmp_path / "credentials"
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+
+    def write(secret: str) -> None:
+        path.write_text(
+            f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {secret or SECRET_KEY}\n"
+        )
+
+    write("")
+    return write
 
 
 @pytest.fixture

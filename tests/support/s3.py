@@ -32,6 +32,8 @@ class S3Server:
     checks_credentials: bool
     keeps_conditions: bool
     """Whether If-None-Match is honoured."""
+    knows_aborted: bool = True
+    """Whether a part for an aborted upload gets NoSuchUpload, and not an internal error."""
 
     def settings(self, *, endpoint: str = "", **changes: object) -> DurableSettings:
         options = {"endpoint": endpoint or self.endpoint, "region": REGION}
@@ -61,7 +63,7 @@ def moto_server(directory: Path) -> Iterator[S3Server]:
     port = free_port()
     command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with running(command, directory / "moto.log", port):
-        yield _with_bucket(S3Server("moto", f"http://127.0.0.1:{port}", port, False, True))
+        yield _with_bucket(S3Server("moto", f"http://127.0.0.1:{port}", port, False, True, knows_aborted=False))
 
 
 @contextlib.contextmanager

@@ -116,8 +116,8 @@ class S3Backend:
 
 
 def _moment(page: dict[str, Any]) -> datetime:
-    """Now by the store's clock, which also set the times in the listing."""
+    """Now by the store's clock, which also set the times in the listing; the header leaves out fractions."""
     try:
-        return parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"]) + timedelta(seconds=1)
     except (KeyError, ValueError):
         return datetime.now(timezone.utc)

@@ -142,11 +142,12 @@ def _exchange(
 
 
 def _early_answer(connection: http.client.HTTPConnection, broken: OSError) -> tuple[http.client.HTTPResponse, bytes]:
+    reply = http.client.HTTPResponse(connection.sock, method="PUT")
     try:
-        reply = http.client.HTTPResponse(connection.sock, method="PUT")
         reply.begin()
         document = _document(reply)
     except (OSError, http.client.HTTPException):
+        reply.close()
         raise broken from None
     if 200 <= reply.status < 300:
         raise broken
@@ -155,11 +156,13 @@ def _early_answer(connection: http.client.HTTPConnection, broken: OSError) -> tu
 
 
 def _document(reply: http.client.HTTPResponse) -> bytes:
-    document = reply.read(_MAX_DOCUMENT_BYTES)
-    if not reply.isclosed():
-        reply.will_close = True
+    try:
+        document = reply.read(_MAX_DOCUMENT_BYTES)
+        if not reply.isclosed():
+            reply.will_close = True
+        return document
+    finally:
         reply.close()
-    return document
 
 
 def _readable(connection: http.client.HTTPConnection) -> bool:
