@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,9 @@ from tieredckpt.settings import DurableSettings
 
 ACCESS_KEY, SECRET_KEY, REGION = "AKTIEREDTEST", "tiered-test-secret", "us-east-1"
 BUCKET = "checkpoints"
+
+
+_START_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,17 @@ def rclone_binary() -> Path:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], log: Path, port: int, *, timeout_s: float = 60.0) -> Iterator[int]:
-    """A server process in a group of its own, from when its port answers until the block ends."""
+def running(
+    command: Sequence[str], log: Path, port: int | None, *, env: Mapping[str, str] | None = None
+) -> Iterator[int]:
+    """A server process in a group of its own, from when its port (if it has one) answers until the block ends."""
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=env
+        )
     try:
-        deadline = time.monotonic() + timeout_s
-        while not answers(port):
+        deadline = time.monotonic() + _START_S
+        while port is not None and not answers(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{command[0]} does not answer on port {port}: {log.read_text()[-2000:]}")
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -129,7 +129,7 @@ class Uploader:
         parts = cut(begun.size_bytes, begun.part_bytes)
         done = reusable(
             parts,
-            upload.retry.run(upload.what, partial(self._stored, begun)),
+            upload.retry.run(upload.what, partial(self._stored, begun), absent=UploadGoneError),
             same_source=bool(begun.identity),
             checksum=partial(self._checksum, upload),
         )
@@ -188,7 +188,7 @@ class Uploader:
                 Bucket=begun.bucket, Key=begun.key, UploadId=begun.upload_id, MultipartUpload={"Parts": listed}
             )
 
-        upload.retry.run(upload.what, complete)
+        upload.retry.run(upload.what, complete, absent=UploadGoneError)
 
     def _completed(self, upload: Upload, begun: Begun) -> bool:
         """Whether the object is the one this upload was to make."""
@@ -240,8 +240,10 @@ class Uploader:
                 raise ConnectionError("an answer without ETag, which no S3 store gives")
             return answer["etag"]
 
-        number = target.get("PartNumber")
-        return upload.retry.run(f"{upload.what}, part {number}" if number else upload.what, once)
+        if "PartNumber" not in target:
+            return upload.retry.run(upload.what, once)
+        # Without its upload a part has nowhere to go, which some servers call NoSuchKey.
+        return upload.retry.run(f"{upload.what}, part {target['PartNumber']}", once, absent=UploadGoneError)
 
     def _checksum(self, upload: Upload, part: Part) -> str:
         with upload.source.window(part.start, part.stop) as window:
