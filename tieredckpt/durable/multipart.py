@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from concurrent.futures import Executor, as_completed, wait
+from concurrent.futures import Executor, wait
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ import msgspec
 from tieredckpt.durable.digest import digest
 from tieredckpt.durable.parts import Part, StoredPart, cut, part_size_for, reusable
 from tieredckpt.durable.retry import UploadGoneError
-from tieredckpt.durable.store import ObjectNotFoundError
+from tieredckpt.durable.store import ObjectNotFoundError, UploadCancelledError
 from tieredckpt.errors import TieredCheckpointError
 
 if TYPE_CHECKING:
@@ -70,9 +70,12 @@ class Uploader:
             self._send_whole(upload, key)
             return
         for attempt in range(_ATTEMPTS):
-            begun = self._resume(upload, key) or self._begin(upload, key)
+            begun = self._resume(upload, key)
+            fresh = begun is None
+            if begun is None:
+                begun = self._begin(upload, key)
             try:
-                self._finish(upload, begun)
+                self._finish(upload, begun, fresh=fresh)
                 break
             except UploadGoneError:
                 if self._completed(upload, begun):
@@ -125,11 +128,12 @@ class Uploader:
         upload.journal.put(upload.name, msgspec.json.encode(begun))
         return begun
 
-    def _finish(self, upload: Upload, begun: Begun) -> None:
+    def _finish(self, upload: Upload, begun: Begun, *, fresh: bool) -> None:
         parts = cut(begun.size_bytes, begun.part_bytes)
+        ask = partial(self._stored, begun)
         done = reusable(
             parts,
-            upload.retry.run(upload.what, partial(self._stored, begun), absent=UploadGoneError),
+            [] if fresh else upload.retry.run(upload.what, ask, absent=UploadGoneError),
             same_source=bool(begun.identity),
             checksum=partial(self._checksum, upload),
         )
@@ -152,12 +156,14 @@ class Uploader:
         upload = replace(upload, stop=stop, retry=replace(upload.retry, sleep=stop.wait))
         pending = [self._pool.submit(self._send_part, upload, begun, part) for part in parts]
         try:
-            return [future.result() for future in as_completed(pending)]
+            wait(pending)
         finally:
             stop.set()
-            for future in pending:
-                future.cancel()
             wait(pending)
+        errors = [error for future in pending if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, UploadCancelledError)):
+            raise error  # what made the others stop, if there is such a thing
+        return [future.result() for future in pending]
 
     def _send_part(self, upload: Upload, begun: Begun, part: Part) -> StoredPart:
         target = {
@@ -166,10 +172,15 @@ class Uploader:
             "UploadId": begun.upload_id,
             "PartNumber": part.number,
         }
-        with upload.source.window(part.start, part.stop) as window:
-            checksum = digest(window, self._options.checksum)
-            etag = self._put(upload, window, checksum, "upload_part", target)
-        upload.progress(part.size_bytes)
+        try:
+            upload.stop.check()
+            with upload.source.window(part.start, part.stop) as window:
+                checksum = digest(window, self._options.checksum)
+                etag = self._put(upload, window, checksum, "upload_part", target)
+            upload.progress(part.size_bytes)
+        except BaseException:
+            upload.stop.set()
+            raise
         return StoredPart(part.number, part.size_bytes, etag, checksum if self._options.checksum == "crc32" else "")
 
     def _complete(self, upload: Upload, begun: Begun, parts: Iterable[StoredPart]) -> None:

@@ -80,7 +80,7 @@ class S3Backend:
         return sum(self._abort(each["Key"], each["UploadId"]) for each in found)
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown()
         self._account.close()
 
     def _name(self, key: str) -> str:

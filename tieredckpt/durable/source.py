@@ -38,9 +38,9 @@ class Source:
             return
         self._check()
         skip = start % mmap.ALLOCATIONGRANULARITY
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        # Not populated: mapping holds the interpreter's lock, and the kernel maps pages around each one that is touched.
         with (
-            mmap.mmap(self.fd, stop - start + skip, flags, mmap.PROT_READ, offset=start - skip) as mapped,
+            mmap.mmap(self.fd, stop - start + skip, prot=mmap.PROT_READ, offset=start - skip) as mapped,
             memoryview(mapped) as whole,
             whole[skip:] as view,
         ):
