@@ -1,1 +1,1 @@
-pytest_plugins = ["tests.support.agents", "tests.support.ranks", "tests.support.zygote"]
+pytest_plugins = ["tests.support.agents", "tests.support.ranks", "tests.support.zygote", "tests.support.fixtures_s3"]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import xxhash
 
 from peerstore.crashpoints import reach
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
@@ -308,7 +309,10 @@ class Drain(SealListener):
             name = names.shard(key, spread=settings.spread, compressed=frames is not None)
             size = index.size_bytes if frames is None else sum(frames)
             journal = _Journal(self._store, step.job)
-            catalog.store.upload(name, path, size, journal=journal, progress=progress, cancel=self._stop)
+            identity = xxhash.xxh3_128_hexdigest(index.checksums) + ("" if frames is None else ".zst")
+            catalog.store.upload(
+                name, path, size, journal=journal, identity=identity, progress=progress, cancel=self._stop
+            )
         return msgspec.structs.replace(
             index, object=name, encoding="raw" if frames is None else "zstd", frames=tuple(frames or ())
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import Buffer
 
 from tieredckpt.errors import CheckpointNotFoundError, UsageError
+
+if TYPE_CHECKING:
+    import threading
+    from pathlib import Path
 
 
 class ObjectNotFoundError(CheckpointNotFoundError):
@@ -52,7 +54,7 @@ class Journal(Protocol):
 
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes that just became durable."""
+"""Called, from any thread, with the number of bytes the store just took; parts it had from before are not counted."""
 
 
 class ObjectStore(Protocol):
@@ -72,7 +74,7 @@ class ObjectStore(Protocol):
     def put(self, name: str, data: bytes, *, create_only: bool = False) -> None: ...
     def get(self, name: str) -> bytes: ...
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
-        """The bytes ``[start, stop)`` of each range, in order; close ones are fetched together, far ones in parallel."""
+        """The bytes ``[start, stop)`` of each range, in order; close ones fetched together, far ones in parallel."""
 
     def list(self, prefix: str) -> Iterable[ObjectInfo]:
         """Objects whose names start with ``prefix``, in name order."""
@@ -87,13 +89,18 @@ class ObjectStore(Protocol):
         size_bytes: int,
         *,
         journal: Journal,
+        identity: str = "",
         progress: Progress = lambda _: None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """Put the first ``size_bytes`` of a file, in parallel parts where the store has them."""
+        """Put the first ``size_bytes`` of a file, in parallel parts where the store has them.
+
+        ``identity`` says which bytes these are (a digest, or what their seal is called). Parts of an interrupted
+        upload are used again only for the same identity; without one, only where the store can prove what they hold.
+        """
 
     def discard_uploads(self, prefix: str, *, older_than_s: float, keep: Iterable[str] = ()) -> int:
-        """Remove what interrupted uploads left below ``prefix``, except for the names in ``keep``; how many there were."""
+        """Remove what interrupted uploads left below ``prefix``, except for the names in ``keep``; how many."""
 
     def capabilities(self) -> Capabilities:
         """Probed once, by trying."""

@@ -1,0 +1,112 @@
+"""One suite over every object store."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+from tests.support.object_store_contract import ObjectStoreContract, Opener
+from tests.support.s3 import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server
+from tieredckpt.durable.account import Account, S3Options
+from tieredckpt.durable.cloud import CloudBackend
+from tieredckpt.durable.open import open_store
+from tieredckpt.durable.reliable import ReliableStore
+from tieredckpt.durable.retry import Retry
+from tieredckpt.durable.store import Capabilities
+from tieredckpt.settings import DurableSettings
+
+
+class PlainFileSystem(LocalFileSystem):
+    """A file system that this package does not know: local files under another scheme."""
+
+    protocol = "plainfs"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return super()._strip_protocol(path.removeprefix("plainfs://"))
+
+
+class Kind(NamedTuple):
+    opener: Callable[[pytest.FixtureRequest, Path], Opener]
+    conditional_put: bool
+    resumable_upload: bool
+
+
+def by_url(url: str, settings: DurableSettings) -> Opener:
+    return lambda bandwidth: open_store(url, settings, bandwidth=bandwidth)
+
+
+def file(request: pytest.FixtureRequest, place: Path) -> Opener:
+    return by_url(f"file://{place}/new/place", DurableSettings(part_size="5MiB"))
+
+
+def memory(request: pytest.FixtureRequest, place: Path) -> Opener:
+    """Two stores on ``memory://`` share nothing, so the second is the first at another speed."""
+    first = open_store("memory://", DurableSettings(part_size="5MiB"))
+    return lambda bandwidth: ReliableStore(
+        first._backend, retry=Retry(1.0), bandwidth=bandwidth, fetch_bytes=5 << 20, fetch_threads=4
+    )
+
+
+def plain(request: pytest.FixtureRequest, place: Path) -> Opener:
+    fsspec.register_implementation("plainfs", PlainFileSystem, clobber=True)
+    return by_url(f"plainfs://{place}/root", DurableSettings(part_size="5MiB"))
+
+
+def s3fs(request: pytest.FixtureRequest, place: Path) -> Opener:
+    server: S3Server = request.getfixturevalue("moto")
+    options = {"endpoint_url": server.endpoint, "key": ACCESS_KEY, "secret": SECRET_KEY}
+    return by_url(f"s3a://{BUCKET}/{secrets.token_hex(4)}", DurableSettings(part_size="5MiB", options=options))
+
+
+def obstore(request: pytest.FixtureRequest, place: Path) -> Opener:
+    """The backend of gs:// and az://, on the server there is."""
+    server: S3Server = request.getfixturevalue("moto")
+    root = secrets.token_hex(4)
+    account = Account(BUCKET, root, S3Options(endpoint=server.endpoint, region=REGION), timeout_s=10.0)
+    request.addfinalizer(account.close)
+    store = account.connection().objects._store
+    backend = CloudBackend(f"s3://{BUCKET}/{root}", store, store, part_bytes=5 << 20, concurrency=4)
+    return lambda bandwidth: ReliableStore(
+        backend, retry=Retry(5.0), bandwidth=bandwidth, fetch_bytes=5 << 20, fetch_threads=4
+    )
+
+
+def s3(server_name: str) -> Callable[[pytest.FixtureRequest, Path], Opener]:
+    def opener(request: pytest.FixtureRequest, place: Path) -> Opener:
+        server: S3Server = request.getfixturevalue(server_name)
+        return by_url(f"s3://{BUCKET}/{secrets.token_hex(4)}", server.settings())
+
+    return opener
+
+
+KINDS = {
+    "file": Kind(file, conditional_put=True, resumable_upload=False),
+    "memory": Kind(memory, conditional_put=True, resumable_upload=False),
+    "fsspec-local": Kind(plain, conditional_put=False, resumable_upload=False),
+    "fsspec-s3fs": Kind(s3fs, conditional_put=False, resumable_upload=False),
+    "obstore-moto": Kind(obstore, conditional_put=True, resumable_upload=False),
+    "s3-moto": Kind(s3("moto"), conditional_put=True, resumable_upload=True),
+    "s3-rclone": Kind(s3("rclone"), conditional_put=False, resumable_upload=True),
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param
+
+
+@pytest.fixture
+def opener(kind: Kind, request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
+    return kind.opener(request, tmp_path)
+
+
+class TestObjectStore(ObjectStoreContract):
+    def test_capabilities_are_what_the_store_was_seen_to_do(self, store: ReliableStore, kind: Kind):
+        assert store.capabilities() == Capabilities(kind.conditional_put, kind.resumable_upload)

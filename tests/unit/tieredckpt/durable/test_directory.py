@@ -1,0 +1,109 @@
+"""What a directory does beyond the contract."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.journals import DictJournal
+from tieredckpt.durable.open import open_store
+from tieredckpt.durable.reliable import ReliableStore
+from tieredckpt.durable.store import ObjectNotFoundError
+from tieredckpt.errors import DurableRefusedError
+from tieredckpt.settings import DurableSettings
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def store(root: Path) -> Iterator[ReliableStore]:
+    with_retries = open_store(str(root), DurableSettings(retry_s=0.5))
+    yield with_retries
+    with_retries.close()
+
+
+def test_nothing_is_made_by_looking(store: ReliableStore, root: Path):
+    assert list(store.list("")) == []
+    with pytest.raises(ObjectNotFoundError):
+        store.get("a/b")
+    assert not root.exists()
+
+
+def test_what_a_killed_writer_left_is_hidden_and_discarded(store: ReliableStore, root: Path):
+    store.put("a/x", b"1")
+    left = [root / "a" / f".{name}.{'0' * 16}.staged" for name in ("y", "kept", "new")]
+    for path in left:
+        path.write_bytes(b"half")
+        os.utime(path, (0, 0))
+    os.utime(left[2])
+    assert [info.name for info in store.list("")] == ["a/x"]
+    assert store.discard_uploads("b/", older_than_s=0) == 0
+    assert store.discard_uploads("a/", older_than_s=3600, keep=["a/kept"]) == 1
+    assert sorted(root.rglob("*.staged")) == sorted(left[1:])
+
+
+def test_directories_go_with_their_last_object(store: ReliableStore, root: Path):
+    store.put("a/b/x", b"1")
+    store.put("a/y", b"1")
+    store.delete(["a/b/x"])
+    assert sorted(path.name for path in root.iterdir()) == ["a"]
+    assert [path.name for path in (root / "a").iterdir()] == ["y"]
+    store.delete(["a/y"])
+    assert list(root.iterdir()) == []
+
+
+def test_a_dangling_link_is_no_directory(store: ReliableStore, root: Path):
+    root.mkdir()
+    (root / "a").symlink_to(root / "nowhere")
+    with pytest.raises(DurableRefusedError, match="a/b"):
+        store.put("a/b", b"1")
+
+
+def test_writers_and_deleters_of_one_directory_do_not_trip_over_each_other(store: ReliableStore):
+    start = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        start.wait()
+        for _ in range(100):
+            store.put(f"deep/er/{number}", b"x")
+            store.delete([f"deep/er/{number}"])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert list(store.list("")) == []
+
+
+def test_a_folder_is_no_object(store: ReliableStore):
+    store.put("a/b", b"1")
+    with pytest.raises(ObjectNotFoundError):
+        store.get("a")
+    with pytest.raises(ObjectNotFoundError):
+        store.get("a/b/c")
+    for name in ("a", "a/b/c"):
+        with pytest.raises(DurableRefusedError, match=name):
+            store.put(name, b"2")
+    assert [info.name for info in store.list("")] == ["a/b"]
+
+
+def test_a_failed_write_leaves_nothing(store: ReliableStore, root: Path, tmp_path: Path):
+    store.put("a/b", b"1")
+    source = tmp_path / "source"
+    source.write_bytes(b"data")
+    with pytest.raises(DurableRefusedError):
+        store.upload("a", source, 4, journal=DictJournal())
+    assert [path.name for path in root.rglob("*")] == ["a", "b"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_no_permission_is_a_refusal(store: ReliableStore, root: Path):
+    root.mkdir(mode=0o500)
+    with pytest.raises(DurableRefusedError, match=r"[Pp]ermission"):
+        store.put("x", b"1")

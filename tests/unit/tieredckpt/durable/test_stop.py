@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tieredckpt.durable.stop import Stop
+from tieredckpt.durable.store import UploadCancelledError
+
+FOREVER_S = 3600.0
+
+
+def test_one_word_ends_sleeps_and_sockets_also_those_of_children():
+    stop = Stop()
+    child = stop.child()
+    ours, theirs = socket.socketpair()
+    watched = threading.Event()
+
+    def read() -> None:
+        with child.watching(ours):
+            watched.set()
+            if not ours.recv(1):
+                raise ConnectionResetError
+
+    with ours, theirs, ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(stop.wait, FOREVER_S), pool.submit(child.wait, FOREVER_S), pool.submit(read)]
+        watched.wait()
+        stop.set()
+        for each in waiting:
+            with pytest.raises(UploadCancelledError):
+                each.result(30)
+
+
+def test_a_child_leaves_its_parent_alone():
+    stop = Stop()
+    stop.child().set()
+    stop.check()
+
+
+def test_children_of_the_stopped_are_stopped():
+    stop = Stop()
+    stop.set()
+    assert stop.child().is_set()
+
+
+def test_errors_of_a_socket_are_its_own_while_nobody_stops():
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(BrokenPipeError), Stop().watching(ours):
+        raise BrokenPipeError
+
+
+def test_following_a_cancel():
+    stop, cancel = Stop(), threading.Event()
+    with stop.following(cancel):
+        cancel.set()
+        with pytest.raises(UploadCancelledError):
+            stop.wait(FOREVER_S)
+    with Stop().following(None):
+        pass

@@ -1,0 +1,140 @@
+"""Google Cloud Storage, Azure and memory, through obstore."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Buffer
+
+from tieredckpt.durable.failures import Meaning, classify
+from tieredckpt.durable.object_names import folder
+from tieredckpt.durable.parts import part_size_for
+from tieredckpt.durable.store import ObjectInfo
+from tieredckpt.durable.wire import CONNECT_S
+from tieredckpt.errors import UsageError
+from tieredckpt.units import parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from obstore.store import ObjectStore as ObstoreStore
+
+    from tieredckpt.durable.backend import Upload
+    from tieredckpt.settings import DurableSettings
+
+
+def client_options(timeout_s: float) -> dict[str, Any]:
+    """obstore's: a limit for silence, not for the length of a transfer."""
+    return {
+        "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s)),
+        "read_timeout": timedelta(seconds=timeout_s),
+        "timeout": timedelta(days=1),
+    }
+
+
+def open_cloud(url: str, settings: DurableSettings) -> CloudBackend:
+    """``gs://``, ``az://``, ``abfs://`` or ``memory://``; ``durable.options`` are obstore's, plus its environment."""
+    import obstore.store  # noqa: PLC0415 - not before a store is used
+    from obstore.exceptions import BaseError  # noqa: PLC0415
+
+    part_bytes = part_size_for(0, parse_size(settings.part_size))
+    patience = {"max_retries": 1_000_000, "retry_timeout": timedelta(seconds=settings.retry_s)}
+
+    def open_with(retry_config: Mapping[str, Any]) -> Any:
+        if url.startswith("memory://"):
+            return obstore.store.MemoryStore()
+        arguments: dict[str, Any] = {
+            "config": dict(settings.options),
+            "client_options": client_options(settings.timeout_s),
+            "retry_config": retry_config,
+        }
+        return obstore.store.from_url(url, **arguments)
+
+    try:
+        objects = open_with({"max_retries": 0})
+        patient = objects if url.startswith("memory://") else open_with(patience)
+    except BaseError as error:
+        reason = str(error).partition("\n\nDebug source")[0]
+        raise UsageError(f"durable.url {url} with durable.options {sorted(settings.options)}: {reason}") from error
+    return CloudBackend(url, objects, patient, part_bytes=part_bytes, concurrency=settings.concurrency)
+
+
+class CloudObjects:
+    """Small requests to one bucket; one try each."""
+
+    def __init__(self, store: ObstoreStore) -> None:
+        self._store = store
+
+    def put(self, name: str, data: bytes, *, create_only: bool) -> None:
+        self._store.put(name, data, mode="create" if create_only else "overwrite", use_multipart=False)
+
+    def exists(self, name: str) -> bool:
+        try:
+            self._store.head(name)
+        except FileNotFoundError as error:
+            _raise_unless_absent(error)
+            return False
+        return True
+
+    def get(self, name: str) -> bytes:
+        return bytes(self._store.get(name).bytes())
+
+    def get_range(self, name: str, start: int, stop: int) -> Buffer:
+        return self._store.get_range(name, start=start, end=stop)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for batch in self._store.list(folder(prefix) or None):
+            for each in batch:
+                yield ObjectInfo(each["path"], each["size"], each["last_modified"].timestamp())
+
+    def delete(self, names: Sequence[str]) -> None:
+        try:
+            self._store.delete(names)
+        except FileNotFoundError as error:  # of a store that minds; which ones it deleted before that is unknown
+            _raise_unless_absent(error)
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    self._store.delete(name)
+
+
+class CloudBackend(CloudObjects):
+    """One try each, except for ``upload``: obstore cannot go on after the parts that are there, so it retries them."""
+
+    resumes = False
+
+    def __init__(
+        self, url: str, store: ObstoreStore, patient: ObstoreStore, *, part_bytes: int, concurrency: int
+    ) -> None:
+        super().__init__(store)
+        self.url = url
+        self._patient = patient
+        self._part_bytes = part_bytes
+        self._concurrency = concurrency
+
+    def renew(self) -> bool:
+        return False
+
+    def upload(self, upload: Upload) -> None:
+        def send() -> None:
+            # obstore keeps what it is handed until it is sent, so it cannot be handed views into a window.
+            with contextlib.closing(upload.pieces()) as pieces:
+                copies = (bytes(piece) for piece in pieces)
+                self._patient.put(upload.name, copies, chunk_size=self._part_bytes, max_concurrency=self._concurrency)
+
+        replace(upload.retry, retry_s=0.0).run(upload.what, send)
+        upload.progress(upload.source.size_bytes)
+
+    def discard_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int:  # noqa: ARG002
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+def _raise_unless_absent(error: FileNotFoundError) -> None:
+    """By its class, an absent bucket is the same as an absent object."""
+    if classify(error).meaning is not Meaning.ABSENT:
+        raise error
