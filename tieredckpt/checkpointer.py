@@ -167,6 +167,7 @@ class Checkpointer:
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-seal")
         self._sealing: Future[ShardRecord] | None = None
         self._board: Board | None = None
+        self._planned_before = False
         self._preparing: threading.Thread | None = None
         self._began = time.perf_counter()
         self.last_restore: RestoreReport | None = None
@@ -208,6 +209,8 @@ class Checkpointer:
         return saved
 
     def _save(self, state: State, step: int, *, durable: bool) -> Saved:
+        if not self._planned_before:
+            return self._save_first(state, step, durable=durable)
         session = self.session
         flat = flatten(as_plain(state))
         planned = session.planned_for(fingerprint(flat))
@@ -262,7 +265,7 @@ class Checkpointer:
 
     def _save_first(self, state: State, step: int, *, durable: bool) -> Saved:
         """A state that was not planned before: once through DCP's planning, with its collectives."""
-        self._finish_last(wait_s=self.settings.memory.wait_s)
+        self._all_ready()
         settings = (
             self.settings if not durable else override(self.settings, durable={"every": self.settings.memory.every})
         )
@@ -270,12 +273,33 @@ class Checkpointer:
         dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized())
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
+        self._planned_before = True
         self._board = self._board or board_for(self.session)
         saved = Saved(step, SaveState.SEALED)
         saved._sealing = Future()
         saved._sealing.set_result(writer.record)
         saved._until_durable = self._until_durable
         return saved
+
+    def _all_ready(self) -> None:
+        """Before a collective: a rank that cannot reach its node must not leave the others waiting in it."""
+        problem = ""
+        try:
+            self._finish_last(wait_s=self.settings.memory.wait_s)
+            self.session.known_epoch()
+        except (TieredCheckpointError, PeerStoreError) as error:
+            problem = f"rank {dist.get_rank(self._group) if dist.is_initialized() else 0}: {error}"
+        problems = [text for text in self._from_all(problem) if text]
+        if problems:
+            raise SaveFailedError("; ".join(problems))
+
+    def _from_all(self, text: str) -> list[str]:
+        """What every rank says, in order of ranks."""
+        if not dist.is_initialized():
+            return [text]
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(gathered, text, group=self._group)
+        return gathered
 
     def _save_plain(self, state: State, step: int, *, durable: bool) -> Saved:
         if step % self.settings.durable.every and not durable:
@@ -376,13 +400,9 @@ class Checkpointer:
             found: str = reader.check()
         except CheckpointNotFoundError as error:
             found = f"absent {error}"
-        except TieredCheckpointError as error:
+        except (TieredCheckpointError, PeerStoreError) as error:
             found = f"unknown {error}"
-        answers: list[str] = [found]
-        if dist.is_initialized():
-            gathered: list[Any] = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(gathered, found, group=self._group)
-            answers = gathered
+        answers = self._from_all(found)
         unknown = [answer for answer in answers if answer.startswith("unknown ")]
         absent = [answer for answer in answers if answer.startswith("absent ")]
         if unknown:

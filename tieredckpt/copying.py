@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -124,27 +126,46 @@ def _batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
 
 
 class SlotMemory:
-    """A slot of the node's arena in this process's address space, writable."""
+    """A slot of the node's arena in this process's address space, writable.
+
+    The mapping is plain ``mmap`` and may be longer than the file for a while. Torch's own mapping of a shared file must
+    never be: where the file is shorter, torch extends it and writes a zero over its first byte.
+    """
 
     def __init__(self, path: str, size_bytes: int, generation: int) -> None:
         self.path = path
         self.size_bytes = size_bytes
         self.generation = generation
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        # torch owns the descriptor and the mapping from here on: tensors in it can be handed to another process
-        # by passing this one descriptor, however many they are.
-        storage = torch.UntypedStorage._new_shared_fd_cpu(fd, size_bytes)  # type: ignore[attr-defined]
-        self._bytes = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size_bytes,))  # type: ignore[call-overload]
-        self.address = storage.data_ptr()
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map = mmap.mmap(self._fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._shared: torch.Tensor | None = None
         self._touched = 0
         self._pinned = False
 
     def tensor(self, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
         """A tensor over bytes of the slot."""
-        count = 1
-        for size in sizes:
-            count *= size
-        return self._bytes[start : start + count * dtype.itemsize].view(dtype).view(tuple(sizes))
+        return _cut(self._bytes, start, dtype, sizes)
+
+    def shared_tensor(self, lease_bytes: int, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
+        """The same, to be handed to another process: all tensors of a slot travel as one descriptor.
+
+        Only while the slot is leased, with the lease's size: then the file is exactly that long.
+        """
+        shared = self._shared
+        if shared is None or shared.numel() != lease_bytes:
+            if os.fstat(self._fd).st_size < lease_bytes:
+                raise ValueError(f"{self.path} is shorter than its lease of {lease_bytes} bytes")
+            fd = os.dup(self._fd)  # torch owns this one
+            storage = torch.UntypedStorage._new_shared_fd_cpu(fd, lease_bytes)  # type: ignore[attr-defined]
+            shared = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (lease_bytes,))  # type: ignore[call-overload]
+            self._shared = shared
+        return _cut(shared, start, dtype, sizes)
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         if len(data):
@@ -197,18 +218,27 @@ class SlotMemory:
         self._pinned = int(code) == 0
 
     def close(self) -> None:
-        """Give the pages back to the system's care; tensors over them keep the mapping until they are gone."""
+        """Let go of the file; tensors over the mapping keep it until they are gone."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.address)
             self._pinned = False
+        self._shared = None
+        os.close(self._fd)
 
     def prefault(self) -> None:
-        """Put a page behind every byte now, in the background of something else."""
-        for start in range(0, self.size_bytes, _BATCH_BYTES):
-            self._put_pages(start, min(_BATCH_BYTES, self.size_bytes - start))
-        self._touched = self.size_bytes
+        """Put a page behind every byte the file has, in the background of something else."""
+        at = 0
+        while at < (end := min(self.size_bytes, os.fstat(self._fd).st_size)):
+            step = min(_BATCH_BYTES, end - at)
+            self._put_pages(at, step)
+            at += step
+        self._touched = max(self._touched, at)
 
     def _put_pages(self, start: int, size_bytes: int) -> None:
         first = (self.address + start) // _PAGE * _PAGE
         stop = self.address + start + size_bytes
         populate_address(first, stop - first)
+
+
+def _cut(data: torch.Tensor, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
+    return data[start : start + math.prod(sizes) * dtype.itemsize].view(dtype).view(tuple(sizes))

@@ -37,6 +37,7 @@ from peerstore.crashpoints import reach
 from peerstore.records import Group
 from tieredckpt.boxes import Box, relative, runs
 from tieredckpt.copying import Move
+from tieredckpt.durable.store import ObjectNotFoundError
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
@@ -350,6 +351,7 @@ class TieredReader(StorageReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> RestoreReport:
         began = time.perf_counter()
+        session = self.session
         decision = plan.storage_data
         group = decision.group if isinstance(decision, Decision) else self._order[0].group
         needs, objects = _needs(plan)
@@ -363,13 +365,19 @@ class TieredReader(StorageReader):
             step, pinned = self._steps[group], self._pinned
             assert pinned is not None  # noqa: S101 - _verified made it
             work = _Reading(self, step, pinned, planner, self._pieces)
-            work.run(plan.items)
+            try:
+                work.run(plan.items)
+            except (CheckpointDamagedError, ObjectNotFoundError) as error:
+                # What was near has been verified: this is the durable copy, and it was the last one.
+                session.node.quarantine(session.job, group, str(error))
+                raise CheckpointDamagedError(
+                    f"step {group.version} of {session.job} is quarantined: {error}"
+                ) from error
             if self._let_go():
                 break
             if last:
                 raise TierUnavailableError(f"the node agent went away twice while step {group.version} was read")
         seconds = time.perf_counter() - began
-        session = self.session
         session.restored(group, self._rank)
         reach("load.done")
         session.observe(

@@ -309,12 +309,14 @@ class Session:
         def work() -> None:
             try:
                 for slot in self.node.store.reserve(self.job, part, round_up(size_bytes, _SLOT_STEP)):
-                    memory = SlotMemory(slot.path, slot.size_bytes, slot.generation)
-                    memory.prefault()
                     with self._lock:
-                        self._memories.setdefault(slot.slot, memory)
-            except (PeerStoreError, OSError) as error:
-                log.warning("slots for %s were not prepared: %s", self.job, error)
+                        if slot.slot in self._memories:
+                            continue
+                        memory = self._memories[slot.slot] = SlotMemory(slot.path, slot.size_bytes, slot.generation)
+                    memory.prefault()
+            except (PeerStoreError, OSError, ValueError) as error:
+                # A save may take and resize a slot at any time: it is only not prepared then.
+                log.debug("slots for %s were not prepared: %s", self.job, error)
 
         thread = threading.Thread(target=work, name="tieredckpt-prepare", daemon=True)
         thread.start()

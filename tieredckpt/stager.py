@@ -100,7 +100,9 @@ class Stager:
         pieces = [Piece(local_tensor(flat, entry), header + entry.start) for entry in layout.tensors]
         memory.fill(pieces, self.session.copier, warm_bytes=staged.lease.warm_bytes)
         views = {
-            entry.fqn: memory.tensor(header + entry.start, piece.tensor.dtype, entry.box.sizes)
+            entry.fqn: memory.shared_tensor(
+                staged.lease.size_bytes, header + entry.start, piece.tensor.dtype, entry.box.sizes
+            )
             for entry, piece in zip(layout.tensors, pieces, strict=True)
         }
         return _rebuilt(state_dict, "", views)
@@ -142,9 +144,9 @@ def _in_place(staged: Staged, entry: TensorEntry, tensor: torch.Tensor) -> bool:
         return False
     storage = tensor.untyped_storage()
     return (
-        storage.nbytes() == staged.memory.size_bytes
+        storage.is_shared()
+        and storage.nbytes() == staged.lease.size_bytes
         and tensor.storage_offset() * tensor.element_size() == start
-        and (storage.data_ptr() == staged.memory.address or storage.is_shared())
     )
 
 

@@ -91,7 +91,7 @@ class DrainTotals:
 
 
 class Drain(SealListener):
-    """One background thread that makes steps durable, newest first."""
+    """One background thread that makes steps durable, one after the other."""
 
     def __init__(
         self, store: NodeStore, places: Places, *, writer: str = "", clock: Callable[[], float] = time.monotonic
@@ -126,7 +126,25 @@ class Drain(SealListener):
             step.shards[key] = record.size_bytes
             step.sealed_at, step.not_before = self._clock(), 0.0
             step.state = "running" if step.state == "running" else "waiting"
+            if len(step.shards) >= step.parts:
+                self._supersede(step)
             self._changed.notify_all()
+
+    def marked(self, job: str, group: Group) -> None:
+        """The step is whole, although some of its parts are on other nodes."""
+        with self._changed:
+            step = self._steps.get((job, group))
+            if step is not None:
+                self._supersede(step)
+                self._changed.notify_all()
+
+    def _supersede(self, newer: _Step) -> None:
+        """Where policy says skip, a step that waits gives up its slots for a newer whole one. Lock held."""
+        if self._places.durable_settings(newer.job).on_busy == "wait":
+            return
+        for step in list(self._steps.values()):
+            if step.job == newer.job and step.group < newer.group and step.state == "waiting" and not step.done:
+                self._skip(step)
 
     def wake(self) -> None:
         """Settings changed: what failed may work now."""
@@ -195,17 +213,8 @@ class Drain(SealListener):
             return None
 
     def _pick(self, ready: list[_Step]) -> _Step:
-        """The oldest step, or the newest when policy lets the others be skipped. Called with the lock held."""
-        ready.sort(key=lambda step: step.group)
-        first = ready[0]
-        if self._places.durable_settings(first.job).on_busy == "wait":
-            step = first
-        else:
-            mine = [step for step in ready if step.job == first.job]
-            step = mine[-1]
-            for older in mine[:-1]:
-                if not older.done:
-                    self._skip(older)
+        """The oldest step that waits. Called with the lock held."""
+        step = min(ready, key=lambda step: step.group)
         step.state = "running"
         return step
 

@@ -61,13 +61,17 @@ def main(*, as_json: bool = False) -> int:
         reference = _train(folder / "reference", PHASES[-1], {})
         bucket = cleanup.enter_context(local_bucket(folder))
         environ = {**bucket.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(arena), "TIEREDCKPT_AGENT_BUDGET": "1GiB"}
-        console.print(f"[bold]2.[/] the same with a save every step; rank 1 gets SIGKILL in the middle of step {PHASES[0]}'s save")
+        console.print(
+            f"[bold]2.[/] the same with a save every step; rank 1 gets SIGKILL in the middle of step {PHASES[0]}'s save"
+        )
         crash = {**environ, "PEERSTORE_CRASH_AT": f"stage.half:{PHASES[0]}"}
         killed = _train(folder / "killed", PHASES[1], environ, durable=bucket.url, victim=crash)
         console.print("[bold]3.[/] both ranks start again and find the last whole step in this node's memory")
         resumed = _train(folder / "resumed", PHASES[1], environ, durable=bucket.url)
         agent = _agent_status(arena)
-        console.print("[bold]4.[/] the node is lost: agent killed, its memory gone; new ranks find the last step in the bucket")
+        console.print(
+            "[bold]4.[/] the node is lost: agent killed, its memory gone; new ranks find the last step in the bucket"
+        )
         _lose_node(arena)
         hydrated = _train(folder / "hydrated", PHASES[2], environ, durable=bucket.url)
         seen = _listing(environ, bucket)
@@ -104,15 +108,27 @@ def _train(
         for rank in range(WORLD):
             log = files.enter_context((folder / f"rank{rank}.log").open("wb"))
             own = victim if victim is not None and rank == WORLD - 1 else environ
-            command = [sys.executable, "-m", "tieredckpt.demo.trainer", "--events", str(events[rank]), "--steps", str(steps)]
+            command = [
+                sys.executable,
+                "-m",
+                "tieredckpt.demo.trainer",
+                "--events",
+                str(events[rank]),
+                "--steps",
+                str(steps),
+            ]
             command += ["--durable", durable, "--durable-every", str(DURABLE_EVERY)]
             ranks.append(
-                subprocess.Popen(command, env=_rank_environ(rank, port, own), stdout=log, stderr=log, stdin=subprocess.DEVNULL)  # noqa: S603
+                subprocess.Popen(
+                    command, env=_rank_environ(rank, port, own), stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                )  # noqa: S603
             )
         _wait(ranks, began)
     phase = Phase([_events(path) for path in events], time.monotonic() - began, tuple(r.returncode for r in ranks))
     if victim is None and any(phase.status):
-        raise RuntimeError(f"a rank failed: {phase.status}\n" + (folder / "rank0.log").read_text(errors="replace")[-3000:])
+        raise RuntimeError(
+            f"a rank failed: {phase.status}\n" + (folder / "rank0.log").read_text(errors="replace")[-3000:]
+        )
     return phase
 
 
@@ -235,7 +251,11 @@ def _show(
         table.add_column(name)
     expected = reference.losses()
     found = {step: (loss, name) for name, phase in phases.items() for step, loss in phase.losses().items()}
-    names = {"killed": "the first ranks", "resumed": "ranks restarted from memory", "hydrated": "ranks restored from the bucket"}
+    names = {
+        "killed": "the first ranks",
+        "resumed": "ranks restarted from memory",
+        "hydrated": "ranks restored from the bucket",
+    }
     for step in (0, 5, PHASES[0] - 2, PHASES[0] - 1, PHASES[0], PHASES[1] - 1, PHASES[1], PHASES[2] - 1):
         loss, name = found[step]
         same = "[green]equal[/]" if loss == expected[step] else "[red]different[/]"

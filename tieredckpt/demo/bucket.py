@@ -59,7 +59,9 @@ def _bucket(port: int, name: str) -> Bucket:
     environ = {**_KEYS, "AWS_ENDPOINT_URL": endpoint}
     _create_bucket(endpoint)
     keys = " ".join(f"{key}={value}" for key, value in environ.items())
-    return Bucket(f"s3://{BUCKET}", environ, f"S3 ({name}) on {endpoint}", f"{keys} aws s3 ls --recursive s3://{BUCKET}")
+    return Bucket(
+        f"s3://{BUCKET}", environ, f"S3 ({name}) on {endpoint}", f"{keys} aws s3 ls --recursive s3://{BUCKET}"
+    )
 
 
 def _create_bucket(endpoint: str) -> None:

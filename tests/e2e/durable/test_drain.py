@@ -1,0 +1,450 @@
+"""From memory to the durable tier and back: a directory, and real S3 servers."""
+
+import json
+import signal
+import urllib.request
+
+import pytest
+import torch
+from safetensors.torch import load as load_safetensors
+
+from tests.support.agents import end_agent
+from tests.support.bits import assert_same, raw, zeroed
+from tests.support.faults import Answer, FlipResponseBit, Hang
+from tests.support.jobs import Job, objects, on_server, state_at
+from tests.support.s3 import BUCKET
+from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, TierUnavailableError
+from tieredckpt.checkpointer import SaveState
+from tieredckpt.errors import FormatVersionError
+from tieredckpt.manifest import decode_manifest
+from tieredckpt.session import close_sessions
+from tieredckpt.settings import DurableSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return DurableSettings(url=f"file://{tmp_path}/durable")
+
+
+@pytest.fixture(params=["directory", "rclone", "moto"])
+def durable(request):
+    """A durable tier of each kind."""
+    if request.param == "directory":
+        return request.getfixturevalue("directory")
+    return on_server(request.getfixturevalue(request.param))
+
+
+def test_a_lost_node_restores_from_the_durable_tier(agent_dir, durable):
+    job = Job(agent_dir, durable)
+    job.save(0, 1, 2)
+    job.expect(2, tiers={"memory"})
+    job.lose_memory()
+    job.expect(2, tiers={"durable"})
+
+
+def test_the_newest_wins_wherever_it_is(agent_dir, directory):
+    job = Job(agent_dir, directory)
+    job.save(0, 1)
+    job.save(2, durable_every=100, durable=False)
+    job.expect(2, tiers={"memory"})
+    job.lose_memory()
+    job.expect(1, tiers={"durable"})
+    job.save(2, durable=True)
+    job.lose_memory()
+    job.save(1, durable=False, durable_every=100)  # an older step in memory than in the durable tier
+    job.expect(2, tiers={"durable"})
+
+
+def test_only_the_steps_of_the_policy_are_drained(agent_dir, directory, tmp_path):
+    job = Job(agent_dir, directory)
+    with job.checkpointer(every=1, durable_every=3) as ckpt:
+        for step in range(7):
+            ckpt.save(state_at(step), step).wait()
+            assert ckpt.wait("durable")
+    manifests = (tmp_path / "durable" / job.name / "manifests").iterdir()
+    assert [int(path.name.split(".")[0]) for path in sorted(manifests)] == [0, 3, 6]
+
+
+def test_a_shard_in_the_bucket_is_a_safetensors_file(agent_dir, rclone):
+    settings = on_server(rclone)
+    job = Job(agent_dir, settings)
+    job.save(5)
+    (name,) = [n for n in objects(rclone, settings) if n.endswith(".safetensors")]
+    with rclone.client() as client:
+        data = client.get_object(Bucket=BUCKET, Key=f"{settings.url.rpartition('/')[2]}/{name}")["Body"].read()
+    found = load_safetensors(data)
+    assert raw(found["w"]) == raw(state_at(5)["w"])
+
+
+def test_the_drain_goes_on_after_the_trainer(agent_dir, directory, zygote):
+    job = Job(agent_dir, directory)
+    zygote.run(save_and_leave, job.name, directory.url)
+    with job.checkpointer() as ckpt:
+        assert ckpt.wait("durable", timeout_s=30)
+    job.lose_memory()
+    job.expect(3, tiers={"durable"})
+
+
+def save_and_leave(say, name, url):
+    with Checkpointer(f"tiered://{name}", durable=url) as ckpt:
+        ckpt.save(state_at(3), 3).wait()
+
+
+def test_the_first_durable_step_can_be_waited_for(agent_dir, directory):
+    job = Job(agent_dir, directory)
+    with job.checkpointer() as ckpt:
+        saved = ckpt.save(state_at(0), 0)
+        assert saved.wait("durable", timeout_s=30) is SaveState.DURABLE
+
+
+def test_a_step_of_mixed_tiers(agent_dir, directory, ranks):
+    """Part 1 is lost from memory: it comes from the durable tier, part 0 from memory, of one and the same step."""
+    job = Job(agent_dir, directory)
+    ranks.run(2, save_own, job.name, directory.url)
+    with job.checkpointer() as ckpt:
+        store = ckpt.session.node.store
+        for fact in store.inventory(job.name):
+            if fact.key.part == 1:
+                store.report(fact.key, "lost by a test")
+    assert ranks.run(2, load_all, job.name, directory.url) == [(4, {"memory", "durable"})] * 2
+
+
+def save_own(name, url):
+    import torch.distributed as dist
+
+    me = dist.get_rank()
+    with Checkpointer(f"tiered://{name}", durable=url) as ckpt:
+        ckpt.save({f"own{me}": torch.full((100_000,), float(me + 4))}, 4).wait("durable")
+
+
+def load_all(name, url):
+    with Checkpointer(f"tiered://{name}", durable=url) as ckpt:
+        state = {"own0": torch.zeros(100_000), "own1": torch.zeros(100_000)}
+        step = ckpt.restore(state)
+        assert (float(state["own0"].mean()), float(state["own1"].mean())) == (4.0, 5.0)
+        return step, set(ckpt.last_restore.bytes_by_tier)
+
+
+def test_a_part_lost_everywhere_means_the_older_step(agent_dir, directory, tmp_path, ranks):
+    job = Job(agent_dir, directory)
+    ranks.run(2, save_own, job.name, directory.url)
+    job.lose_memory()
+    (victim,) = (tmp_path / "durable" / job.name / "steps").rglob("000001.safetensors")
+    victim.unlink()
+    with job.checkpointer() as ckpt, pytest.raises((CheckpointDamagedError, CheckpointNotFoundError)):
+        ckpt.restore({"own1": torch.zeros(100_000)})
+
+
+def test_replicated_tensors_are_stored_once(agent_dir, directory, tmp_path, ranks):
+    job = Job(agent_dir, directory)
+    ranks.run(3, save_replicated, job.name, directory.url)
+    stored = sum(path.stat().st_size for path in (tmp_path / "durable").rglob("*.safetensors"))
+    assert stored < 2 * 400_000 * 1.2  # two steps, whatever the number of ranks
+
+
+def save_replicated(name, url):
+    with Checkpointer(f"tiered://{name}", durable=url) as ckpt:
+        for step in range(2):
+            ckpt.save({"w": torch.full((100_000,), float(step))}, 0 if step == 0 else 10**6).wait()
+        ckpt.wait("durable")
+
+
+# -- a store that is slow, away or says no ------------------------------------------------------------------------
+
+
+def through(proxy, server, **changes):
+    return on_server(server, **({"retry_s": 20.0, "timeout_s": 2.0} | changes)), proxy.endpoint
+
+
+@pytest.mark.parametrize(
+    "fault", [Answer(500, "InternalError"), Answer(503, "SlowDown"), Hang()], ids=["500", "503", "hang"]
+)
+def test_a_store_that_recovers_costs_time_and_nothing_else(agent_dir, rclone, rclone_proxy, fault):
+    settings, endpoint = through(rclone_proxy, rclone)
+    settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
+    rclone_proxy.on("PUT", r"\.safetensors").fail(fault)
+    rclone_proxy.on("PUT", r"\.manifest").fail(fault)
+    job = Job(agent_dir, settings)
+    job.save(0)
+    job.lose_memory()
+    rclone_proxy.on("GET", r"\.safetensors").fail(fault)
+    job.expect(0, tiers={"durable"})
+
+
+def test_a_store_that_is_away_is_unknown_not_empty(agent_dir, rclone, rclone_proxy):
+    settings, endpoint = through(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
+    settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
+    rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
+    with (
+        Job(agent_dir, settings).checkpointer() as ckpt,
+        pytest.raises(TierUnavailableError, match="not known whether"),
+    ):
+        ckpt.restore(state_at(0))
+
+
+def test_memory_serves_while_the_store_is_away(agent_dir, rclone, rclone_proxy):
+    settings, endpoint = through(rclone_proxy, rclone, retry_s=0.5, timeout_s=1.0)
+    settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
+    rclone_proxy.on("PUT", times=10**6).fail(Answer(503, "SlowDown"))
+    rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
+    job = Job(agent_dir, settings)
+    job.save(0, 1, 2, 3, durable=False)
+    job.expect(3, tiers={"memory"})
+
+
+def test_refused_credentials_fail_the_drain_not_the_training(agent_dir, rclone, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    job = Job(agent_dir, on_server(rclone))
+    with job.checkpointer() as ckpt:
+        for step in range(5):
+            assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
+        assert not ckpt.wait("durable", timeout_s=20)
+        failed = [view for view in ckpt.session.node.drains(job.name) if view.state == "failed"]
+        assert failed
+        assert "403" in failed[-1].error or "credentials" in failed[-1].error.lower()
+        assert ckpt.restore(zeroed(state_at(0))) == 4
+
+
+def test_a_slow_store_skips_steps_and_keeps_the_newest(agent_dir, rclone, rclone_proxy):
+    settings, endpoint = through(rclone_proxy, rclone)
+    settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
+    held = rclone_proxy.on("PUT", r"000000000000/.*\.safetensors").hold()
+    job = Job(agent_dir, settings)
+    with job.checkpointer() as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"\.safetensors"))
+        for step in range(1, 5):
+            assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
+        held.release()
+        ckpt.wait("durable", timeout_s=30)
+        states = {view.group.version: view.state for view in ckpt.session.node.drains(job.name)}
+    assert states[0] == "done"
+    assert states[4] == "done"
+    assert "skipped" in states.values()
+    job.lose_memory()
+    job.expect(4, tiers={"durable"})
+
+
+def test_waiting_policy_makes_every_durable_step_durable(agent_dir, directory, tmp_path):
+    settings = DurableSettings(**{**vars(directory), "on_busy": "wait"})
+    job = Job(agent_dir, settings)
+    with job.checkpointer() as ckpt:
+        for step in range(6):
+            ckpt.save(state_at(step), step)
+        assert ckpt.wait("durable")
+    manifests = (tmp_path / "durable" / job.name / "manifests").iterdir()
+    assert len(list(manifests)) == 6
+
+
+# -- damage -------------------------------------------------------------------------------------------------------
+
+
+def corrupt(path, at=5000):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def shard_of(tmp_path, job, step):
+    (path,) = (tmp_path / "durable" / job.name / "steps" / f"{step:012d}").rglob("*.safetensors")
+    return path
+
+
+def test_a_flipped_bit_in_the_store_means_the_older_step_and_quarantine(agent_dir, directory, tmp_path):
+    job = Job(agent_dir, directory)
+    job.save(0, 1)
+    job.lose_memory()
+    corrupt(shard_of(tmp_path, job, 1))
+    ckpt = job.expect(0, tiers={"durable"})
+    infos = {info.step: info for info in ckpt.steps()}
+    assert "not what was saved" in infos[1].quarantined or "quarantine" in infos[1].quarantined or infos[1].quarantined
+    assert list((tmp_path / "durable" / job.name / "manifests").glob("*.quarantine"))
+
+
+@pytest.mark.parametrize("harm", ["short", "gone"])
+def test_a_short_or_missing_shard_means_the_older_step(agent_dir, directory, tmp_path, harm):
+    job = Job(agent_dir, directory)
+    job.save(0, 1)
+    job.lose_memory()
+    path = shard_of(tmp_path, job, 1)
+    if harm == "short":
+        path.write_bytes(path.read_bytes()[:-10])
+    else:
+        path.unlink()
+    job.expect(0, tiers={"durable"})
+
+
+def test_a_damaged_manifest_means_the_older_step(agent_dir, directory, tmp_path):
+    job = Job(agent_dir, directory)
+    job.save(0, 1)
+    job.lose_memory()
+    (newest,) = (tmp_path / "durable" / job.name / "manifests").glob("000000000001*")
+    corrupt(newest, 20)
+    job.expect(0, tiers={"durable"})
+
+
+def test_a_manifest_of_the_future_is_told_so(agent_dir, directory, tmp_path):
+    import msgspec
+    import xxhash
+    import zstandard
+
+    job = Job(agent_dir, directory)
+    job.save(0)
+    job.lose_memory()
+    (path,) = (tmp_path / "durable" / job.name / "manifests").iterdir()
+    data = path.read_bytes()
+    inner = msgspec.msgpack.decode(zstandard.ZstdDecompressor().decompress(data[4:-8]))
+    packed = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(inner | {"format": 99}))
+    path.write_bytes(b"TCKP" + packed + xxhash.xxh3_64_digest(packed))
+    with pytest.raises(FormatVersionError, match="format 99"):
+        decode_manifest(path.read_bytes())
+    with job.checkpointer() as ckpt, pytest.raises(Exception, match="upgrade tieredckpt"):
+        ckpt.restore(state_at(0))
+
+
+def test_bytes_that_change_on_the_way_are_asked_for_again(agent_dir, rclone, rclone_proxy):
+    settings, endpoint = through(rclone_proxy, rclone)
+    settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
+    job = Job(agent_dir, settings)
+    job.save(0)
+    job.lose_memory()
+    rclone_proxy.on("GET", r"\.safetensors").fail(FlipResponseBit(5000))
+    job.expect(0, tiers={"durable"})
+
+
+def test_damage_in_memory_is_healed_from_the_durable_copy_of_the_same_step(agent_dir, directory):
+    job = Job(agent_dir, directory)
+    job.save(0, 1)
+    (slot,) = [
+        agent_dir / "slots" / note.name.removeprefix("seal.")
+        for note in (agent_dir / "notes").glob("seal.*")
+        if b"version\x01" in note.read_bytes()
+    ]
+    corrupt(slot)
+    job.expect(1, tiers={"durable"})
+
+
+# -- keeping and deleting -----------------------------------------------------------------------------------------
+
+
+def test_retention_keeps_the_newest_and_the_round_ones(agent_dir, directory, tmp_path):
+    job = Job(agent_dir, DurableSettings(**{**vars(directory), "keep_last": 2, "keep_every": 4}))
+    with job.checkpointer() as ckpt:
+        for step in range(10):
+            ckpt.save(state_at(step), step).wait("durable")
+        ckpt.wait("durable")
+    end_agent(agent_dir)  # in order: what it is deleting is deleted
+    left = sorted(int(p.name.split(".")[0]) for p in (tmp_path / "durable" / job.name / "manifests").iterdir())
+    assert left == [0, 4, 8, 9]
+    steps = sorted(
+        int(p.name) for p in (tmp_path / "durable" / job.name / "steps").iterdir() if any(p.rglob("*.index"))
+    )
+    assert steps == left
+    job.lose_memory()
+    job.expect(9, tiers={"durable"})
+    job.expect(4, tiers={"durable"}, named=4)
+
+
+def test_compressed_and_spread_objects_come_back(agent_dir, rclone):
+    settings = on_server(rclone, compress="zstd", spread=True)
+    job = Job(agent_dir, settings)
+    with job.checkpointer() as ckpt:
+        state = {"zeros": torch.zeros(1 << 20), "noise": torch.randn(1000), "ints": torch.arange(1 << 18)}
+        ckpt.save(state, 1).wait("durable")
+    stored = objects(rclone, settings)
+    (name,) = [n for n in stored if n.endswith(".safetensors.zst")]
+    assert len(name.split("/")[0]) == 4
+    assert stored[name] < (1 << 20)
+    job.lose_memory()
+    with job.checkpointer() as ckpt:
+        found = zeroed(state)
+        assert ckpt.restore(found) == 1
+        assert_same(state, found)
+        partly = {"ints": torch.zeros(1 << 18, dtype=torch.int64)}
+        assert ckpt.restore(partly) == 1
+        assert_same(state["ints"], partly["ints"])
+
+
+def test_incompressible_shards_are_not_compressed(agent_dir, directory, tmp_path):
+    job = Job(agent_dir, DurableSettings(**{**vars(directory), "compress": "zstd"}))
+    with job.checkpointer() as ckpt:
+        noise = torch.randint(0, 255, (1 << 20,), dtype=torch.uint8)
+        ckpt.save({"noise": noise}, 1).wait("durable")
+    assert not list((tmp_path / "durable").rglob("*.zst"))
+
+
+# -- switched off -------------------------------------------------------------------------------------------------
+
+
+def test_switched_off_the_same_script_writes_plain_checkpoints(agent_dir, directory, monkeypatch, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    from tieredckpt import TieredReader, TieredWriter
+
+    monkeypatch.setenv("TIEREDCKPT_ENABLED", "0")
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", directory.url)
+    with Checkpointer("tiered://plain") as ckpt:
+        assert ckpt.restore(state_at(0)) == -1
+        for step in range(3):
+            assert ckpt.save(state_at(step), step).ok
+        assert [info.step for info in ckpt.steps()] == [0, 1, 2]
+    dcp.save(state_at(3), storage_writer=TieredWriter("tiered://plain", 3), no_dist=True)
+    found = zeroed(state_at(0))
+    dcp.load(found, storage_reader=TieredReader("tiered://plain"), no_dist=True)
+    assert_same(state_at(3), found)
+    found = zeroed(state_at(0))
+    dcp.load(found, checkpoint_id=str(tmp_path / "durable/plain/step-2"), no_dist=True)
+    assert_same(state_at(2), found)
+    assert not agent_dir.exists()
+
+
+def test_switched_on_again_nothing_is_lost(agent_dir, directory, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", directory.url)
+    monkeypatch.setenv("TIEREDCKPT_ENABLED", "0")
+    with Checkpointer("tiered://plain") as ckpt:
+        ckpt.save(state_at(7), 7)
+    monkeypatch.setenv("TIEREDCKPT_ENABLED", "1")
+    with Checkpointer("tiered://plain") as ckpt:
+        found = zeroed(state_at(0))
+        assert ckpt.restore(found) == 7
+        assert_same(state_at(7), found)
+        ckpt.save(state_at(8), 8).wait("durable")
+        assert ckpt.restore(found) == 8
+
+
+# -- the agent's own report ---------------------------------------------------------------------------------------
+
+
+def test_metrics_and_status_tell_what_happened(agent_dir, directory):
+    job = Job(agent_dir, directory)
+    job.save(0, 1)
+    address = (agent_dir / "http").read_text()
+    with urllib.request.urlopen(f"http://{address}/status") as answer:
+        status = json.load(answer)
+    assert status["store"]["jobs"][0]["newest_whole"] == 1
+    assert status["drain"]["totals"]["steps"] == 2
+    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+        text = answer.read().decode()
+    assert f'tieredckpt_newest_whole_step{{job="{job.name}"}} 1.0' in text
+    assert "tieredckpt_drained_steps_total 2.0" in text
+    assert "tieredckpt_arena_budget_bytes" in text
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"http://{address}/etc/passwd")
+
+
+def test_a_restarted_agent_finishes_what_was_waiting(agent_dir, rclone, rclone_proxy):
+    settings, endpoint = through(rclone_proxy, rclone)
+    settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
+    held = rclone_proxy.on("PUT", r"\.safetensors").hold()
+    job = Job(agent_dir, settings)
+    with job.checkpointer() as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        rclone_proxy.wait_for(lambda proxy: proxy.seen("PUT", r"\.safetensors"))
+        end_agent(agent_dir, signal.SIGKILL)
+        held.drop()
+        assert ckpt.wait("durable", timeout_s=40)
+    close_sessions()
+    job.lose_memory()
+    job.expect(0, tiers={"durable"})

@@ -1,0 +1,88 @@
+"""A job in a few lines: states by step, saved and found again through the tiers."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.agents import end_agent
+from tests.support.bits import assert_same, zeroed
+from tests.support.s3 import BUCKET, S3Server
+from tieredckpt import Checkpointer
+from tieredckpt.session import close_sessions
+from tieredckpt.settings import DurableSettings, Settings, load_settings, override
+
+
+def state_at(step: int, size: int = 1 << 18) -> dict[str, Any]:
+    """About a megabyte that only this step has."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "w": torch.randn(size, generator=generator),
+        "nested": {"b": torch.arange(7) + step, "half": torch.randn(33, generator=generator).bfloat16()},
+        "step": step,
+    }
+
+
+class Job:
+    """One job on this node, with a durable tier."""
+
+    def __init__(self, agent_dir: Path, durable: DurableSettings, name: str = "") -> None:
+        self.agent_dir = agent_dir
+        self.name = name or f"job-{uuid.uuid4().hex[:8]}"
+        self.settings: Settings = override(load_settings(), durable=vars(durable))
+
+    def checkpointer(self, **arguments: Any) -> Checkpointer:
+        return Checkpointer(f"tiered://{self.name}", settings=self.settings, on_sigterm="ignore", **arguments)
+
+    def save(self, *steps: int, durable: bool = True, size: int = 1 << 18, **arguments: Any) -> None:
+        """Save steps; wait until they are sealed, and (all of them) durable."""
+        with self.checkpointer(**arguments) as ckpt:
+            for step in steps:
+                saved = ckpt.save(state_at(step, size), step)
+                saved.wait()
+                if durable:
+                    assert ckpt.wait("durable", timeout_s=60), ckpt.session.node.drains(self.name)
+
+    def expect(self, step: int, *, tiers: set[str], size: int = 1 << 18, named: int | None = None) -> Checkpointer:
+        """A restore finds ``step``, bit for bit, out of these tiers."""
+        with self.checkpointer() as ckpt:
+            found = zeroed(state_at(max(step, 0), size))
+            assert ckpt.restore(found, named) == step
+            assert ckpt.last_restore is not None
+            assert set(ckpt.last_restore.bytes_by_tier) == tiers
+            assert_same(state_at(step, size), found)
+            return ckpt
+
+    def lose_memory(self) -> None:
+        """The node is gone, and everything in its memory with it."""
+        close_sessions()
+        end_agent(self.agent_dir, signal.SIGKILL)
+        shutil.rmtree(self.agent_dir, ignore_errors=True)
+
+    def kill_agent(self) -> None:
+        end_agent(self.agent_dir, signal.SIGKILL)
+
+
+def bucket_url(prefix: str = "") -> str:
+    return f"s3://{BUCKET}/{prefix or uuid.uuid4().hex[:8]}"
+
+
+def on_server(server: S3Server, **changes: Any) -> DurableSettings:
+    """A durable tier below a fresh prefix of the server's bucket."""
+    return server.settings(url=bucket_url(), **changes)
+
+
+def objects(server: S3Server, settings: DurableSettings) -> dict[str, int]:
+    """What the bucket has below the URL: names (relative to it) and sizes."""
+    prefix = settings.url.removeprefix(f"s3://{BUCKET}/") + "/"
+    found = {}
+    with server.client() as client:
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix):
+            for item in page.get("Contents", []):
+                found[item["Key"].removeprefix(prefix)] = item["Size"]
+    return found
