@@ -79,7 +79,7 @@ def null_server() -> Iterator[str]:
 
 
 class NoJournal:
-    def get(self, name: str) -> None:  # noqa: ARG002
+    def get(self, name: str) -> None:
         return None
 
     def put(self, name: str, data: bytes) -> None:

@@ -10,6 +10,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ class RankPool:
         """``function(*args)`` on ``world`` ranks; what each returned. Fails with every rank's traceback."""
         self._grow(world)
         with tempfile.TemporaryDirectory() as folder:
-            store = os.path.join(folder, uuid.uuid4().hex)
+            store = str(Path(folder) / uuid.uuid4().hex)
             inherited = {k: v for k, v in os.environ.items() if k.startswith(("TIEREDCKPT_", "AWS_"))} | (environ or {})
             for rank in range(world):
                 self._workers[rank][1].send((function, rank, world, store, inherited, args))

@@ -30,7 +30,7 @@ class Ended(NamedTuple):
 
 def _zygote(pipe: Connection) -> None:
     import torch
-    import torch.distributed.checkpoint  # noqa: F401 - warm
+    import torch.distributed.checkpoint
 
     import tieredckpt.checkpointer  # noqa: F401 - warm
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tieredckpt.demo.bucket import Bucket, free_port, local_bucket
+from tieredckpt.errors import UsageError
 from tieredckpt.units import show_seconds, show_size
 
 WORLD = 2
@@ -29,6 +30,8 @@ PHASES = (12, 24, 30)
 """Where the trainer is killed, where the node is lost, and the end."""
 DURABLE_EVERY = 5
 _LIMIT_S = 90.0
+_NOTHING = subprocess.DEVNULL
+_MARK = ".made-by-tieredckpt-demo"
 
 
 @dataclass
@@ -50,19 +53,21 @@ class Phase:
         return [e["blocked"] for events in self.events for e in events if e["event"] == "step"]
 
 
-def main(*, as_json: bool = False) -> int:
-    """Run the demo; 0 when every loss was equal bit for bit."""
-    console = Console(stderr=as_json)
+def main(*, as_json: bool = False, keep: Path | None = None) -> int:
+    """Run the demo; 0 when every loss was equal bit for bit. ``keep`` is where the bucket's files stay afterwards."""
+    console = Console(stderr=as_json, soft_wrap=True)
+    keep = _emptied(keep or Path(tempfile.gettempdir()) / f"tieredckpt-demo-{os.getuid()}")
     began = time.monotonic()
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tieredckpt-demo-")))
         arena = Path(cleanup.enter_context(_arena()))
         console.print("[bold]1.[/] a transformer trains on 2 ranks, nothing is saved: the reference")
         reference = _train(folder / "reference", PHASES[-1], {})
-        bucket = cleanup.enter_context(local_bucket(folder))
+        bucket = cleanup.enter_context(local_bucket(keep))
         environ = {**bucket.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(arena), "TIEREDCKPT_AGENT_BUDGET": "1GiB"}
+        number = PHASES[0] - 1
         console.print(
-            f"[bold]2.[/] the same with a save every step; rank 1 gets SIGKILL in the middle of step {PHASES[0]}'s save"
+            f"[bold]2.[/] the same, saved every step; rank 1 gets SIGKILL in the middle of step {number}'s save"
         )
         crash = {**environ, "PEERSTORE_CRASH_AT": f"stage.half:{PHASES[0]}"}
         killed = _train(folder / "killed", PHASES[1], environ, durable=bucket.url, victim=crash)
@@ -81,8 +86,19 @@ def main(*, as_json: bool = False) -> int:
         if as_json:
             print(json.dumps(summary | {"steps": seen}, indent=2))
         else:
-            _show(console, reference, phases, summary, seen, bucket)
+            _show(console, reference, phases, summary, seen, bucket=bucket)
     return 0 if result["equal"] else 1
+
+
+def _emptied(folder: Path) -> Path:
+    """A folder of our own: what an earlier demo left there is removed, anything else is refused."""
+    folder = folder.absolute()
+    if folder.exists() and not (folder / _MARK).is_file() and any(folder.iterdir()):
+        raise UsageError(f"{folder} exists and was not made by the demo; name another one with --keep")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    (folder / _MARK).touch()
+    return folder
 
 
 @contextlib.contextmanager
@@ -108,21 +124,10 @@ def _train(
         for rank in range(WORLD):
             log = files.enter_context((folder / f"rank{rank}.log").open("wb"))
             own = victim if victim is not None and rank == WORLD - 1 else environ
-            command = [
-                sys.executable,
-                "-m",
-                "tieredckpt.demo.trainer",
-                "--events",
-                str(events[rank]),
-                "--steps",
-                str(steps),
-            ]
-            command += ["--durable", durable, "--durable-every", str(DURABLE_EVERY)]
-            ranks.append(
-                subprocess.Popen(
-                    command, env=_rank_environ(rank, port, own), stdout=log, stderr=log, stdin=subprocess.DEVNULL
-                )  # noqa: S603
-            )
+            command = [sys.executable, "-m", "tieredckpt.demo.trainer", "--events", str(events[rank])]
+            command += ["--steps", str(steps), "--durable", durable, "--durable-every", str(DURABLE_EVERY)]
+            environ_of_rank = _rank_environ(rank, port, own)
+            ranks.append(subprocess.Popen(command, env=environ_of_rank, stdout=log, stderr=log, stdin=_NOTHING))  # noqa: S603 - ours
         _wait(ranks, began)
     phase = Phase([_events(path) for path in events], time.monotonic() - began, tuple(r.returncode for r in ranks))
     if victim is None and any(phase.status):
@@ -238,28 +243,35 @@ def _summary(
     }
 
 
+def _short(loss: str) -> str:
+    """``0x1.4f23aa0000000p+0`` without the zeros that a single-precision number leaves."""
+    digits, _, exponent = loss.partition("p")
+    return f"{digits.rstrip('0')}p{exponent}"
+
+
 def _show(
     console: Console,
     reference: Phase,
     phases: Mapping[str, Phase],
     summary: Mapping[str, Any],
     seen: Sequence[Mapping[str, Any]],
+    *,
     bucket: Bucket,
 ) -> None:
     table = Table(title="loss, bit for bit", header_style="bold", title_justify="left")
-    for name in ("step", "undisturbed", "with kills", "", "this step was computed by"):
+    for name in ("step", "undisturbed", "with kills", "", "computed by"):
         table.add_column(name)
     expected = reference.losses()
     found = {step: (loss, name) for name, phase in phases.items() for step, loss in phase.losses().items()}
     names = {
         "killed": "the first ranks",
-        "resumed": "ranks restarted from memory",
-        "hydrated": "ranks restored from the bucket",
+        "resumed": "restarted from memory",
+        "hydrated": "restarted from the bucket",
     }
     for step in (0, 5, PHASES[0] - 2, PHASES[0] - 1, PHASES[0], PHASES[1] - 1, PHASES[1], PHASES[2] - 1):
         loss, name = found[step]
         same = "[green]equal[/]" if loss == expected[step] else "[red]different[/]"
-        table.add_row(str(step), expected[step], loss, same, names[name])
+        table.add_row(str(step), _short(expected[step]), _short(loss), same, names[name])
     console.print(table)
 
     where = Table(title="what is where at the end", header_style="bold", title_justify="left")
@@ -291,7 +303,7 @@ def _show(
         f"({show_size(memory)} a rank from memory, nothing from the bucket)\n"
         f"node lost after step {PHASES[1] - 1}: resumed after step {summary['hydrated_from']}, the last durable one "
         f"({show_size(durable)} a rank from the bucket)\n"
-        f"durable tier: {bucket.name}; while the demo runs: {bucket.look}"
+        f"durable tier: {bucket.name}\nlook at what is in it: {bucket.look}"
     )
     verdict = "[bold green]equal bit for bit[/]" if summary["equal"] else "[bold red]NOT equal[/]"
     console.print(f"{summary['compared']} losses compared: {verdict}, in {summary['seconds']:.0f} s")

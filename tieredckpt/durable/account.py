@@ -128,8 +128,8 @@ class Account:
             wire.close()
 
     def _wire_settings(self) -> WireSettings:
-        import botocore.httpsession  # noqa: PLC0415 - heavy, and only stores on S3 need it
-        from botocore.utils import get_environ_proxies  # noqa: PLC0415
+        import botocore.httpsession
+        from botocore.utils import get_environ_proxies
 
         trusted = self._session().get_config_variable("ca_bundle") or botocore.httpsession.get_cert_path(verify=True)
 
@@ -139,12 +139,12 @@ class Account:
         return WireSettings(self._timeout_s, proxy_for, str(trusted))
 
     def _session(self) -> Any:
-        import botocore.session  # noqa: PLC0415
+        import botocore.session
 
         return botocore.session.Session(profile=self._options.profile or None)
 
     def _connect(self) -> Connection:
-        from botocore.exceptions import NoCredentialsError  # noqa: PLC0415
+        from botocore.exceptions import NoCredentialsError
 
         session = self._session()
         credentials = session.get_credentials()
@@ -157,7 +157,7 @@ class Account:
 
     def _client(self, session: Any) -> Any:
         def create(style: str) -> Any:
-            from botocore.config import Config  # noqa: PLC0415
+            from botocore.config import Config
 
             config = Config(
                 signature_version="s3v4",
@@ -186,7 +186,7 @@ class Account:
         return client
 
     def _objects(self, session: Any, credentials: Any, client: Any) -> CloudObjects:
-        from obstore.store import S3Store  # noqa: PLC0415
+        from obstore.store import S3Store
 
         url = urlsplit(client.generate_presigned_url("get_object", Params={"Bucket": self.bucket, "Key": "k"}))
         in_path = url.path.startswith(f"/{self.bucket}/")

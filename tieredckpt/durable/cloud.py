@@ -37,8 +37,8 @@ def client_options(timeout_s: float) -> dict[str, Any]:
 
 def open_cloud(url: str, settings: DurableSettings) -> CloudBackend:
     """``gs://``, ``az://``, ``abfs://`` or ``memory://``; ``durable.options`` are obstore's, plus its environment."""
-    import obstore.store  # noqa: PLC0415 - not before a store is used
-    from obstore.exceptions import BaseError  # noqa: PLC0415
+    import obstore.store
+    from obstore.exceptions import BaseError
 
     part_bytes = part_size_for(0, parse_size(settings.part_size))
     patience = {"max_retries": 1_000_000, "retry_timeout": timedelta(seconds=settings.retry_s)}
@@ -127,7 +127,7 @@ class CloudBackend(CloudObjects):
         replace(upload.retry, retry_s=0.0).run(upload.what, send)
         upload.progress(upload.source.size_bytes)
 
-    def discard_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int:  # noqa: ARG002
+    def discard_uploads(self, prefix: str, older_than_s: float, keep: frozenset[str]) -> int:
         return 0
 
     def close(self) -> None:

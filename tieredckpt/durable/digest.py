@@ -20,9 +20,9 @@ class _Crc32(Protocol):
 @cache
 def _crc32() -> _Crc32:
     try:
-        from isal.isal_zlib import crc32  # noqa: PLC0415 - optional: four times as fast
+        from isal.isal_zlib import crc32
     except ImportError:
-        from zlib import crc32  # noqa: PLC0415
+        from zlib import crc32
     return crc32
 
 

@@ -41,7 +41,7 @@ class FilesystemBackend:
     def renew(self) -> bool:
         return False
 
-    def put(self, name: str, data: bytes, *, create_only: bool) -> None:  # noqa: ARG002 - exists() was asked before
+    def put(self, name: str, data: bytes, *, create_only: bool) -> None:
         if self._moves:
             self._write_and_move(name, (data,))
         else:
@@ -147,7 +147,7 @@ def _write_uncommitted(fs: Any, path: str, pieces: Iterable[bytes | memoryview])
 
 
 def _open(url: str, options: Mapping[str, str]) -> tuple[Any, str]:
-    import fsspec.core  # noqa: PLC0415 - not before a store is used
+    import fsspec.core
 
     scheme = url.partition("://")[0]
     try:
@@ -165,8 +165,8 @@ def _open(url: str, options: Mapping[str, str]) -> tuple[Any, str]:
 
 
 def _has_own_move(fs: Any) -> bool:
-    from fsspec import AbstractFileSystem  # noqa: PLC0415
-    from fsspec.implementations.dirfs import DirFileSystem  # noqa: PLC0415
+    from fsspec import AbstractFileSystem
+    from fsspec.implementations.dirfs import DirFileSystem
 
     while isinstance(fs, DirFileSystem):
         fs = fs.fs

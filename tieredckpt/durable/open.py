@@ -39,7 +39,7 @@ def _backend(url: str, settings: DurableSettings) -> Backend:
     # Each library is imported only where its scheme is used: the node agent starts without any of them.
     parts = urlsplit(url)
     if url.startswith("/") or parts.scheme == "file":
-        from tieredckpt.durable.directory import DirectoryBackend  # noqa: PLC0415
+        from tieredckpt.durable.directory import DirectoryBackend
 
         if parts.netloc not in ("", "localhost"):
             raise UsageError(f"durable.url {url}: a file URL names this machine, write file:///path")
@@ -48,16 +48,16 @@ def _backend(url: str, settings: DurableSettings) -> Backend:
     if not parts.scheme:
         raise UsageError(f"durable.url {url!r} is neither a URL (s3://bucket/prefix) nor an absolute path")
     if parts.scheme == "s3":
-        from tieredckpt.durable.s3 import S3Backend  # noqa: PLC0415
+        from tieredckpt.durable.s3 import S3Backend
 
         if not parts.netloc:
             raise UsageError(f"durable.url {url}: names no bucket, write s3://bucket/prefix")
         return S3Backend(url, parts.netloc, parts.path.strip("/"), settings)
     if parts.scheme in ("gs", "az", "abfs", "abfss", "memory"):
-        from tieredckpt.durable.cloud import open_cloud  # noqa: PLC0415
+        from tieredckpt.durable.cloud import open_cloud
 
         return open_cloud(url, settings)
-    from tieredckpt.durable.filesystem import FilesystemBackend  # noqa: PLC0415
+    from tieredckpt.durable.filesystem import FilesystemBackend
 
     return FilesystemBackend(url, settings.options)
 

@@ -38,7 +38,7 @@ class Source:
             return
         self._check()
         skip = start % mmap.ALLOCATIONGRANULARITY
-        # Not populated: mapping holds the interpreter's lock, and the kernel maps pages around each one that is touched.
+        # Not populated: that would hold the interpreter's lock, and the kernel maps the pages around a touched one.
         with (
             mmap.mmap(self.fd, stop - start + skip, prot=mmap.PROT_READ, offset=start - skip) as mapped,
             memoryview(mapped) as whole,

@@ -81,10 +81,9 @@ def undisturbed(zygote):
     from tests.support.agents import agent_directory
 
     with agent_directory() as directory:
-        ended = zygote.run(
+        return zygote.run(
             train, environ={"TIEREDCKPT_AGENT_DIRECTORY": str(directory), "TIEREDCKPT_AGENT_BUDGET": "1GiB"}
         )
-    return ended
 
 
 def check_resumed(first, second, undisturbed):

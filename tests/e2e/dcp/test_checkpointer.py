@@ -245,9 +245,9 @@ def test_failures_are_reported_or_raised_as_asked(agent_dir, monkeypatch):
 def test_bad_arguments_are_refused_before_anything_happens(agent_dir):
     with pytest.raises(UsageError):
         Checkpointer("tiered://loop/step-3")
-    with pytest.raises(SettingsError, match="memory.every"):
+    with pytest.raises(SettingsError, match=r"memory\.every"):
         Checkpointer(JOB, every=0)
-    with pytest.raises(SettingsError, match="durable.every"):
+    with pytest.raises(SettingsError, match=r"durable\.every"):
         Checkpointer(JOB, every=3, durable_every=10)
     assert not agent_dir.exists()
     with Checkpointer(JOB) as ckpt, pytest.raises(UsageError):

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,4 +75,4 @@ def test_coalesced_ranges_hold_the_same_bytes_and_keep_their_distance(ranges, ga
     merged = coalesce(ranges, gap_bytes=gap)
     wanted = {x for start, stop in ranges for x in range(start, stop)}
     assert wanted <= {x for start, stop in merged for x in range(start, stop)}
-    assert all(b[0] - a[1] > gap for a, b in zip(merged, merged[1:], strict=False))
+    assert all(b[0] - a[1] > gap for a, b in itertools.pairwise(merged))
