@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -270,7 +271,7 @@ class Checkpointer:
             self.settings if not durable else override(self.settings, durable={"every": self.settings.memory.every})
         )
         writer = TieredWriter(self._location.job, step, settings=settings)
-        dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized())
+        self._dcp(dcp.save, state, storage_writer=writer)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self._planned_before = True
@@ -280,6 +281,13 @@ class Checkpointer:
         saved._sealing.set_result(writer.record)
         saved._until_durable = self._until_durable
         return saved
+
+    def _dcp(self, call: Callable[..., object], state: State, **storage: object) -> None:
+        """DCP's own save or load, between all ranks or, where there is no process group, in this process alone."""
+        with warnings.catch_warnings():
+            if alone := not dist.is_initialized():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            call(state, process_group=self._group, no_dist=alone, **storage)
 
     def _all_ready(self) -> None:
         """Before a collective: a rank that cannot reach its node must not leave the others waiting in it."""
@@ -305,7 +313,7 @@ class Checkpointer:
         if step % self.settings.durable.every and not durable:
             return Saved(step, SaveState.NOT_DUE)
         writer = plain_writer(self.settings.durable, self._location.job, step)
-        dcp.save(state, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized())
+        self._dcp(dcp.save, state, storage_writer=writer)
         return Saved(step, SaveState.DURABLE)
 
     def _finish_last(self, *, wait_s: float) -> None:
@@ -380,7 +388,7 @@ class Checkpointer:
             if not self._anything(reader, step):
                 return -1
             try:
-                dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=not dist.is_initialized())
+                self._dcp(dcp.load, state, storage_reader=reader)
             except CheckpointException as failure:
                 error = _typed(failure)
                 if step is not None or not isinstance(error, CheckpointDamagedError):
@@ -424,7 +432,7 @@ class Checkpointer:
                 raise CheckpointNotFoundError(f"{durable.url} has no plain checkpoint of {job} step {step}")
             return -1
         reader = plain_reader(durable, job, steps[-1])
-        dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=not dist.is_initialized())
+        self._dcp(dcp.load, state, storage_reader=reader)
         return steps[-1]
 
     def _prepare(self, state: State) -> None:

@@ -297,16 +297,20 @@ class Drain(SealListener):
             raise CheckpointDamagedError(f"{key} changed in memory after it was sealed, so it is not uploaded")
         settings = self._places.durable_settings(step.job)
         index, layout, table = self._places.index_of(record)
+        journal = _Journal(self._store, step.job)
         reach("drain.began")
-        index = self._upload(step, catalog, settings, index)
+        index = self._upload(step, catalog, settings, index, journal)
         reach("drain.uploaded")
         file = encode_shard_file(index, layout, table)
         catalog.store.put(names.index(key), file)
         reach("drain.indexed")
         self._store.put_blob(step.job, DRAINED + _shard_stem(key), file)
+        journal.flush()
         reach("drain.noted")
 
-    def _upload(self, step: _Step, catalog: Catalog, settings: DurableSettings, index: ShardIndex) -> ShardIndex:
+    def _upload(
+        self, step: _Step, catalog: Catalog, settings: DurableSettings, index: ShardIndex, journal: _Journal
+    ) -> ShardIndex:
         key = index.key
 
         def progress(count: int) -> None:
@@ -317,7 +321,6 @@ class Drain(SealListener):
         with compressed(source, index, wanted=settings.compress == "zstd") as (path, frames):
             name = names.shard(key, spread=settings.spread, compressed=frames is not None)
             size = index.size_bytes if frames is None else sum(frames)
-            journal = _Journal(self._store, step.job)
             identity = xxhash.xxh3_128_hexdigest(index.checksums) + ("" if frames is None else ".zst")
             catalog.store.upload(
                 name, path, size, journal=journal, identity=identity, progress=progress, cancel=self._stop
@@ -386,13 +389,20 @@ class Drain(SealListener):
 
 
 class _Journal:
-    """Where uploads note what they began: beside the job's shards, so that the next agent finds it."""
+    """Where uploads note what they began: beside the job's shards, so that the next agent finds it.
+
+    An upload that is complete stays noted until :meth:`flush`, when the drain has noted the shard itself: an agent
+    that is killed in between leaves enough to recognise the finished object.
+    """
 
     def __init__(self, store: NodeStore, job: str) -> None:
         self._store = store
         self._job = job
+        self._removed: set[str] = set()
 
     def get(self, name: str) -> bytes | None:
+        if name in self._removed:
+            return None
         try:
             return self._store.get_blob(self._job, JOURNAL + _flat(name))
         except (ShardNotFoundError, ShardDamagedError):
@@ -400,9 +410,15 @@ class _Journal:
 
     def put(self, name: str, data: bytes) -> None:
         self._store.put_blob(self._job, JOURNAL + _flat(name), data)
+        self._removed.discard(name)
 
     def remove(self, name: str) -> None:
-        self._store.remove_blob(self._job, JOURNAL + _flat(name))
+        self._removed.add(name)
+
+    def flush(self) -> None:
+        for name in self._removed:
+            self._store.remove_blob(self._job, JOURNAL + _flat(name))
+        self._removed.clear()
 
 
 def delete_step(catalog: Catalog, job: str, group: Group) -> None:

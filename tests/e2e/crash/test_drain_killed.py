@@ -1,0 +1,86 @@
+"""SIGKILL of the agent at every point of a drain: the next agent finishes the step and sends nothing twice."""
+
+import json
+import signal
+import urllib.request
+
+import pytest
+
+from tests.support.agents import agent_pid, end_agent
+from tests.support.jobs import Job, objects, on_server, state_at
+from tieredckpt.session import open_session
+from tieredckpt.settings import DurableSettings, load_settings
+
+SIZE = 6 << 20
+"""Elements of four bytes: five parts a step."""
+SMALL = 11 << 18
+"""Three parts."""
+
+
+def start_agent(say):
+    """An embedded agent in this process's environment; it outlives the process."""
+    open_session("nobody", load_settings()).node.survey("nobody")
+
+
+def behind(proxy, server, **changes):
+    settings = on_server(server, **changes)
+    return DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": proxy.endpoint}})
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "point", ["drain.began", "drain.uploaded", "drain.indexed", "drain.noted", "drain.complete", "drain.committed"]
+)
+def test_killed_while_draining(agent_dir, rclone, rclone_proxy, zygote, point, count):
+    zygote.run(start_agent, environ={"PEERSTORE_CRASH_AT": f"{point}:{count}"})
+    doomed = agent_pid(agent_dir)
+    job = Job(agent_dir, behind(rclone_proxy, rclone, on_busy="wait"))
+    job.save(0, 1, size=SMALL)
+    assert agent_pid(agent_dir) not in (None, doomed), "the agent was not killed"
+    sent = rclone_proxy.parts_sent()
+    assert sent == [1, 1, 2, 2, 3, 3], "a part of a finished upload was sent again"
+    job.lose_memory()
+    job.expect(1, tiers={"durable"}, size=SMALL)
+    job.expect(0, tiers={"durable"}, size=SMALL, named=0)
+
+
+def test_killed_between_two_parts(agent_dir, rclone, rclone_proxy):
+    """Parts the store has confirmed are not sent again; the upload that was begun is the one that is finished."""
+    held = rclone_proxy.on("PUT", query="partNumber=4").hold()
+    job = Job(agent_dir, behind(rclone_proxy, rclone, concurrency=1))
+    with job.checkpointer() as ckpt:
+        ckpt.save(state_at(0, SIZE), 0).wait()
+        rclone_proxy.wait_for(lambda proxy: 4 in proxy.parts_sent())
+        end_agent(agent_dir, signal.SIGKILL)
+        held.drop()
+        assert ckpt.wait("durable", timeout_s=60)
+    assert rclone_proxy.parts_sent() == [1, 2, 3, 4, 4, 5]
+    assert len(rclone_proxy.seen("POST", query="uploads")) == 1
+    job.lose_memory()
+    job.expect(0, tiers={"durable"}, size=SIZE)
+
+
+def test_an_orderly_end_leaves_the_rest_to_the_next_agent(agent_dir, rclone, rclone_proxy):
+    held = rclone_proxy.on("PUT", query="partNumber=4").hold()
+    job = Job(agent_dir, behind(rclone_proxy, rclone, concurrency=1))
+    with job.checkpointer() as ckpt:
+        ckpt.save(state_at(0, SIZE), 0).wait()
+        rclone_proxy.wait_for(lambda proxy: 4 in proxy.parts_sent())
+        held.drop()
+        end_agent(agent_dir)
+        assert ckpt.wait("durable", timeout_s=60)
+    assert set(rclone_proxy.parts_sent()) == {1, 2, 3, 4, 5}
+    job.lose_memory()
+    job.expect(0, tiers={"durable"}, size=SIZE)
+
+
+def test_nothing_is_left_in_the_bucket_but_the_steps(agent_dir, rclone, rclone_proxy, zygote):
+    """However often the agent was killed, the bucket holds two objects a shard and one manifest a step."""
+    zygote.run(start_agent, environ={"PEERSTORE_CRASH_AT": "drain.indexed:1"})
+    settings = behind(rclone_proxy, rclone, on_busy="wait")
+    job = Job(agent_dir, settings)
+    job.save(0, 1, 2)
+    kinds = sorted(name.rpartition(".")[2] for name in objects(rclone, settings))
+    assert kinds == ["index"] * 3 + ["manifest"] * 3 + ["safetensors"] * 3
+    with urllib.request.urlopen(f"http://{(agent_dir / 'http').read_text()}/status") as answer:
+        assert json.load(answer)["drain"]["totals"]["errors"] == 0
