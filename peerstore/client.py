@@ -76,6 +76,10 @@ class Client:
         ask = operations.TakeLease(key, size_bytes, parts, wait_s)
         return self.call("lease", ask, Lease, timeout_s=min(wait_s, MAX_WAIT_S) + _CALL_S)
 
+    def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease:
+        ask = operations.Grow(lease_id, size_bytes, wait_s)
+        return self.call("grow", ask, Lease, timeout_s=min(wait_s, MAX_WAIT_S) + _CALL_S)
+
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
         return self.call("relabel", operations.Relabel(lease_id, key), Lease)
 

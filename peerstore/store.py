@@ -35,7 +35,17 @@ from peerstore.errors import (
     ShardNotFoundError,
     UnavailableError,
 )
-from peerstore.ledger import CreateSlot, Full, Limits, SlotView, UseSlot, choose_slot, whole_groups
+from peerstore.ledger import (
+    Busy,
+    CreateSlot,
+    Full,
+    Limits,
+    SlotView,
+    UseSlot,
+    choose_slot,
+    make_room,
+    whole_groups,
+)
 from peerstore.names import incarnation_name, job_name
 from peerstore.owners import Owner, myself
 from peerstore.pages import Mapping, populate_file
@@ -253,14 +263,7 @@ class NodeStore:
                 )
                 if isinstance(decision, UseSlot | CreateSlot):
                     return self._give_lease(self._take(decision, key, size_bytes), key, size_bytes, parts, owner)
-                if isinstance(decision, Full):
-                    self._counters["lease_full"] += 1
-                    raise ArenaFullError(decision.reason)
-                left = deadline - self._clock()
-                if left <= 0:
-                    self._counters["lease_busy"] += 1
-                    raise ArenaBusyError(decision.reason)
-                self._changed.wait(min(left, 1.0))
+                self._refuse(decision, deadline)
 
     def _slot_for_again(self, key: ShardKey, owner: Owner) -> _Slot | None:
         """The slot ``key`` already has, when its owner asks again (its answer was lost, or staging failed)."""
@@ -327,6 +330,55 @@ class NodeStore:
             if key in (slot.record and slot.record.key, slot.lease and slot.lease.key):
                 return slot
         return None
+
+    def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease:
+        """The leased slot with room for ``size_bytes``; what was written so far stays. It never shrinks.
+
+        The same file, so that a mapping of it stays good for the bytes it covers. Repeating the call is harmless.
+        """
+        deadline = self._clock() + wait_s
+        with self._lock:
+            while True:
+                self._check_open()
+                slot, done = self._leased(lease_id)
+                lease = slot.lease
+                if done is not None or lease is None or slot.sealing:
+                    raise RequestError(f"lease {lease_id} is sealed already")
+                self._check_fence(lease.key)
+                if size_bytes <= lease.size_bytes:
+                    return lease
+                decision = make_room(
+                    [slot.view for slot in self._slots.values()],
+                    growing=slot.name,
+                    size_bytes=size_bytes,
+                    limits=self._limits,
+                    whole=self._whole(),
+                )
+                if not isinstance(decision, Busy | Full):
+                    return self._grown(slot, lease, decision.drop, size_bytes)
+                self._refuse(decision, deadline)
+
+    def _grown(self, slot: _Slot, lease: Lease, drop: tuple[str, ...], size_bytes: int) -> Lease:
+        for name in drop:
+            self._counters["evicted"] += self._slots[name].record is not None
+            self._drop_slot(self._slots[name])
+        self._arena.resize(slot.name, size_bytes, promised=self._cold_bytes())
+        slot.size_bytes = size_bytes
+        slot.lease = msgspec.structs.replace(lease, size_bytes=size_bytes)
+        self._save_lease(slot)
+        self._counters["grown"] += 1
+        return slot.lease
+
+    def _refuse(self, decision: Busy | Full, deadline: float) -> None:
+        """Wait a while when that may help, or say that it does not."""
+        if isinstance(decision, Full):
+            self._counters["lease_full"] += 1
+            raise ArenaFullError(decision.reason)
+        left = deadline - self._clock()
+        if not left > 0:
+            self._counters["lease_busy"] += 1
+            raise ArenaBusyError(decision.reason)
+        self._changed.wait(min(left, 1.0))
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
         """Write the leased slot under another key of the same writer: for bytes that were placed before their version
