@@ -80,6 +80,9 @@ class SealListener:
     def sealed(self, record: ShardRecord) -> None:
         """A shard was sealed (or adopted from a killed agent's arena)."""
 
+    def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
+        """A sealed shard was found to be damaged and was dropped: after a restart, or when it was looked at again."""
+
     def marked(self, job: str, group: Group) -> None:
         """Somebody who can see more than this node says that a version is whole."""
 
@@ -179,6 +182,8 @@ class NodeStore:
         self._pins: dict[str, _PinOf] = {}
         self._gone: dict[Owner, float] = {}
         self._damages: deque[Damage] = deque(maxlen=1000)
+        self._dropped: deque[tuple[ShardRecord, str]] = deque(maxlen=1000)
+        """Damaged shards and why, for listeners that come later."""
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._listeners: list[SealListener] = []
         self._populating: deque[str] = deque()
@@ -573,13 +578,18 @@ class NodeStore:
     def report(self, key: ShardKey, reason: str) -> None:
         """This copy is not what was sealed: record it and drop it."""
         with self._lock:
+            slot = next((slot for slot in self._slots.values() if slot.record and slot.record.key == key), None)
+            if slot is None or slot.record is None:
+                return
+            record = slot.record
             self._record_damage(key.job, str(key), reason)
-            for slot in self._slots.values():
-                if slot.record is not None and slot.record.key == key:
-                    # Readers may still look at these bytes: only a slot nobody looks at is used again.
-                    self._drop_slot(slot) if slot.users else self._forget_record(slot)
-                    self._changed.notify_all()
-                    return
+            # Readers may still look at these bytes: only a slot nobody looks at is used again.
+            self._drop_slot(slot) if slot.users else self._forget_record(slot)
+            self._dropped.append((record, reason))
+            listeners = list(self._listeners)
+            self._changed.notify_all()
+        for listener in listeners:
+            listener.damaged(key, record, reason)
 
     # -- keeping and giving up --------------------------------------------------------------------------------
 
@@ -722,7 +732,10 @@ class NodeStore:
         """From now on, tell ``listener``; it is told of everything that is here already first."""
         with self._lock:
             records = [slot.record for slot in self._slots.values() if slot.record is not None and not slot.adopting]
+            dropped = list(self._dropped)
             self._listeners.append(listener)
+        for record, reason in dropped:
+            listener.damaged(record.key, record, reason)
         for record in records:
             listener.sealed(record)
 
@@ -872,6 +885,7 @@ class NodeStore:
             note = msgspec.msgpack.decode(sealed, type=_SealNote)
             record = note.record
             if size < record.size_bytes:
+                self._dropped.append((record, f"{size} bytes of {record.size_bytes} are left"))
                 raise ShardDamagedError(f"{record.key}: {size} bytes of {record.size_bytes} are left")
             self._arena.remove_note(f"lease.{name}")
             slot = _Slot(name, secrets.randbits(62), size, record.size_bytes, record.key.job, record.key.part)
@@ -909,15 +923,14 @@ class NodeStore:
             if record is None:
                 continue
             bad = self._damaged_chunks(record, self._arena.path(name), None)
+            if bad:
+                self.report(record.key, f"{len(bad)} chunks differ after a restart, first: {bad[0]}")
+                continue
             with self._lock:
                 slot.adopting = False
-                if bad:
-                    self._record_damage(record.key.job, str(record.key), f"{len(bad)} chunks differ after a restart")
-                    self._forget_record(slot)
-                else:
-                    self._counters["adopted"] += 1
-                listeners = list(self._listeners) if not bad else []
+                self._counters["adopted"] += 1
                 self._changed.notify_all()
+                listeners = list(self._listeners)
             for listener in listeners:
                 listener.sealed(record)
 
