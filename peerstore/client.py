@@ -57,6 +57,7 @@ class Client:
         self._retry_s = retry_s
         self._errors = dict(errors or {})
         self._idle: list[socket.socket] = []
+        self._closed = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.server_version = ""
@@ -74,6 +75,10 @@ class Client:
     def lease(self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0) -> Lease:
         ask = operations.TakeLease(key, size_bytes, parts, wait_s)
         return self.call("lease", ask, Lease, timeout_s=min(wait_s, MAX_WAIT_S) + _CALL_S)
+
+    def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease:
+        ask = operations.Grow(lease_id, size_bytes, wait_s)
+        return self.call("grow", ask, Lease, timeout_s=min(wait_s, MAX_WAIT_S) + _CALL_S)
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
         return self.call("relabel", operations.Relabel(lease_id, key), Lease)
@@ -125,7 +130,9 @@ class Client:
         return self.call("status", operations.Status(), StoreStatus)
 
     def close(self) -> None:
+        """Close the connections; one in the middle of a call is closed when the call ends."""
         with self._lock:
+            self._closed = True
             idle, self._idle = self._idle, []
         for sock in idle:
             sock.close()
@@ -169,14 +176,19 @@ class Client:
     def _take(self, deadline: float) -> socket.socket:
         with self._lock:
             if self._pid != os.getpid():  # a forked child must not talk on its parent's connections
-                self._idle, self._pid = [], os.getpid()
+                inherited, self._idle, self._pid = self._idle, [], os.getpid()
+                for sock in inherited:
+                    sock.close()
             if self._idle:
                 return self._idle.pop()
         return self._open(deadline)
 
     def _give_back(self, sock: socket.socket) -> None:
         with self._lock:
-            self._idle.append(sock)
+            if not self._closed:
+                self._idle.append(sock)
+                return
+        sock.close()
 
     def _open(self, deadline: float) -> socket.socket:
         pause = 0.02

@@ -51,6 +51,13 @@ class CreateSlot:
 
 
 @dataclass(frozen=True)
+class MakeRoom:
+    """What to remove so that a slot can grow: free slots, and sealed ones nobody needs."""
+
+    drop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Busy:
     """Not now: something transient is in the way."""
 
@@ -145,6 +152,32 @@ def choose_slot(
     if decision is not None:
         return decision
     wanted = f"part {part} of job {job} ({size_bytes} bytes)"
+    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, whole=whole)
+
+
+def make_room(
+    slots: Collection[SlotView],
+    *,
+    growing: str,
+    size_bytes: int,
+    limits: Limits,
+    whole: Mapping[str, Collection[Group]],
+) -> MakeRoom | Busy | Full:
+    """What has to go so that the leased slot ``growing`` can have ``size_bytes``."""
+    slot = next(slot for slot in slots if slot.name == growing)
+    over = sum(other.size_bytes for other in slots) - slot.size_bytes + size_bytes - limits.budget_bytes
+    free = [other for other in slots if other.state is SlotState.FREE]
+    drop = []
+    for other in [*sorted(free, key=lambda one: -one.size_bytes), *evictable(slots, whole)]:
+        if over <= 0:
+            break
+        if other.size_bytes:
+            drop.append(other.name)
+            over -= other.size_bytes
+    if over <= 0:
+        return MakeRoom(tuple(drop))
+    mine = [other for other in slots if (other.job, other.part) == (slot.job, slot.part)]
+    wanted = f"part {slot.part} of job {slot.job} (a slot that grows to {size_bytes} bytes)"
     return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, whole=whole)
 
 

@@ -31,6 +31,7 @@ class Store(Protocol):
     def epoch(self, job: str) -> int: ...
     def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int: ...
     def lease(self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0) -> Lease: ...
+    def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease: ...
     def relabel(self, lease_id: str, key: ShardKey) -> Lease: ...
     def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord: ...
     def abandon(self, lease_id: str) -> None: ...
@@ -64,6 +65,12 @@ class TakeLease(msgspec.Struct, frozen=True):
     key: ShardKey
     size_bytes: int
     parts: int
+    wait_s: float = 0.0
+
+
+class Grow(msgspec.Struct, frozen=True):
+    lease_id: str
+    size_bytes: int
     wait_s: float = 0.0
 
 
@@ -155,6 +162,9 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
             TakeLease,
             Lease,
             lambda a, who: store.lease(a.key, a.size_bytes, a.parts, wait_s=min(a.wait_s, MAX_WAIT_S), owner=who),
+        ),
+        "grow": Operation(
+            Grow, Lease, lambda a, _: store.grow(a.lease_id, a.size_bytes, wait_s=min(a.wait_s, MAX_WAIT_S))
         ),
         "relabel": Operation(Relabel, Lease, lambda a, _: store.relabel(a.lease_id, a.key)),
         "seal": Operation(Seal, ShardRecord, lambda a, _: store.seal(a.lease_id, a.size_bytes, a.meta)),

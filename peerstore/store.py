@@ -35,7 +35,17 @@ from peerstore.errors import (
     ShardNotFoundError,
     UnavailableError,
 )
-from peerstore.ledger import CreateSlot, Full, Limits, SlotView, UseSlot, choose_slot, whole_groups
+from peerstore.ledger import (
+    Busy,
+    CreateSlot,
+    Full,
+    Limits,
+    SlotView,
+    UseSlot,
+    choose_slot,
+    make_room,
+    whole_groups,
+)
 from peerstore.names import incarnation_name, job_name
 from peerstore.owners import Owner, myself
 from peerstore.pages import Mapping, populate_file
@@ -69,6 +79,9 @@ class SealListener:
 
     def sealed(self, record: ShardRecord) -> None:
         """A shard was sealed (or adopted from a killed agent's arena)."""
+
+    def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
+        """A sealed shard was found to be damaged and was dropped: after a restart, or when it was looked at again."""
 
     def marked(self, job: str, group: Group) -> None:
         """Somebody who can see more than this node says that a version is whole."""
@@ -169,6 +182,8 @@ class NodeStore:
         self._pins: dict[str, _PinOf] = {}
         self._gone: dict[Owner, float] = {}
         self._damages: deque[Damage] = deque(maxlen=1000)
+        self._dropped: deque[tuple[ShardRecord, str]] = deque(maxlen=1000)
+        """Damaged shards and why, for listeners that come later."""
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._listeners: list[SealListener] = []
         self._populating: deque[str] = deque()
@@ -253,14 +268,7 @@ class NodeStore:
                 )
                 if isinstance(decision, UseSlot | CreateSlot):
                     return self._give_lease(self._take(decision, key, size_bytes), key, size_bytes, parts, owner)
-                if isinstance(decision, Full):
-                    self._counters["lease_full"] += 1
-                    raise ArenaFullError(decision.reason)
-                left = deadline - self._clock()
-                if left <= 0:
-                    self._counters["lease_busy"] += 1
-                    raise ArenaBusyError(decision.reason)
-                self._changed.wait(min(left, 1.0))
+                self._refuse(decision, deadline)
 
     def _slot_for_again(self, key: ShardKey, owner: Owner) -> _Slot | None:
         """The slot ``key`` already has, when its owner asks again (its answer was lost, or staging failed)."""
@@ -327,6 +335,55 @@ class NodeStore:
             if key in (slot.record and slot.record.key, slot.lease and slot.lease.key):
                 return slot
         return None
+
+    def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease:
+        """The leased slot with room for ``size_bytes``; what was written so far stays. It never shrinks.
+
+        The same file, so that a mapping of it stays good for the bytes it covers. Repeating the call is harmless.
+        """
+        deadline = self._clock() + wait_s
+        with self._lock:
+            while True:
+                self._check_open()
+                slot, done = self._leased(lease_id)
+                lease = slot.lease
+                if done is not None or lease is None or slot.sealing:
+                    raise RequestError(f"lease {lease_id} is sealed already")
+                self._check_fence(lease.key)
+                if size_bytes <= lease.size_bytes:
+                    return lease
+                decision = make_room(
+                    [slot.view for slot in self._slots.values()],
+                    growing=slot.name,
+                    size_bytes=size_bytes,
+                    limits=self._limits,
+                    whole=self._whole(),
+                )
+                if not isinstance(decision, Busy | Full):
+                    return self._grown(slot, lease, decision.drop, size_bytes)
+                self._refuse(decision, deadline)
+
+    def _grown(self, slot: _Slot, lease: Lease, drop: tuple[str, ...], size_bytes: int) -> Lease:
+        for name in drop:
+            self._counters["evicted"] += self._slots[name].record is not None
+            self._drop_slot(self._slots[name])
+        self._arena.resize(slot.name, size_bytes, promised=self._cold_bytes())
+        slot.size_bytes = size_bytes
+        slot.lease = msgspec.structs.replace(lease, size_bytes=size_bytes)
+        self._save_lease(slot)
+        self._counters["grown"] += 1
+        return slot.lease
+
+    def _refuse(self, decision: Busy | Full, deadline: float) -> None:
+        """Wait a while when that may help, or say that it does not."""
+        if isinstance(decision, Full):
+            self._counters["lease_full"] += 1
+            raise ArenaFullError(decision.reason)
+        left = deadline - self._clock()
+        if not left > 0:
+            self._counters["lease_busy"] += 1
+            raise ArenaBusyError(decision.reason)
+        self._changed.wait(min(left, 1.0))
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
         """Write the leased slot under another key of the same writer: for bytes that were placed before their version
@@ -521,13 +578,18 @@ class NodeStore:
     def report(self, key: ShardKey, reason: str) -> None:
         """This copy is not what was sealed: record it and drop it."""
         with self._lock:
+            slot = next((slot for slot in self._slots.values() if slot.record and slot.record.key == key), None)
+            if slot is None or slot.record is None:
+                return
+            record = slot.record
             self._record_damage(key.job, str(key), reason)
-            for slot in self._slots.values():
-                if slot.record is not None and slot.record.key == key:
-                    # Readers may still look at these bytes: only a slot nobody looks at is used again.
-                    self._drop_slot(slot) if slot.users else self._forget_record(slot)
-                    self._changed.notify_all()
-                    return
+            # Readers may still look at these bytes: only a slot nobody looks at is used again.
+            self._drop_slot(slot) if slot.users else self._forget_record(slot)
+            self._dropped.append((record, reason))
+            listeners = list(self._listeners)
+            self._changed.notify_all()
+        for listener in listeners:
+            listener.damaged(key, record, reason)
 
     # -- keeping and giving up --------------------------------------------------------------------------------
 
@@ -670,7 +732,10 @@ class NodeStore:
         """From now on, tell ``listener``; it is told of everything that is here already first."""
         with self._lock:
             records = [slot.record for slot in self._slots.values() if slot.record is not None and not slot.adopting]
+            dropped = list(self._dropped)
             self._listeners.append(listener)
+        for record, reason in dropped:
+            listener.damaged(record.key, record, reason)
         for record in records:
             listener.sealed(record)
 
@@ -820,6 +885,7 @@ class NodeStore:
             note = msgspec.msgpack.decode(sealed, type=_SealNote)
             record = note.record
             if size < record.size_bytes:
+                self._dropped.append((record, f"{size} bytes of {record.size_bytes} are left"))
                 raise ShardDamagedError(f"{record.key}: {size} bytes of {record.size_bytes} are left")
             self._arena.remove_note(f"lease.{name}")
             slot = _Slot(name, secrets.randbits(62), size, record.size_bytes, record.key.job, record.key.part)
@@ -857,15 +923,14 @@ class NodeStore:
             if record is None:
                 continue
             bad = self._damaged_chunks(record, self._arena.path(name), None)
+            if bad:
+                self.report(record.key, f"{len(bad)} chunks differ after a restart, first: {bad[0]}")
+                continue
             with self._lock:
                 slot.adopting = False
-                if bad:
-                    self._record_damage(record.key.job, str(record.key), f"{len(bad)} chunks differ after a restart")
-                    self._forget_record(slot)
-                else:
-                    self._counters["adopted"] += 1
-                listeners = list(self._listeners) if not bad else []
+                self._counters["adopted"] += 1
                 self._changed.notify_all()
+                listeners = list(self._listeners)
             for listener in listeners:
                 listener.sealed(record)
 

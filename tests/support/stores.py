@@ -1,0 +1,76 @@
+"""Stores for tests: keys, writers and readers in one line each, and every implementation of a store."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from peerstore.client import Client, connect
+from peerstore.operations import Store
+from peerstore.pages import Mapping
+from peerstore.records import Lease, ShardKey, ShardRecord
+from peerstore.server import StoreServer
+from peerstore.store import NodeStore
+
+MIB = 1 << 20
+
+
+def key(version: int = 0, part: int = 0, *, job: str = "job", epoch: int = 1, name: str = "a", attempt: int = 0) -> Any:
+    return ShardKey(job, version, epoch, name, attempt, part)
+
+
+def content(of: ShardKey, size_bytes: int) -> bytes:
+    """Bytes that no other key has."""
+    seed = repr(of).encode()
+    return (seed * (size_bytes // len(seed) + 1))[:size_bytes]
+
+
+def fill(lease: Lease, data: bytes, start: int = 0) -> None:
+    """Write into a leased slot the way a trainer does: through a mapping."""
+    with Mapping(lease.path, lease.size_bytes, writable=True) as mapping, mapping.view as view:
+        view[start : start + len(data)] = data
+
+
+def save(store: Store, of: ShardKey, size_bytes: int = MIB, *, parts: int = 1, meta: bytes = b"") -> ShardRecord:
+    lease = store.lease(of, size_bytes, parts)
+    fill(lease, content(of, size_bytes))
+    return store.seal(lease.id, size_bytes, meta)
+
+
+def load(store: Store, of: ShardKey) -> bytes:
+    pin = store.pin(of)
+    try:
+        with Mapping(pin.path, pin.record.size_bytes) as mapping, mapping.view as view:
+            return bytes(view)
+    finally:
+        store.unpin(pin.id)
+
+
+def flip(path: str | Path, at: int) -> None:
+    """Change one byte of a file."""
+    with Path(path).open("r+b") as file:
+        file.seek(at)
+        old = file.read(1)
+        file.seek(at)
+        file.write(bytes([old[0] ^ 0xFF]))
+
+
+@contextlib.contextmanager
+def served(store: NodeStore, folder: Path) -> Iterator[Path]:
+    """The socket of a server in this process."""
+    path = folder / f"{secrets.token_hex(4)}.sock"
+    server = StoreServer(store, path, version="test")
+    server.start()
+    try:
+        yield path
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def client_of(path: Path, **options: Any) -> Iterator[Client]:
+    with contextlib.closing(Client(lambda: connect(path), **{"retry_s": 5.0, **options})) as client:
+        yield client

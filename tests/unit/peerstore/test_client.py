@@ -1,0 +1,84 @@
+"""The client's connections: pooled while it is open, all closed when it is not."""
+
+import socket
+import threading
+
+import pytest
+
+from peerstore import frames
+from peerstore.client import Client
+from peerstore.errors import AgentUnreachableError, ProtocolError
+from peerstore.frames import PROTOCOL, Greeting, Request, Response
+
+
+class ScriptedAgent:
+    """The other end of a client's connections, moved one step at a time by the test."""
+
+    def __init__(self):
+        self.ends = []
+        self.greeting = Greeting(PROTOCOL, "", "1.0", "arena")
+
+    def connect(self):
+        here, there = socket.socketpair()
+        there.settimeout(10)
+        self.ends.append(there)
+        frames.send(there, self.greeting)
+        return here
+
+    def request(self, end=0):
+        greeting = frames.receive(self.ends[end], Greeting)
+        assert greeting.protocol == PROTOCOL
+        return frames.receive(self.ends[end], Request)
+
+    def answer(self, value, end=0):
+        frames.send(self.ends[end], Response("", frames.encode_raw(value)))
+
+    def close(self):
+        for end in self.ends:
+            end.close()
+
+
+@pytest.fixture
+def agent():
+    one = ScriptedAgent()
+    yield one
+    one.close()
+
+
+def test_a_connection_in_the_middle_of_a_call_is_closed_with_the_client(agent):
+    client = Client(agent.connect, retry_s=0)
+    answers = []
+    caller = threading.Thread(target=lambda: answers.append(client.epoch("job")))
+    caller.start()
+    assert agent.request().op == "epoch"
+    client.close()
+    agent.answer(7)
+    caller.join(10)
+    assert answers == [7]
+    assert agent.ends[0].recv(1) == b"", "the connection was kept by a closed client"
+
+
+def test_calls_one_after_the_other_share_a_connection(agent):
+    client = Client(agent.connect, retry_s=0)
+    agent.answer(1)
+    assert client.epoch("job") == 1
+    agent.answer(2)
+    assert client.epoch("job") == 2
+    assert len(agent.ends) == 1
+    client.close()
+
+
+def test_an_agent_of_another_protocol_is_named(agent):
+    agent.greeting = Greeting(PROTOCOL + 1, "", "9.9")
+    with pytest.raises(ProtocolError, match=r"speaks protocol 2 \(version 9\.9\), this client 1: use the same release"):
+        Client(agent.connect, retry_s=0)
+    assert frames.receive(agent.ends[0], Greeting).protocol == PROTOCOL
+    assert agent.ends[0].recv(1) == b"", "the refused connection was left open"
+
+
+def test_a_client_without_an_agent_says_so():
+    def nobody():
+        raise AgentUnreachableError("no agent answers on nowhere")
+
+    with pytest.raises(AgentUnreachableError, match="nowhere"):
+        Client(nobody, retry_s=0)

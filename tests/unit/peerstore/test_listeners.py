@@ -1,0 +1,79 @@
+"""What the owner of a store's contents is told."""
+
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+
+from peerstore.arena import TmpfsArena
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore, SealListener
+from tests.support.stores import flip, key, save
+
+
+class Diary(SealListener):
+    def __init__(self):
+        self.lines = []
+
+    def sealed(self, record):
+        self.lines.append(("sealed", record.key))
+
+    def damaged(self, key, record, reason):
+        assert key == record.key
+        self.lines.append(("damaged", key, reason))
+
+
+@pytest.fixture
+def place():
+    """A directory that a store is opened in, again and again."""
+    directory = Path("/dev/shm") / f"peerstore-test-{uuid.uuid4().hex[:12]}"
+    stores = []
+
+    def open_it():
+        for store in stores:
+            store.close()
+        stores[:] = [NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))]
+        return stores[0]
+
+    yield open_it
+    for store in stores:
+        store.close()
+    TmpfsArena(directory).purge()
+    directory.rmdir()
+
+
+def test_told_of_damage_found_when_looked_at_again(place):
+    store, diary = place(), Diary()
+    store.subscribe(diary)
+    save(store, key(3))
+    flip(store.path_of(key(3)), 17)
+    assert store.verify(key(3)) == (0,)
+    reason = "1 of its chunks changed after it was sealed, first: 0"
+    assert diary.lines == [("sealed", key(3)), ("damaged", key(3), reason)]
+
+
+def test_told_of_damage_found_after_a_restart_also_when_it_listens_later(place):
+    store = place()
+    save(store, key(3, part=0), parts=3)
+    save(store, key(3, part=8), parts=9)
+    save(store, key(3, part=1), parts=3)
+    flip(store.path_of(key(3, part=8)), 17)
+    os.truncate(store.path_of(key(3, part=1)), 100)
+    store = place()
+    assert [fact.key.part for fact in store.inventory()] == [0]
+    diary = Diary()
+    store.subscribe(diary)
+    assert sorted(diary.lines) == [
+        ("damaged", key(3, part=1), "100 bytes of 1048576 are left"),
+        ("damaged", key(3, part=8), "1 chunks differ after a restart, first: 0"),
+        ("sealed", key(3, part=0)),
+    ]
+
+
+def test_a_report_about_what_is_not_here_is_nobody_s_news(place):
+    store, diary = place(), Diary()
+    store.subscribe(diary)
+    store.report(key(1), "so they say")
+    assert diary.lines == []
+    assert store.status().damages == ()
