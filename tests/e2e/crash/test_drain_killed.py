@@ -54,7 +54,9 @@ def test_killed_between_two_parts(agent_dir, rclone, rclone_proxy):
         end_agent(agent_dir, signal.SIGKILL)
         held.drop()
         assert ckpt.wait("durable", timeout_s=60)
-    assert rclone_proxy.parts_sent() == [1, 2, 3, 4, 4, 5]
+    sent = rclone_proxy.parts_sent()
+    assert sent[:3] == [1, 2, 3]
+    assert set(sent[3:]) == {4, 5}
     assert len(rclone_proxy.seen("POST", query="uploads")) == 1
     job.lose_memory()
     job.expect(0, tiers={"durable"}, size=SIZE)
