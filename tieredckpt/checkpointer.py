@@ -408,13 +408,18 @@ class Checkpointer:
             found: str = reader.check()
         except CheckpointNotFoundError as error:
             found = f"absent {error}"
+        except CheckpointDamagedError as error:
+            found = f"damaged {error}"
         except (TieredCheckpointError, PeerStoreError) as error:
             found = f"unknown {error}"
         answers = self._from_all(found)
         unknown = [answer for answer in answers if answer.startswith("unknown ")]
+        damaged = [answer for answer in answers if answer.startswith("damaged ")]
         absent = [answer for answer in answers if answer.startswith("absent ")]
         if unknown:
             raise TierUnavailableError(unknown[0].removeprefix("unknown "))
+        if damaged:
+            raise CheckpointDamagedError(damaged[0].removeprefix("damaged "))
         if absent and len(absent) < len(answers):
             raise TierUnavailableError(
                 f"{self._location.job}: {len(answers) - len(absent)} of {len(answers)} ranks reach a checkpoint, the "

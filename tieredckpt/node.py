@@ -30,10 +30,14 @@ class StepView(msgspec.Struct, frozen=True):
     saved_ns: int = 0
     restores: int = 0
     """How often this node's ranks began from it without a newer step since."""
+    damaged: dict[int, str] = {}
+    """Parts that were found damaged in this node's memory and dropped, and how; kept until a newer step is whole."""
 
     @property
     def candidate(self) -> Candidate:
-        return Candidate(self.group, self.parts, self.found, self.base, self.covered or self.durable)
+        return Candidate(
+            self.group, self.parts, self.found, self.base, covered=self.covered or self.durable, damaged=self.damaged
+        )
 
 
 class Survey(msgspec.Struct, frozen=True):

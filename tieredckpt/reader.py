@@ -561,6 +561,11 @@ def _nothing(location: Location, resolution: Resolution) -> TieredCheckpointErro
             f"{location}: nothing to load in the tiers that answered, and the {', '.join(resolution.unreachable)} tier "
             f"could not be asked, so it is not known whether there is a checkpoint ({resolution.explain()})"
         )
+    if resolution.lost:
+        return CheckpointDamagedError(
+            f"{location}: there were checkpoints, and none of them can be used ({resolution.explain()}). To look at "
+            f"them: tieredckpt ls {location.job}. To start from nothing on purpose, use another job name"
+        )
     return CheckpointNotFoundError(f"{location}: no whole step to load ({resolution.explain()})")
 
 

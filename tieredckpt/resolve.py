@@ -34,6 +34,8 @@ class Candidate:
     """The step its incarnation was restored from, when it said so."""
     covered: bool = False
     """The parts that were seen hold the whole state although some are missing."""
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    """The parts whose copies were found damaged and dropped, and how."""
 
     @property
     def whole(self) -> bool:
@@ -49,6 +51,7 @@ class Verdict(str, enum.Enum):
     CHOSEN = "chosen"
     OLDER = "older than the chosen one"
     TORN = "not whole"
+    DAMAGED = "damaged"
     QUARANTINED = "quarantined"
     SUPERSEDED = "of a past that the job has left"
     OTHER_STEP = "not the step asked for"
@@ -64,6 +67,11 @@ class Resolution:
     """Tiers that could not be asked."""
     alternatives: tuple[Candidate, ...] = field(default=())
     """Whole steps to fall back to, best first."""
+
+    @property
+    def lost(self) -> bool:
+        """There was a step that is not usable any more: that is damage, and not absence."""
+        return any(verdict in (Verdict.DAMAGED, Verdict.QUARANTINED) for verdict in self.verdicts.values())
 
     def explain(self) -> str:
         """One line per candidate, newest first."""
@@ -108,7 +116,7 @@ def _rejection(
     if step is not None and group.version != step:
         return Verdict.OTHER_STEP
     if not candidate.whole:
-        return Verdict.TORN
+        return Verdict.DAMAGED if candidate.damaged else Verdict.TORN
     if group in quarantined:
         return Verdict.QUARANTINED
     if step is None and any(_left_behind(candidate, other, quarantined) for other in candidates):

@@ -8,6 +8,7 @@ from peerstore.records import Group
 from tieredckpt.settings import DurableSettings
 
 LAYOUT, TABLE, DURABLE, QUARANTINE, RESTORED = "layout.", "table.", "durable", "quarantine.", "restored."
+DAMAGED = "damaged."
 """Prefixes of the blobs this package keeps beside a job's shards."""
 
 MAX_WAIT_S = 120.0

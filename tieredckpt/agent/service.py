@@ -12,11 +12,12 @@ import msgspec
 
 from peerstore.errors import RequestError, ShardNotFoundError
 from peerstore.operations import Operation
-from peerstore.records import Group, ShardFact, ShardRecord
+from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
 from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.drain import Drain
 from tieredckpt.agent.messages import (
+    DAMAGED,
     DURABLE,
     LAYOUT,
     MAX_WAIT_S,
@@ -55,6 +56,12 @@ log = logging.getLogger(__name__)
 OpenStore = Callable[[str, DurableSettings], ObjectStore]
 
 
+class _DamageNote(msgspec.Struct, frozen=True):
+    key: ShardKey
+    parts: int
+    reason: str
+
+
 class NodeService(SealListener):
     """A :class:`~tieredckpt.node.Node` over this process's own store."""
 
@@ -85,6 +92,7 @@ class NodeService(SealListener):
         views = {view.group: view for view in self._memory_views(job)}
         unreachable: dict[Tier, str] = {}
         plain: tuple[int, ...] = ()
+        self._add_damaged(job, views)
         try:
             plain = self._add_durable(job, views, fresh=fresh)
         except (TierUnavailableError, DurableRefusedError) as error:
@@ -145,6 +153,11 @@ class NodeService(SealListener):
         self.store.put_blob(job, name, str(self._count(job, name) + 1).encode())
         with self._lock:
             self._began.pop(job, None)
+
+    def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
+        """A shard is gone because it was damaged: remembered, so that nobody takes its step for one that never was."""
+        note = _DamageNote(key, record.parts, reason)
+        self.store.put_blob(key.job, f"{DAMAGED}{names.stem(key.group)}.{key.part}", msgspec.msgpack.encode(note))
 
     def sealed(self, record: ShardRecord) -> None:
         """A step newer than the one the ranks began from: that one was fine."""
@@ -235,6 +248,21 @@ class NodeService(SealListener):
         if table is None:
             return False
         return not gaps(decode_table(table), [decode(layout) for layout in layouts if layout is not None])
+
+    def _add_damaged(self, job: str, views: dict[Group, StepView]) -> None:
+        """Put what was lost to damage beside what is there, until a newer step is whole."""
+        whole = max((group for group, view in views.items() if view.candidate.whole), default=None)
+        for name in self.store.blobs(job):
+            blob = self._blob(job, name) if name.startswith(DAMAGED) else None
+            if blob is None:
+                continue
+            note = msgspec.msgpack.decode(blob, type=_DamageNote)
+            group, part = note.key.group, note.key.part
+            view = views.get(group) or StepView(group, note.parts, {})
+            if part in view.found or (whole is not None and whole > group):
+                self.store.remove_blob(job, name)
+            else:
+                views[group] = msgspec.structs.replace(view, damaged={**view.damaged, part: note.reason})
 
     def _add_durable(self, job: str, views: dict[Group, StepView], *, fresh: bool) -> tuple[int, ...]:
         """Put what the durable tier has beside what is in memory; the answer is the plain checkpoints there."""

@@ -136,6 +136,22 @@ def test_when_every_step_is_damaged_that_is_an_error_not_a_fresh_start(agent_dir
             ckpt.restore(zeroed(state_at(0)))
 
 
+def test_damage_is_remembered_until_a_newer_step_is_whole(agent_dir):
+    """Also by the next agent, which finds nothing but the note: a lost checkpoint is not one that never was."""
+    with Checkpointer(JOB) as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        damage_newest(agent_dir)
+        end_agent(agent_dir, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(CheckpointDamagedError, match="step 0 .*damaged"):
+                ckpt.restore(zeroed(state_at(0)))
+            end_agent(agent_dir, signal.SIGKILL)
+        ckpt.save(state_at(1), 1).wait()
+        found = zeroed(state_at(0))
+        assert ckpt.restore(found) == 1
+        assert [info.step for info in ckpt.steps()] == [1]
+
+
 def test_a_named_step(agent_dir):
     with Checkpointer(JOB) as ckpt:
         for step in range(2):

@@ -17,6 +17,34 @@ def chosen(candidates, **kwargs):
     return None if found is None else (found.group.version, found.group.epoch)
 
 
+def lost(number, parts=2, found=(0,)):
+    return Candidate(Group(1, number, 0, "a"), parts, dict.fromkeys(found, MEMORY), damaged={1: "a flipped bit"})
+
+
+@pytest.mark.parametrize(
+    ("candidates", "quarantined", "is_lost"),
+    [
+        ([], [], False),
+        ([step(3, found=(0,))], [], False),
+        ([lost(3)], [], True),
+        ([lost(3, found=())], [], True),
+        ([step(3)], [Group(1, 3, 0, "a")], True),
+    ],
+    ids=["nothing", "torn", "a part was damaged", "all parts were damaged", "quarantined"],
+)
+def test_lost_is_not_absent(candidates, quarantined, is_lost):
+    found = resolve(candidates, quarantined=quarantined)
+    assert found.chosen is None
+    assert found.lost is is_lost
+
+
+def test_a_step_with_a_damaged_part_is_passed_over_by_name():
+    found = resolve([step(2), lost(3)])
+    assert found.chosen is not None
+    assert found.chosen.group.version == 2
+    assert "step 3 (epoch 1): damaged" in found.explain()
+
+
 CASES = {
     "nothing anywhere": ([], {}, None),
     "the only whole step": ([step(0)], {}, (0, 1)),
