@@ -1,6 +1,7 @@
 # Every target does its own set-up: a virtual environment in .venv for tox, and tox's own for the work.
 PYTHON ?= python3
 TOX := .venv/bin/tox
+BIN := .tox/py/bin
 
 .PHONY: help test check demo bench docs soak test-system clean
 
@@ -18,26 +19,34 @@ $(TOX): requirements/tox.txt
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/tox.txt
 	@touch $(TOX)
 
+# The environment of `tox -e py`, brought up to date; the other targets run their tools in it.
+.PHONY: env
+env: $(TOX)
+	@$(TOX) -q -e py --notest
+
 test: $(TOX)
 	$(TOX) -e py -- $(ARGS)
 
-check: $(TOX)
-	$(TOX) -e check
+soak: $(TOX)
+	$(TOX) -e py -- -m soak $(ARGS)
 
-demo: $(TOX)
-	$(TOX) -q -e demo -- $(ARGS)
+test-system: $(TOX)
+	$(TOX) -e py -- -m system -rs $(ARGS)
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+demo: env
+	@OMP_NUM_THREADS=1 $(BIN)/tieredckpt demo $(ARGS)
+
+docs: env
+	@$(BIN)/python docs/build.py $(ARGS)
 
 bench: $(TOX)
 	$(TOX) -q -e bench -- $(ARGS)
-
-docs: $(TOX)
-	$(TOX) -q -e docs -- $(ARGS)
-
-soak: $(TOX)
-	$(TOX) -e soak -- $(ARGS)
-
-test-system: $(TOX)
-	$(TOX) -e system -- $(ARGS)
 
 clean:
 	rm -rf .venv .tox build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

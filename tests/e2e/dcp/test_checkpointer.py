@@ -143,7 +143,7 @@ def test_damage_is_remembered_until_a_newer_step_is_whole(agent_dir):
         damage_newest(agent_dir)
         end_agent(agent_dir, signal.SIGKILL)
         for _ in range(2):
-            with pytest.raises(CheckpointDamagedError, match="step 0 .*damaged"):
+            with pytest.raises(CheckpointDamagedError, match=r"step 0 .*damaged"):
                 ckpt.restore(zeroed(state_at(0)))
             end_agent(agent_dir, signal.SIGKILL)
         ckpt.save(state_at(1), 1).wait()
