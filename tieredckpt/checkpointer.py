@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 
 from peerstore.errors import PeerStoreError
@@ -387,6 +388,7 @@ class Checkpointer:
             reader = TieredReader(self._location.job, step, settings=self.settings)
             if not self._anything(reader, step):
                 return -1
+            _make_moments(state, reader)
             try:
                 self._dcp(dcp.load, state, storage_reader=reader)
             except CheckpointException as failure:
@@ -396,6 +398,11 @@ class Checkpointer:
                 log.error("restore of %s: %s; trying the next older step", self._location.job, error)
                 continue
             self.last_restore = reader.report
+            if reader.unused:
+                log.warning(
+                    "%s step %d: %d entries were saved but are not in the state to be restored, so left out: %s",
+                    *(self._location.job, reader.restored_step, len(reader.unused), _some(reader.unused)),
+                )
             self._board = self._board or board_for(self.session)
             return reader.restored_step
         raise CheckpointDamagedError(
@@ -531,6 +538,24 @@ def _with_arguments(settings: Settings, **sections: Mapping[str, Any]) -> Settin
     if "every" not in changes["durable"] and every > 0 and settings.durable.every % every:
         changes["durable"]["every"] = every
     return override(settings, **changes)
+
+
+def _make_moments(state: State, reader: TieredReader) -> None:
+    """An optimizer that never stepped has no moments to be filled: make them, where the checkpoint has some."""
+    empty = [name for name, value in state.items() if isinstance(value, torch.optim.Optimizer) and not value.state]
+    if not empty:
+        return
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except TieredCheckpointError:
+        return  # the load that follows says so to all ranks
+    for name in empty:
+        if any(key.startswith(f"{name}.state.") for key in saved):
+            _init_optim_state(state[name])
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def _typed(failure: CheckpointException) -> BaseException:

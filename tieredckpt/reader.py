@@ -124,6 +124,8 @@ class TieredReader(StorageReader):
         """Why the last load failed on this rank."""
         self.report: RestoreReport | None = None
         """What the last load did."""
+        self.unused: tuple[str, ...] = ()
+        """What the step has and no rank asked for; known to the coordinator."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -189,6 +191,10 @@ class TieredReader(StorageReader):
             return self._plain[1].prepare_global_plan(plans)
         votes = [plan.storage_data for plan in plans]
         decision = Decision(_agree([vote for vote in votes if isinstance(vote, Vote)], self._location))
+        step = self._described(decision.group)
+        if step is not None:
+            asked = {item.storage_index.fqn for plan in plans for item in plan.items}
+            self.unused = tuple(sorted({*step.tensors, *step.objects} - asked))
         return [dataclasses.replace(plan, storage_data=decision) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

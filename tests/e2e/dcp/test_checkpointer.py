@@ -471,3 +471,47 @@ def test_writers_and_checkpointers_share_a_job(agent_dir):
         assert ckpt.restore(found) == 3
         assert_same(state, found)
     assert agent_pid(agent_dir)
+
+
+def loop_with_optimizer(steps, seed_step=0):
+    """The README's loop: objects with a state, not their state dicts. Returns losses by step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = {"model": model, "optim": optimizer}
+    losses = {}
+    with Checkpointer(JOB) as ckpt:
+        first = ckpt.restore(state) + 1
+        for step in range(first, steps):
+            loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[step] = loss.item().hex()
+            ckpt.save(state, step)
+    return losses
+
+
+def test_an_optimizer_that_never_stepped_gets_its_moments(agent_dir):
+    with memory_node():
+        undisturbed = loop_with_optimizer(6)
+    assert loop_with_optimizer(3) | loop_with_optimizer(6) == undisturbed
+
+
+def test_a_fresh_start_leaves_the_optimizer_alone(agent_dir):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(JOB) as ckpt:
+        assert ckpt.restore({"optim": optimizer}) == -1
+        assert not optimizer.state
+        ckpt.save({"optim": optimizer}, 0).wait()  # saved before the first step: there are no moments
+        assert ckpt.restore({"optim": optimizer}) == 0
+        assert not optimizer.state
+
+
+def test_what_is_not_asked_for_is_told(agent_dir, caplog):
+    with Checkpointer(JOB) as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        ckpt.restore({"w": torch.zeros(1000)})
+        assert "3 entries were saved but are not in the state" in caplog.text
+        assert "nested.b" in caplog.text
