@@ -1,0 +1,179 @@
+"""Checks the documentation and renders it: links lead somewhere, code is code, commands exist.
+
+    python docs/build.py [--out site]
+
+Every relative link and anchor of every page is followed; every Python block must compile, and one that names an example
+must be that file; every `make` target, `tieredckpt` and `peerstore` command and every test a page names must exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+ROOT = Path(__file__).resolve().parent.parent
+STYLE = """
+body { font: 16px/1.55 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
+pre, code { font: 14px/1.45 ui-monospace, monospace; background: #f3f5f7 } pre { padding: .8rem; overflow-x: auto }
+table { border-collapse: collapse; margin: 1rem 0 } td, th { border: 1px solid #d5dbe1; padding: .3rem .6rem; text-align: left }
+img { max-width: 100% } nav { border-bottom: 1px solid #d5dbe1; padding-bottom: .6rem } nav a { margin-right: 1rem }
+"""
+
+
+@dataclass
+class Page:
+    path: Path
+    tokens: list[Token]
+    anchors: set[str]
+    problems: list[str] = field(default_factory=list)
+
+    def wrong(self, what: str) -> None:
+        self.problems.append(f"{self.path.relative_to(ROOT)}: {what}")
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def parse(path: Path, parser: MarkdownIt) -> Page:
+    tokens = parser.parse(path.read_text(encoding="utf-8"))
+    headings = [tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open"]
+    return Page(path, tokens, {slug(heading) for heading in headings})
+
+
+def slug(heading: str) -> str:
+    """As the usual hosts make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def inline(tokens: list[Token]) -> Iterator[Token]:
+    for token in tokens:
+        yield token
+        yield from inline(token.children or [])
+
+
+def check_links(page: Page, anchors: dict[Path, set[str]]) -> None:
+    for token in inline(page.tokens):
+        target = token.attrGet("href") or token.attrGet("src")
+        if not isinstance(target, str) or re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.path.parent / name).resolve() if name else page.path
+        if not path.exists():
+            page.wrong(f"link to {target}: there is no such file")
+        elif anchor and anchor not in anchors.get(path, set()):
+            page.wrong(f"link to {target}: there is no such heading")
+
+
+def check_code(page: Page) -> None:
+    example = ""
+    for token in page.tokens:
+        if token.type == "html_block" and (named := re.match(r"<!-- (examples/\S+) -->", token.content)):
+            example = named[1]
+        if token.type != "fence":
+            continue
+        if token.info == "python":
+            try:
+                compile(token.content, str(page.path), "exec")
+            except SyntaxError as error:
+                page.wrong(f"code that does not compile: {error}")
+        if example and token.content.strip() != (ROOT / example).read_text().strip():
+            page.wrong(f"the code shown is not {example}")
+        example = ""
+
+
+def check_names(page: Page, commands: dict[str, set[str]]) -> None:
+    """What stands in code is what exists: commands, make targets, tests."""
+    for token in inline(page.tokens):
+        if token.type not in ("code_inline", "fence") or token.info not in ("", "bash", "sh"):
+            continue
+        for program, known in commands.items():
+            for found in re.finditer(rf"(?:^|[`\s]){program} ([a-z][a-z-]+)", token.content):
+                if found[1] not in known:
+                    page.wrong(f"`{program} {found[1]}`: there is no such command")
+        for test in re.findall(r"tests/[\w/]+(?:\.py)?", token.content):
+            if not (ROOT / test).exists():
+                page.wrong(f"`{test}`: there is no such test")
+        if token.type == "code_inline" and re.fullmatch(r"test_\w+", token.content) and token.content not in tests():
+            page.wrong(f"`{token.content}`: there is no such test")
+
+
+def tests(known: set[str] = set()) -> set[str]:  # noqa: B006 - read once
+    if not known:
+        for path in (ROOT / "tests").rglob("*.py"):
+            known |= set(re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8"))) | {path.stem}
+    return known
+
+
+def commands() -> dict[str, set[str]]:
+    from peerstore.cli import main as peerstore
+    from tieredckpt.cli import main as tieredckpt
+
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return {
+        "make": set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)),
+        "tieredckpt": set(getattr(tieredckpt, "commands", ())),
+        "peerstore": set(getattr(peerstore, "commands", ())) or {"serve", "status"},
+    }
+
+
+def render(page: Page, parser: MarkdownIt, out: Path) -> None:
+    place = out / page.path.relative_to(ROOT).with_suffix(".html")
+    if page.path.name == "README.md":
+        place = place.with_name("index.html")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    body = parser.renderer.render(page.tokens, parser.options, {})
+    body = re.sub(
+        r'href="([^":]*?)(README)?\.md(#[^"]*)?"',
+        lambda m: f'href="{m[1]}{"index" if m[2] else ""}.html{m[3] or ""}"',
+        body,
+    )
+    up = "../" * (len(page.path.relative_to(ROOT).parts) - 1)
+    links = "".join(
+        f'<a href="{up}{where}">{name}</a>'
+        for name, where in (
+            ("Home", "index.html"),
+            ("Architecture", "docs/architecture.html"),
+            ("Benchmarks", "docs/benchmarks.html"),
+        )
+    )
+    title = html.escape(next((t.content for t in page.tokens if t.type == "inline"), page.path.stem))
+    place.write_text(
+        f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{STYLE}</style><nav>{links}</nav>{body}",
+        encoding="utf-8",
+    )
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--out", type=Path, default=ROOT / "site", help="where the rendered pages go")
+    out: Path = arguments.parse_args().out
+    parser = MarkdownIt("commonmark", {"html": True}).enable("table")
+    found = [parse(path, parser) for path in pages()]
+    anchors = {page.path: page.anchors for page in found}
+    known = commands()
+    for page in found:
+        check_links(page, anchors)
+        check_code(page)
+        check_names(page, known)
+        render(page, parser, out)
+    shutil.copytree(ROOT / "docs" / "figures", out / "docs" / "figures", dirs_exist_ok=True)
+    problems = [problem for page in found for problem in page.problems]
+    print("\n".join(problems), file=sys.stderr)
+    print(
+        f"{len(found)} pages rendered into {out}: {f'{len(problems)} problems' if problems else 'all links, code and commands are good'}"
+    )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
