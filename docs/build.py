@@ -9,6 +9,7 @@ must be that file; every `make` target, `tieredckpt` and `peerstore` command and
 from __future__ import annotations
 
 import argparse
+import functools
 import html
 import re
 import shutil
@@ -107,11 +108,13 @@ def check_names(page: Page, commands: dict[str, set[str]]) -> None:
             page.wrong(f"`{token.content}`: there is no such test")
 
 
-def tests(known: set[str] = set()) -> set[str]:  # noqa: B006 - read once
-    if not known:
-        for path in (ROOT / "tests").rglob("*.py"):
-            known |= set(re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8"))) | {path.stem}
-    return known
+@functools.cache
+def tests() -> frozenset[str]:
+    """Names of test functions and test files."""
+    known: set[str] = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        known |= {path.stem, *re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8"))}
+    return frozenset(known)
 
 
 def commands() -> dict[str, set[str]]:
@@ -168,10 +171,10 @@ def main() -> int:
         render(page, parser, out)
     shutil.copytree(ROOT / "docs" / "figures", out / "docs" / "figures", dirs_exist_ok=True)
     problems = [problem for page in found for problem in page.problems]
-    print("\n".join(problems), file=sys.stderr)
-    print(
-        f"{len(found)} pages rendered into {out}: {f'{len(problems)} problems' if problems else 'all links, code and commands are good'}"
-    )
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    verdict = f"{len(problems)} problems" if problems else "all links, code and commands are good"
+    print(f"{len(found)} pages rendered into {out}: {verdict}")
     return 1 if problems else 0
 
 
