@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from peerstore.records import Group
+from tieredckpt.resolve import Candidate, Verdict, resolve
 
 
 def victims(
-    whole: Collection[Group], *, keep_last: int, keep_every: int = 0, quarantined: Collection[Group] = ()
+    whole: Mapping[Group, int | None], *, keep_last: int, keep_every: int = 0, quarantined: Collection[Group] = ()
 ) -> list[Group]:
-    """Whole steps to delete, oldest first. ``keep_last`` 0 keeps all; the newest good one is never among them.
+    """Whole steps to delete, oldest first, out of all (with the step each one's incarnation began from).
 
-    Quarantined steps do not count as kept and are deleted once enough good ones are newer.
+    ``keep_last`` counts steps, not attempts at them; 0 keeps all. What a restore would choose is never deleted. Steps
+    that are quarantined, or of a past that the job has left, do not count as kept and go once enough good ones are
+    newer.
     """
     if keep_last <= 0:
         return []
-    order = sorted(whole, key=lambda group: (group.version, group.epoch, group.attempt, group.incarnation))
-    good = [group for group in order if group not in quarantined]
+    seen = resolve([Candidate(group, 0, {}, base) for group, base in whole.items()], quarantined=quarantined)
+    unused = {g for g, verdict in seen.verdicts.items() if verdict in (Verdict.QUARANTINED, Verdict.SUPERSEDED)}
+    good = {group.version for group in whole if group not in unused}
     if not good:
         return []
-    kept = set(good[-keep_last:])
-    kept.update(group for group in good if keep_every and group.version % keep_every == 0)
-    oldest = order.index(good[-keep_last:][0])
-    return [group for number, group in enumerate(order) if group not in kept and number < oldest]
+    oldest = sorted(good)[-keep_last:][0]
+    old = [group for group in whole if group.version < oldest]
+    gone = [group for group in old if group in unused or not keep_every or group.version % keep_every]
+    return sorted(gone, key=lambda group: (group.version, group.epoch, group.attempt, group.incarnation))
