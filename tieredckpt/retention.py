@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from peerstore.records import Group
-from tieredckpt.resolve import Candidate, Verdict, resolve
+from tieredckpt.resolve import Candidate, Verdict, left_behind, resolve
 
 
 def victims(
@@ -19,12 +19,26 @@ def victims(
     """
     if keep_last <= 0:
         return []
-    seen = resolve([Candidate(group, 0, {}, base) for group, base in whole.items()], quarantined=quarantined)
-    unused = {g for g, verdict in seen.verdicts.items() if verdict in (Verdict.QUARANTINED, Verdict.SUPERSEDED)}
+    seen = {group: Candidate(group, 0, {}, base) for group, base in whole.items()}
+    verdicts = resolve(list(seen.values()), quarantined=quarantined).verdicts
+    unused = {group for group in whole if verdicts[group] in (Verdict.QUARANTINED, Verdict.SUPERSEDED)}
     good = {group.version for group in whole if group not in unused}
     if not good:
         return []
     oldest = sorted(good)[-keep_last:][0]
-    old = [group for group in whole if group.version < oldest]
-    gone = [group for group in old if group in unused or not keep_every or group.version % keep_every]
+    old = {group for group in whole if group.version < oldest}
+    gone = {group for group in old if group in unused or not keep_every or group.version % keep_every}
+    gone -= _still_needed(seen, gone, [g for g in unused - gone if verdicts[g] is Verdict.SUPERSEDED], quarantined)
     return sorted(gone, key=lambda group: (group.version, group.epoch, group.attempt, group.incarnation))
+
+
+def _still_needed(
+    seen: Mapping[Group, Candidate], gone: set[Group], left: Collection[Group], quarantined: Collection[Group]
+) -> set[Group]:
+    """Steps whose deletion would bring back a past that the job has left: nothing else says that it did."""
+    needed: set[Group] = set()
+    for group in left:
+        proofs = [g for g, later in seen.items() if left_behind(seen[group], later, quarantined)]
+        if gone.issuperset(proofs) and needed.isdisjoint(proofs):
+            needed.add(max(proofs))
+    return needed

@@ -54,13 +54,18 @@ def test_after_going_back_the_new_past_is_kept_although_its_numbers_are_lower():
     assert gone(8, 9, 10, 11, 12, bases={new: 9, newer: 9}, keep_last=1) == [8, 9, 10, new, 11, 12]
 
 
-groups = st.builds(group, st.integers(0, 8), st.integers(1, 3), st.integers(0, 1))
-whole_steps = st.dictionaries(groups, st.none() | st.integers(-1, 8), max_size=8).map(
-    lambda found: {g: base if base is None else min(base, g.version) for g, base in found.items()}
-)
+@st.composite
+def histories(draw):
+    """Up to three incarnations; each began from somewhere, or did not say, and saved some steps after it."""
+    whole = {}
+    for epoch in (1, 2, 3):
+        base = draw(st.none() | st.integers(-1, 6))
+        for step in draw(st.lists(st.integers(0 if base is None else max(base, 0), 8), max_size=4)):
+            whole[group(step, epoch, draw(st.integers(0, 1)))] = base
+    return whole
 
 
-@given(whole_steps, st.integers(0, 4), st.integers(0, 4), st.data())
+@given(histories(), st.integers(0, 4), st.integers(0, 4), st.data())
 def test_what_a_restore_would_choose_is_never_deleted(whole, keep_last, keep_every, data):
     quarantined = data.draw(st.sets(st.sampled_from(sorted(whole)), max_size=3)) if whole else set()
     deleted = victims(whole, keep_last=keep_last, keep_every=keep_every, quarantined=quarantined)
