@@ -10,7 +10,7 @@ from pathlib import Path
 
 from peerstore.errors import RequestError
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B?|B|%)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B?|B|%)?\s*", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("kmgt", 1)
@@ -73,6 +73,8 @@ def budget_bytes(text: str, *, memory_bytes: int | None = None) -> int:
         if not 0 < number <= 100:
             raise RequestError(f"budget {text!r}: a share is above 0% and at most 100%")
         return int((memory_bytes if memory_bytes is not None else usable_memory_bytes()) * number / 100)
+    if number * _UNITS[unit] >= 1 << 63:
+        raise RequestError(f"budget {text!r} is more than any machine has")
     return int(number * _UNITS[unit])
 
 

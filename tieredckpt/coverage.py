@@ -11,15 +11,20 @@ from tieredckpt.manifest import StateTable
 
 def gaps(table: StateTable, layouts: Iterable[Layout]) -> list[str]:
     """Names of which something is missing from ``layouts``; empty when they cover the whole state."""
-    boxes: dict[str, list[Box]] = {}
+    boxes: dict[tuple[str, tuple[int, ...]], list[Box]] = {}
+    """By name and global shape: a piece of another shape covers nothing."""
     objects = set()
     for layout in layouts:
         for entry in layout.tensors:
-            boxes.setdefault(entry.fqn, []).append(entry.box)
+            boxes.setdefault((entry.fqn, entry.shape), []).append(entry.box)
         for item in layout.items:
             if item.tensor is not None:
-                boxes.setdefault(item.fqn, []).append(item.tensor.box)
+                boxes.setdefault((item.fqn, item.tensor.shape), []).append(item.tensor.box)
             else:
                 objects.add(item.fqn)
-    torn = [t.fqn for t in table.tensors if t.fqn not in boxes or uncovered(whole(t.shape), boxes[t.fqn])]
+    torn = [
+        t.fqn
+        for t in table.tensors
+        if (t.fqn, t.shape) not in boxes or uncovered(whole(t.shape), boxes[t.fqn, t.shape])
+    ]
     return torn + [name for name in table.objects if name not in objects]

@@ -28,7 +28,7 @@ import msgspec
 import xxhash
 
 from tieredckpt.boxes import Box
-from tieredckpt.dtypes import safetensors_type
+from tieredckpt.dtypes import WIDTHS, safetensors_type
 from tieredckpt.errors import CheckpointDamagedError
 
 ALIGNMENT = 64
@@ -241,7 +241,7 @@ def decode(data: bytes) -> Layout:
                 raise ValueError(f"item {item.fqn} of kind {item.kind}")
             if item.tensor is not None:
                 _check_entry(item.tensor)
-    except (msgspec.DecodeError, ValueError, IndexError, OverflowError) as error:
+    except (msgspec.DecodeError, ValueError, IndexError, OverflowError, RecursionError) as error:
         raise CheckpointDamagedError(f"not a layout: {error}") from error
     paths = None
     if columns.split:
@@ -290,7 +290,10 @@ def _check_entry(entry: TensorEntry) -> None:
     inside = len(entry.shape) == len(box.offsets) == len(box.sizes) and all(
         o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(box.offsets, box.sizes, entry.shape, strict=True)
     )
-    if not inside or not 1 <= entry.itemsize <= 16 or math.prod(entry.shape) >= 1 << 60:
+    # Bytes are copied by this width to where a tensor of that type lies.
+    if not inside or WIDTHS.get(entry.dtype, entry.itemsize) != entry.itemsize:
+        raise ValueError(f"{entry.fqn} at {box} of {entry.shape}, {entry.itemsize} bytes a {entry.dtype}")
+    if not 1 <= entry.itemsize <= 16 or math.prod(entry.shape) >= 1 << 60:
         raise ValueError(f"{entry.fqn} at {box} of {entry.shape}, {entry.itemsize} bytes an element")
 
 

@@ -25,7 +25,9 @@ class Location:
 
 def parse_location(target: str | os.PathLike[str]) -> Location:
     """The job and step ``target`` names; a bare job name is fine too."""
-    text = os.fspath(target)
+    text = os.fspath(target) if isinstance(target, str | os.PathLike) else target
+    if not isinstance(text, str):
+        raise UsageError(f"{target!r} is not a checkpoint location: write {SCHEME}://JOB or {SCHEME}://JOB/step-N")
     scheme, separator, rest = text.partition("://")
     if not separator:
         # Path("tiered://job") has lost one slash

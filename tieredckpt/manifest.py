@@ -77,8 +77,12 @@ class ShardIndex(msgspec.Struct, frozen=True):
         count = chunk_count(self.size_bytes, self.chunk_bytes) if self.chunk_bytes > 0 else -1
         if self.size_bytes < 0 or len(self.checksums) != 8 * count:
             raise ValueError(f"{len(self.checksums) // 8} checksums for {self.size_bytes} bytes")
-        if self.encoding == "zstd" and len(self.frames) != count:
-            raise ValueError(f"{len(self.frames)} frames for {count} chunks")
+        if self.encoding == "zstd" and (len(self.frames) != count or min(self.frames, default=1) <= 0):
+            raise ValueError(
+                f"{len(self.frames)} frames for {count} chunks, the smallest {min(self.frames, default=0)}"
+            )
+        if not 0 <= self.key.part < self.parts:
+            raise ValueError(f"part {self.key.part} of {self.parts}")
 
     @property
     def record(self) -> ShardRecord:
@@ -113,7 +117,10 @@ class Manifest(msgspec.Struct, frozen=True):
         return Group(self.epoch, self.step, self.attempt, self.incarnation)
 
     def layout_of(self, shard: ShardIndex) -> Layout:
-        return decode(self.layouts[shard.meta.layout])
+        data = self.layouts[shard.meta.layout]
+        if xxhash.xxh3_128_hexdigest(data) != shard.meta.layout:
+            raise CheckpointDamagedError(f"{shard.key}: its layout is not the one it names")
+        return decode(data)
 
 
 class _ShardFile(msgspec.Struct, frozen=True):
@@ -137,7 +144,7 @@ def encode_meta(meta: ShardMeta) -> bytes:
 def decode_meta(data: bytes) -> ShardMeta:
     try:
         return msgspec.msgpack.decode(data, type=ShardMeta)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CheckpointDamagedError(f"not a shard's notes: {error}") from error
 
 
@@ -148,7 +155,7 @@ def encode_table(table: StateTable) -> bytes:
 def decode_table(data: bytes) -> StateTable:
     try:
         return msgspec.msgpack.decode(data, type=StateTable)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CheckpointDamagedError(f"not a state table: {error}") from error
 
 
@@ -159,6 +166,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(data: bytes) -> Manifest:
     manifest = _open("manifest", data, Manifest)
     _check_manifest(manifest)
+    if not manifest.shards or (len(manifest.shards) < manifest.parts and not manifest.tables):
+        raise CheckpointDamagedError(
+            f"a manifest of {manifest.job} step {manifest.step} names {len(manifest.shards)} of {manifest.parts} parts"
+        )
     return manifest
 
 
@@ -183,6 +194,7 @@ def build_manifest(
     writer: str,
 ) -> Manifest:
     """The manifest of one step out of its shards' own indexes."""
+    shards = sorted(shards, key=lambda shard: shard.key.part)
     first = shards[0]
     key = first.key
     manifest = Manifest(
@@ -193,7 +205,7 @@ def build_manifest(
         attempt=key.attempt,
         parts=first.parts,
         created_ns=created_ns,
-        shards=tuple(sorted(shards, key=lambda shard: shard.key.part)),
+        shards=tuple(shards),
         layouts={shard.meta.layout: layouts[shard.meta.layout] for shard in shards},
         tables={s.meta.table: tables[s.meta.table] for s in shards if s.meta.table and s.meta.table in tables},
         writer=writer,
@@ -207,6 +219,8 @@ def _check_manifest(manifest: Manifest) -> None:
     for shard in manifest.shards:
         if shard.key.group != manifest.group or shard.key.job != manifest.job:
             raise CheckpointDamagedError(f"a manifest of {manifest.job} step {manifest.step} names {shard.key}")
+        if shard.parts != manifest.parts:
+            raise CheckpointDamagedError(f"a manifest of {manifest.parts} parts names {shard.key} of {shard.parts}")
         if shard.key.part in seen:
             raise CheckpointDamagedError(f"a manifest names part {shard.key.part} twice")
         if shard.meta.layout not in manifest.layouts:
@@ -237,7 +251,7 @@ def _open(kind: str, data: bytes, into: type[T]) -> T:
         if envelope.kind != kind:
             raise ValueError(f"it is a {envelope.kind}")
         return msgspec.msgpack.decode(envelope.body, type=into)
-    except (msgspec.DecodeError, ValueError, zstandard.ZstdError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError, MemoryError, zstandard.ZstdError) as error:
         raise CheckpointDamagedError(f"not a {kind}: {error}") from error
 
 

@@ -119,12 +119,12 @@ def _rejection(
         return Verdict.DAMAGED if candidate.damaged else Verdict.TORN
     if group in quarantined:
         return Verdict.QUARANTINED
-    if step is None and any(_left_behind(candidate, other, quarantined) for other in candidates):
+    if step is None and any(left_behind(candidate, other, quarantined) for other in candidates):
         return Verdict.SUPERSEDED
     return None
 
 
-def _left_behind(candidate: Candidate, later: Candidate, quarantined: Collection[Group]) -> bool:
+def left_behind(candidate: Candidate, later: Candidate, quarantined: Collection[Group]) -> bool:
     """Whether ``later`` shows that its incarnation branched off before ``candidate``'s step."""
     return (
         later.group.epoch > candidate.group.epoch

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from peerstore.records import Group
+from tieredckpt.resolve import Candidate, Verdict, left_behind, resolve
 
 
 def victims(
-    whole: Collection[Group], *, keep_last: int, keep_every: int = 0, quarantined: Collection[Group] = ()
+    whole: Mapping[Group, int | None], *, keep_last: int, keep_every: int = 0, quarantined: Collection[Group] = ()
 ) -> list[Group]:
-    """Whole steps to delete, oldest first. ``keep_last`` 0 keeps all; the newest good one is never among them.
+    """Whole steps to delete, oldest first, out of all (with the step each one's incarnation began from).
 
-    Quarantined steps do not count as kept and are deleted once enough good ones are newer.
+    ``keep_last`` counts steps, not attempts at them; 0 keeps all. What a restore would choose is never deleted. Steps
+    that are quarantined, or of a past that the job has left, do not count as kept and go once enough good ones are
+    newer.
     """
     if keep_last <= 0:
         return []
-    order = sorted(whole, key=lambda group: (group.version, group.epoch, group.attempt, group.incarnation))
-    good = [group for group in order if group not in quarantined]
+    seen = {group: Candidate(group, 0, {}, base) for group, base in whole.items()}
+    verdicts = resolve(list(seen.values()), quarantined=quarantined).verdicts
+    unused = {group for group in whole if verdicts[group] in (Verdict.QUARANTINED, Verdict.SUPERSEDED)}
+    good = {group.version for group in whole if group not in unused}
     if not good:
         return []
-    kept = set(good[-keep_last:])
-    kept.update(group for group in good if keep_every and group.version % keep_every == 0)
-    oldest = order.index(good[-keep_last:][0])
-    return [group for number, group in enumerate(order) if group not in kept and number < oldest]
+    oldest = sorted(good)[-keep_last:][0]
+    old = {group for group in whole if group.version < oldest}
+    gone = {group for group in old if group in unused or not keep_every or group.version % keep_every}
+    gone -= _still_needed(seen, gone, [g for g in unused - gone if verdicts[g] is Verdict.SUPERSEDED], quarantined)
+    return sorted(gone, key=lambda group: (group.version, group.epoch, group.attempt, group.incarnation))
+
+
+def _still_needed(
+    seen: Mapping[Group, Candidate], gone: set[Group], left: Collection[Group], quarantined: Collection[Group]
+) -> set[Group]:
+    """Steps whose deletion would bring back a past that the job has left: nothing else says that it did."""
+    needed: set[Group] = set()
+    for group in left:
+        proofs = [g for g, later in seen.items() if left_behind(seen[group], later, quarantined)]
+        if gone.issuperset(proofs) and needed.isdisjoint(proofs):
+            needed.add(max(proofs))
+    return needed

@@ -145,7 +145,7 @@ def override(settings: Settings, **sections: Mapping[str, Any]) -> Settings:
     """``settings`` with some keys changed: ``override(s, durable={"url": "s3://b"})``, checked the same way."""
     tree = dataclasses.asdict(settings)
     for section, changes in sections.items():
-        tree[section].update(changes)
+        tree[section] = {**tree.get(section, {}), **changes}
     return _build(tree, [])
 
 
@@ -154,7 +154,8 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"TIEREDCKPT_CONFIG={path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
+        # PyYAML lets through whatever its constructors meet: a 99th of May, a number that is none, a thousand brackets.
         raise SettingsError(f"TIEREDCKPT_CONFIG={path} is not YAML: {error}") from error
     if tree is None:
         return {}, []
@@ -173,26 +174,32 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
         known = ", ".join(f"TIEREDCKPT_{s.upper()}_{k.upper()}" for s, keys in _SECTIONS.items() for k in keys)
         problems.append(f"{name}: no such setting; known are TIEREDCKPT_ENABLED, TIEREDCKPT_CONFIG, {known}")
         return
-    part = tree.setdefault(section, {})
+    if tree.get(section) is None:  # a section that the file only names
+        tree[section] = {}
+    part = tree[section]
     if isinstance(part, dict):
-        part[rest] = (
-            dict(pair.split("=", 1) for pair in value.split(",") if "=" in pair) if rest == "options" else value
-        )
+        part[rest] = _pairs(name, value, problems) if rest == "options" else value
+
+
+def _pairs(name: str, text: str, problems: list[str]) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    problems += [f"{name}: {key!r} has no value; write key=value,key=value" for key, found, _ in pairs if not found]
+    return {key: value for key, _, value in pairs}
 
 
 def _build(tree: dict[str, Any], problems: list[str]) -> Settings:
     values: dict[str, Any] = {}
     for name, value in tree.items():
         if name == "enabled":
-            values[name] = _convert("enabled", value, bool, problems)
+            _convert(name, value, bool, values, problems)
         elif name in _SECTIONS:
             values[name] = _section(name, value, problems)
         else:
             problems.append(f"{name}: no such key; known are enabled, {', '.join(_SECTIONS)}")
-    settings = Settings(**values) if not problems else None
-    if settings is not None:
-        problems += _contradictions(settings)
-    if problems or settings is None:
+    settings = Settings(**values)
+    wrong = {problem.partition(":")[0] for problem in problems}
+    problems += [f"{keys[0]}: {text}" for keys, text in _contradictions(settings) if not wrong.intersection(keys)]
+    if problems:
         raise SettingsError("; ".join(problems))
     return settings
 
@@ -204,81 +211,132 @@ def _section(name: str, tree: Any, problems: list[str]) -> Any:
     if not isinstance(tree, Mapping):
         problems.append(f"{name}: expected keys and values, found {type(tree).__name__}")
         return kind()
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in _SECTIONS[name]:
             problems.append(f"{name}.{key}: no such key; known are {', '.join(_SECTIONS[name])}")
         else:
-            values[key] = _convert(f"{name}.{key}", value, _SECTIONS[name][key], problems)
+            _convert(f"{name}.{key}", value, _SECTIONS[name][key], values, problems)
     return kind(**values)
 
 
-def _convert(key: str, value: Any, kind: Any, problems: list[str]) -> Any:
+def _convert(key: str, value: Any, kind: Any, into: dict[str, Any], problems: list[str]) -> None:
+    """Put ``value`` into ``into`` under the last part of ``key``; a bad one is told and leaves the default."""
+    name = key.rpartition(".")[2]
+    if isinstance(value, int) and value.bit_length() > 64:
+        problems.append(f"{key}: the number has {value.bit_length()} bits, at most 64 make sense")
+        return
     try:
         if kind is bool and isinstance(value, str):
-            return {
-                "1": True,
-                "true": True,
-                "yes": True,
-                "on": True,
-                "0": False,
-                "false": False,
-                "no": False,
-                "off": False,
-            }[value.strip().lower()]
-        if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
-            return str(value)
-        return msgspec.convert(value, kind, strict=False)
+            into[name] = _TRUTHS[value.strip().lower()]
+        elif kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+            into[name] = str(value)
+        else:
+            into[name] = msgspec.convert(value, kind, strict=False)
     except KeyError:
-        problems.append(f"{key}: {value!r} is neither true nor false (1, 0)")
+        problems.append(f"{key}: {_shown(value)} is neither true nor false (1, 0)")
     except msgspec.ValidationError as error:
-        problems.append(f"{key}: {error} (found {value!r})")
-    return None
+        problems.append(f"{key}: {error} (found {_shown(value)})")
 
 
-def _contradictions(settings: Settings) -> list[str]:
-    problems = []
-    agent, memory, durable = settings.agent, settings.memory, settings.durable
+def _shown(value: Any) -> str:
     try:
-        budget_bytes(agent.budget)
-    except RequestError as error:
-        problems.append(f"agent.budget: {error}")
-    for key, text in (("durable.part_size", durable.part_size), ("durable.bandwidth", durable.bandwidth or "1")):
-        try:
-            if parse_size(text) <= 0:
-                problems.append(f"{key}: must be above 0")
-        except ValueError as error:
-            problems.append(f"{key}: {error}")
-    for key, number, least in (
-        ("agent.slots_per_rank", agent.slots_per_rank, 2),
-        ("agent.burst_slots", agent.burst_slots, 0),
-        ("agent.job_ttl_s", agent.job_ttl_s, 1),
-        ("agent.linger_s", agent.linger_s, 0),
-        ("memory.every", memory.every, 1),
-        ("memory.wait_s", memory.wait_s, 0),
-        ("memory.quarantine_after", memory.quarantine_after, 0),
-        ("memory.copy_threads", memory.copy_threads, 0),
-        ("durable.every", durable.every, 1),
-        ("durable.keep_last", durable.keep_last, 0),
-        ("durable.keep_every", durable.keep_every, 0),
-        ("durable.concurrency", durable.concurrency, 1),
-        ("durable.retry_s", durable.retry_s, 0),
-        ("durable.timeout_s", durable.timeout_s, 1),
-    ):
-        if number < least:
-            problems.append(f"{key}: {number} is below {least}")
-    if durable.url and not urlsplit(durable.url).scheme and not durable.url.startswith("/"):
-        problems.append(f"durable.url: {durable.url!r} is neither a URL (s3://bucket/prefix) nor an absolute path")
+        return repr(value)[:200]
+    except (ValueError, RecursionError):  # thousands of digits, thousands of brackets
+        return f"a {type(value).__name__} too large to show"
+
+
+_TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_LONGEST_S = 1e6
+"""A wait longer than this (12 days) is more than sockets and locks can count."""
+_MOST = 10**9
+_SOCKET_PATH_BYTES = 107
+_Problem = tuple[tuple[str, ...], str]
+"""The keys it concerns, and what is wrong."""
+
+
+def _contradictions(settings: Settings) -> list[_Problem]:
+    """What is wrong with values that are of the right type: the keys it concerns, and why."""
+    memory, durable = settings.memory, settings.durable
+    problems = _bad_agent(settings.agent) + _bad_sizes(settings) + _out_of_range(settings)
+    if durable.url and not _is_url(durable.url):
+        text = f"{durable.url!r} is neither a URL (s3://bucket/prefix) nor an absolute path"
+        problems.append((("durable.url",), text))
     if memory.every > 0 and durable.every % memory.every:
-        problems.append(
-            f"durable.every: {durable.every} is not a multiple of memory.every ({memory.every}), so those steps are "
-            "never in memory to be drained"
+        text = (
+            f"{durable.every} is not a multiple of memory.every ({memory.every}), so those steps are never in memory "
+            "to be drained"
         )
+        problems.append((("durable.every", "memory.every"), text))
     if durable.keep_every and not durable.keep_last:
-        problems.append("durable.keep_every: has no effect without durable.keep_last")
+        problems.append((("durable.keep_every", "durable.keep_last"), "has no effect without durable.keep_last"))
     if not settings.enabled and not durable.url:
-        problems.append("enabled: false needs durable.url, the place plain checkpoints are written to")
+        text = "false needs durable.url, the place plain checkpoints are written to"
+        problems.append((("enabled", "durable.url"), text))
     return problems
+
+
+def _bad_agent(agent: AgentSettings) -> list[_Problem]:
+    problems: list[_Problem] = []
+    host, _, port = agent.http.rpartition(":")
+    if agent.http != "off" and not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        problems.append((("agent.http",), f"{agent.http!r} is neither HOST:PORT nor off"))
+    if agent.directory and (not agent.directory.startswith("/") or "\0" in agent.directory):
+        # The agent does not run where the trainer does.
+        problems.append((("agent.directory",), f"{agent.directory!r} is not an absolute path"))
+    elif len(os.fsencode(agent.directory)) + len("/agent.sock") > _SOCKET_PATH_BYTES:
+        most = _SOCKET_PATH_BYTES - len("/agent.sock")
+        problems.append((("agent.directory",), f"{agent.directory!r} is too long for a socket in it: {most} bytes"))
+    return problems
+
+
+def _bad_sizes(settings: Settings) -> list[_Problem]:
+    durable = settings.durable
+    problems: list[_Problem] = []
+    for key, text, parse in (
+        ("agent.budget", settings.agent.budget, budget_bytes),
+        ("durable.part_size", durable.part_size, parse_size),
+        ("durable.bandwidth", durable.bandwidth or "1", parse_size),
+    ):
+        try:
+            if parse(text) <= 0:
+                problems.append(((key,), "must be above 0"))
+        except (ValueError, RequestError) as error:
+            problems.append(((key,), str(error)))
+    return problems
+
+
+def _out_of_range(settings: Settings) -> list[_Problem]:
+    agent, memory, durable = settings.agent, settings.memory, settings.durable
+    problems: list[_Problem] = []
+    for key, number, least, most in (
+        ("agent.slots_per_rank", agent.slots_per_rank, 2, _MOST),
+        ("agent.burst_slots", agent.burst_slots, 0, _MOST),
+        ("agent.job_ttl_s", agent.job_ttl_s, 1, _MOST),
+        ("agent.linger_s", agent.linger_s, 0, _MOST),
+        ("memory.every", memory.every, 1, _MOST),
+        ("memory.wait_s", memory.wait_s, 0, _LONGEST_S),
+        ("memory.quarantine_after", memory.quarantine_after, 0, _MOST),
+        ("memory.copy_threads", memory.copy_threads, 0, _MOST),
+        ("durable.every", durable.every, 1, _MOST),
+        ("durable.keep_last", durable.keep_last, 0, _MOST),
+        ("durable.keep_every", durable.keep_every, 0, _MOST),
+        ("durable.concurrency", durable.concurrency, 1, _MOST),
+        ("durable.retry_s", durable.retry_s, 0, _LONGEST_S),
+        ("durable.timeout_s", durable.timeout_s, 1, _LONGEST_S),
+    ):
+        if not number >= least:  # so that NaN is below everything
+            problems.append(((key,), f"{number} is below {least}"))
+        elif number > most:
+            problems.append(((key,), f"{number} is above {most:.0f}"))
+    return problems
+
+
+def _is_url(text: str) -> bool:
+    try:
+        return text.startswith("/") or bool(urlsplit(text).scheme)
+    except ValueError:
+        return False
 
 
 _SECTION_TYPES: dict[str, Any] = {"agent": AgentSettings, "memory": MemorySettings, "durable": DurableSettings}

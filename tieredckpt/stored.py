@@ -108,6 +108,9 @@ class StoredStep:
             places = sorted(places, key=lambda place: (self._distance(place.part), place.part))
         if len(places[0].entry.shape) != len(box.offsets):
             raise MismatchError(f"{fqn} has shape {places[0].entry.shape}, a piece at {box.offsets} was asked for")
+        shapes = {place.entry.shape for place in places}
+        if len(shapes) > 1:
+            raise CheckpointDamagedError(f"step {self.group.version} has {fqn} in several shapes: {sorted(shapes)}")
         missing = [box]
         for place in places:
             rest = []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE | re.ASCII)
+_MOST = 1 << 63
 
 
 def parse_size(text: str | int) -> int:
@@ -16,9 +18,12 @@ def parse_size(text: str | int) -> int:
     match = _SIZE.fullmatch(text)
     if not match:
         raise ValueError(f"{text!r} is not a size: write for example 64MiB, 5GB or 1048576")
-    power = " KMGT".index(match[2].upper() or " ")
+    power = " KMGT".index((match[2] or " ").upper())
     decimal = text.strip().lower().endswith("b") and not match[3] and power
-    return int(float(match[1]) * (1000 if decimal else 1024) ** power)
+    size = Decimal(match[1]) * (1000 if decimal else 1024) ** power
+    if size >= _MOST:
+        raise ValueError(f"{text!r} is more than any machine has")
+    return int(size)
 
 
 def show_size(size_bytes: float) -> str:

@@ -345,7 +345,7 @@ class Drain(SealListener):
         settings = self._places.durable_settings(job)
         listing = catalog.listing()
         for group in victims(
-            list(listing.manifests),
+            {group: entry.base for group, entry in listing.manifests.items()},
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
             quarantined=listing.quarantined,

@@ -35,8 +35,8 @@ def serving(node: NodeService, address: str) -> Iterator[str]:
 
     try:
         server = ThreadingHTTPServer((host.strip("[]") or "127.0.0.1", int(port)), Handler)
-    except OSError as error:
-        raise UsageError(f"agent.http: {address} cannot be served: {error.strerror}") from error
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise UsageError(f"agent.http: {address} cannot be served: {error}") from error
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="tieredckpt-http", daemon=True)
     thread.start()

@@ -1,0 +1,87 @@
+"""Coverage, against a mask with one cell per element."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tieredckpt.boxes import Box, whole
+from tieredckpt.coverage import gaps
+from tieredckpt.layout import ARCHIVE, OBJECT, ItemEntry, TensorEntry, lay_out
+from tieredckpt.manifest import StateTable, TableTensor
+
+
+@st.composite
+def boxes_in(draw, shape):
+    offsets, sizes = [], []
+    for size in shape:
+        start = draw(st.integers(0, size))
+        offsets.append(start)
+        sizes.append(draw(st.integers(0, size - start)))
+    return Box(tuple(offsets), tuple(sizes))
+
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+
+
+@st.composite
+def states(draw):
+    """A table, and shards with pieces of its tensors and some of its objects."""
+    tensors = [TableTensor(f"t{i}", "float32", draw(shapes)) for i in range(draw(st.integers(0, 3)))]
+    objects = [f"o{i}" for i in range(draw(st.integers(0, 2)))]
+    shards = []
+    for _ in range(draw(st.integers(0, 3))):
+        pieces, items = [], []
+        for tensor in tensors:
+            for box in draw(st.lists(boxes_in(tensor.shape) | st.just(whole(tensor.shape)), max_size=2)):
+                entry = TensorEntry(tensor.fqn, "float32", tensor.shape, box, 4)
+                if draw(st.booleans()):
+                    pieces.append(entry)
+                else:
+                    items.append(ItemEntry(tensor.fqn, ARCHIVE, entry))
+        items += [ItemEntry(name, OBJECT) for name in objects if draw(st.booleans())]
+        shards.append(lay_out(pieces, items, None))
+    return StateTable(tuple(tensors), tuple(objects)), shards
+
+
+def missing(table, shards):
+    """The same answer, element by element."""
+    seen = {tensor.fqn: np.zeros(tensor.shape, bool) for tensor in table.tensors}
+    known = set()
+    objects = set()
+    for shard in shards:
+        for entry in [*shard.tensors, *(item.tensor for item in shard.items if item.tensor is not None)]:
+            known.add(entry.fqn)
+            place = tuple(slice(o, o + n) for o, n in zip(entry.box.offsets, entry.box.sizes, strict=True))
+            seen[entry.fqn][place] = True
+        objects.update(item.fqn for item in shard.items if item.tensor is None)
+    # a tensor without elements has to be there too: its name and shape are part of the state
+    torn = [name for name, mask in seen.items() if name not in known or not mask.all()]
+    return torn + [name for name in table.objects if name not in objects]
+
+
+@given(states())
+def test_gaps_are_what_a_mask_shows(state):
+    table, shards = state
+    assert gaps(table, shards) == missing(table, shards)
+
+
+@given(states(), st.randoms(use_true_random=False))
+def test_the_order_of_shards_does_not_matter(state, random):
+    table, shards = state
+    mixed = random.sample(shards, len(shards))
+    assert gaps(table, mixed) == gaps(table, shards) == gaps(table, [*shards, *mixed])
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (16,), (4, 4, 1), ()])
+def test_a_piece_of_another_shape_covers_nothing(shape):
+    table = StateTable((TableTensor("t", "float32", (4, 4)),), ())
+    stranger = lay_out([TensorEntry("t", "float32", shape, whole(shape), 4)], [], None)
+    assert gaps(table, [stranger]) == ["t"]
+
+
+def test_an_object_is_no_tensor_and_a_tensor_no_object():
+    table = StateTable((TableTensor("t", "float32", (1,)),), ("o",))
+    mixed_up = lay_out([TensorEntry("o", "float32", (1,), Box((0,), (1,)), 4)], [ItemEntry("t", OBJECT)], None)
+    assert gaps(table, [mixed_up]) == ["t", "o"]
+    assert gaps(StateTable((), ()), []) == []
