@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import uuid
@@ -13,23 +12,18 @@ from pathlib import Path
 import pytest
 
 from peerstore.arena import TmpfsArena
-from peerstore.client import connect
 from peerstore.errors import (
-    AgentUnreachableError,
     ArenaBusyError,
     ArenaFullError,
-    FencedError,
-    InvalidNameError,
     LeaseLostError,
     RequestError,
-    ShardNotFoundError,
 )
 from peerstore.operations import Store
 from peerstore.settings import AgentPlace, StoreSettings
 from peerstore.store import NodeStore
 from peerstore.testing import memory_store
-from tests.support.agents import agent_directory, wait_gone
-from tests.support.stores import MIB, client_of, content, fill, flip, key, load, save
+from tests.support.agents import agent_directory
+from tests.support.stores import MIB, client_of, content, fill, key, load, save
 
 Opener = Callable[[str], contextlib.AbstractContextManager[Store]]
 

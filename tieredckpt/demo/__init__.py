@@ -66,9 +66,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         bucket = cleanup.enter_context(local_bucket(keep))
         environ = {**bucket.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(arena), "TIEREDCKPT_AGENT_BUDGET": "1GiB"}
         number = PHASES[0] - 1
-        console.print(
-            f"[bold]2.[/] the same, saved every step; rank 1 gets SIGKILL in step {number}'s save"
-        )
+        console.print(f"[bold]2.[/] the same, saved every step; rank 1 gets SIGKILL in step {number}'s save")
         crash = {**environ, "PEERSTORE_CRASH_AT": f"stage.half:{PHASES[0]}"}
         killed = _train(folder / "killed", PHASES[1], environ, durable=bucket.url, victim=crash)
         console.print("[bold]3.[/] both ranks start again and find the last whole step in this node's memory")
