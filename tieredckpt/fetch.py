@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from typing_extensions import Buffer
@@ -122,6 +122,35 @@ def from_object(store: ObjectStore, shard: ShardIndex, ranges: Sequence[ByteRang
                 window, size = [], 0
     if window:
         yield from _window(store, shard, window)
+
+
+def damaged_chunks(store: ObjectStore, shard: ShardIndex, advance: Callable[[int], None] = lambda _: None) -> list[int]:
+    """Read all of a shard's object and compare it with its checksums; the chunks that differ or are not there.
+
+    An object that is not there at all is an error: that is another finding than damage.
+    """
+    count = checksum.chunk_count(shard.size_bytes, shard.chunk_bytes)
+    step = max(1, _WINDOW_BYTES // shard.chunk_bytes)
+    bad: list[int] = []
+    for first in range(0, count, step):
+        stop = min(count, first + step)
+        try:
+            bad += _differing(store, shard, (first, stop))
+        except CheckpointDamagedError:  # the object ends early: where?
+            for chunk in range(first, stop):
+                try:
+                    bad += _differing(store, shard, (chunk, chunk + 1))
+                except CheckpointDamagedError:
+                    bad.append(chunk)
+        advance(min(stop * shard.chunk_bytes, shard.size_bytes) - first * shard.chunk_bytes)
+    return bad
+
+
+def _differing(store: ObjectStore, shard: ShardIndex, chunks: tuple[int, int]) -> list[int]:
+    bad: list[int] = []
+    (buffer,) = store.get_ranges(shard.object, [_stored_range(shard, chunks)])
+    _verified(shard, chunks, buffer, bad)
+    return bad
 
 
 def _window(store: ObjectStore, shard: ShardIndex, window: Sequence[tuple[int, int]]) -> Iterator[Verified]:

@@ -1,0 +1,142 @@
+"""``tieredckpt gc``: durable steps that policy does not keep, and what interrupted uploads left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from peerstore.records import Group
+from tieredckpt.agent.catalog import Catalog
+from tieredckpt.agent.drain import JOURNAL, delete_step
+from tieredckpt.cli.exits import Exit
+from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
+from tieredckpt.cli.screen import Screen, count, table
+from tieredckpt.cli.sight import Sight, open_sight
+from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, UsageError
+from tieredckpt.location import parse_location
+from tieredckpt.retention import victims
+from tieredckpt.units import show_size
+
+_HOUR_S = 3600.0
+
+
+@click.command("gc", short_help="Delete durable steps that are not to be kept.")
+@click.argument("job")
+@click.option("--keep-last", type=click.IntRange(min=1), help="Keep so many of the newest steps. [default: policy]")
+@click.option("--keep-every", type=click.IntRange(min=0), help="Of the others, keep steps divisible by this.")
+@click.option(
+    "--abandoned-after",
+    type=click.FloatRange(min=0),
+    default=24.0,
+    show_default=True,
+    metavar="HOURS",
+    help="Discard unfinished uploads that are older.",
+)
+@click.option("--dry-run", "-n", is_flag=True, help="Only show what would be deleted.")
+@looking
+@pass_screen
+@with_exits
+def gc(
+    screen: Screen,
+    *,
+    job: str,
+    keep_last: int | None,
+    keep_every: int | None,
+    abandoned_after: float,
+    dry_run: bool,
+    agent_dir: Path | None,
+    durable: str | None,
+) -> Exit:
+    """Delete steps of JOB from its durable tier that are not to be kept, and what interrupted uploads left behind.
+
+    Without --keep-last the job's own policy decides (durable.keep_last, durable.keep_every; 0 keeps all). The newest
+    whole step that is not quarantined is never deleted. Memory is not touched.
+    """
+    location = parse_location(job)
+    if location.step is not None:
+        raise UsageError(f"{job!r} names a step; gc is for a whole job: {location.job}")
+    if keep_every and keep_last is None:
+        raise UsageError("--keep-every has no effect without --keep-last")
+    with open_sight(settings_for(agent_dir, durable)) as sight:
+        catalog = sight.catalog(location.job)
+        policy = sight.durable(location.job)
+        last = policy.keep_last if keep_last is None else keep_last
+        every = policy.keep_every if keep_last is None else keep_every or 0
+        listing = catalog.listing(fresh=True)
+        if not listing.manifests:
+            raise CheckpointNotFoundError(f"job {location.job} has no step in {catalog.store.url}")
+        doomed = victims(list(listing.manifests), keep_last=last, keep_every=every, quarantined=listing.quarantined)
+        sizes = [_size(catalog, group) for group in doomed]
+        uploads = 0
+        if not dry_run:
+            with screen.progress(f"deleting {count(len(doomed), 'step')}", sum(sizes)) as advance:
+                for group, size in zip(doomed, sizes, strict=True):
+                    delete_step(catalog, location.job, group)
+                    advance(size)
+            uploads = _discard(sight, catalog, location.job, abandoned_after * _HOUR_S)
+    value = {
+        "job": location.job,
+        "durable": catalog.store.url,
+        "keep_last": last,
+        "keep_every": every,
+        "dry_run": dry_run,
+        "deleted": [
+            _json(group, size, group in listing.quarantined) for group, size in zip(doomed, sizes, strict=True)
+        ],
+        "deleted_bytes": sum(sizes),
+        "kept": sorted(group.version for group in listing.manifests if group not in doomed),
+        "discarded_uploads": None if dry_run else uploads,
+    }
+    screen.result(value, lambda out: _show(out, value))
+    return Exit.OK
+
+
+def _size(catalog: Catalog, group: Group) -> int:
+    """What a step takes in the store; 0 when its manifest cannot tell."""
+    try:
+        shards = catalog.manifest(group).shards
+    except CheckpointDamagedError:
+        return 0
+    return sum(sum(shard.frames) if shard.encoding == "zstd" else shard.size_bytes for shard in shards)
+
+
+def _discard(sight: Sight, catalog: Catalog, job: str, older_than_s: float) -> int:
+    """Unfinished uploads, except for those this node's agent goes on with."""
+    journals = sight.agent.store.blobs(job) if sight.agent is not None else []
+    keep = [name.removeprefix(JOURNAL).replace("@", "/") for name in journals if name.startswith(JOURNAL)]
+    return catalog.store.discard_uploads(f"{job}/", older_than_s=older_than_s, keep=keep)
+
+
+def _json(group: Group, size_bytes: int, quarantined: bool) -> dict[str, Any]:
+    return {
+        "step": group.version,
+        "epoch": group.epoch,
+        "attempt": group.attempt,
+        "incarnation": group.incarnation,
+        "size_bytes": size_bytes,
+        "quarantined": quarantined,
+    }
+
+
+def _show(out: Console, value: dict[str, Any]) -> None:
+    deleted: Sequence[dict[str, Any]] = value["deleted"]
+    if deleted:
+        rows = [
+            [str(one["step"]), show_size(one["size_bytes"]), "quarantined" if one["quarantined"] else ""]
+            for one in deleted
+        ]
+        out.print(table(["STEP", "SIZE", ""], rows, right=("STEP", "SIZE")))
+    policy = f"keeping the newest {value['keep_last']}" if value["keep_last"] else "the policy keeps all steps"
+    policy += f" and those divisible by {value['keep_every']}" if value["keep_every"] else ""
+    verb = "would be deleted" if value["dry_run"] else "deleted"
+    out.print(
+        f"{count(len(deleted), 'step')} {verb} from {escape(value['durable'])} ({show_size(value['deleted_bytes'])}), "
+        f"{len(value['kept'])} kept: {policy}"
+    )
+    if value["discarded_uploads"]:
+        out.print(f"{count(value['discarded_uploads'], 'unfinished upload')} discarded")

@@ -1,0 +1,134 @@
+"""What ``tieredckpt doctor`` concludes from what it measured. Pure."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from tieredckpt.settings import Settings
+from tieredckpt.units import show_size
+
+_MOST_SKEW_S, _REFUSED_SKEW_S = 60.0, 900.0
+_MUCH_OF_MEMORY = 0.8
+
+
+class Verdict(str, enum.Enum):
+    GOOD = "good"
+    NOTE = "note"
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    verdict: Verdict
+    text: str
+    advice: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"what": self.what, "verdict": self.verdict.value, "text": self.text, "advice": self.advice or None}
+
+
+def good(what: str, text: str) -> Finding:
+    return Finding(what, Verdict.GOOD, text)
+
+
+def note(what: str, text: str, advice: str = "") -> Finding:
+    return Finding(what, Verdict.NOTE, text, advice)
+
+
+def bad(what: str, text: str, advice: str) -> Finding:
+    return Finding(what, Verdict.BAD, text, advice)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """This node, in bytes."""
+
+    budget: int
+    total: int
+    """Of the machine."""
+    limit: int | None
+    """Of the control group; ``None`` where there is none."""
+    file_system: str
+    """Type of the one the arena is on."""
+    size: int
+    free: int
+    arena: int = 0
+    """Already taken by slots."""
+
+
+def about_memory(memory: Memory, place: str) -> list[Finding]:
+    """Whether the arena's budget fits where it is to be."""
+    return [_about_file_system(memory, place), _about_budget(memory)]
+
+
+def _about_file_system(memory: Memory, place: str) -> Finding:
+    what = "shared memory"
+    text = f"{place} is on {memory.file_system}, {show_size(memory.size)}, {show_size(memory.free)} free"
+    if memory.file_system not in ("tmpfs", "ramfs"):
+        return bad(what, text, "put agent.directory on a tmpfs (/dev/shm): on a disk saves are as slow as the disk is")
+    room = memory.free + memory.arena
+    if memory.budget > room:
+        return bad(
+            what,
+            f"{text}: less than the arena's budget of {show_size(memory.budget)}",
+            f"enlarge it (Kubernetes: an emptyDir with medium Memory and a sizeLimit; Docker: --shm-size) or set "
+            f"agent.budget to {show_size(room)} or less",
+        )
+    return good(what, text)
+
+
+def _about_budget(memory: Memory) -> Finding:
+    what = "memory budget"
+    usable = min(memory.total, memory.limit or memory.total)
+    text = f"{show_size(memory.budget)} for shards, {100 * memory.budget / usable:.0f} % of {show_size(usable)}"
+    text += " (the container's limit)" if memory.limit and memory.limit < memory.total else " of memory"
+    if memory.budget > usable:
+        return bad(what, text, "lower agent.budget: a process is killed before the arena is full")
+    if memory.budget > _MUCH_OF_MEMORY * usable:
+        return note(what, text, "little is left for the trainers themselves; pages of the arena count as their memory")
+    return good(what, text)
+
+
+def about_skew(skew_s: float, *, signed: bool) -> Finding:
+    """``skew_s``: how far this node's clock is ahead of the store's."""
+    text = f"this node's clock and the store's differ by {abs(skew_s):.0f} s"
+    advice = "let the node's time service (chrony, ntpd) run"
+    if signed and abs(skew_s) > _REFUSED_SKEW_S:
+        return bad("clock", f"{text}: signed requests are refused", advice)
+    return note("clock", text, advice) if abs(skew_s) > _MOST_SKEW_S else good("clock", text)
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What is left after a loss."""
+
+    lost: str
+    left: str
+
+
+def survivals(settings: Settings) -> list[Survival]:
+    """What would survive what, with these settings."""
+    every = settings.memory.every
+    durable = settings.durable
+    sealed = "every step" if every == 1 else f"one step in {every}"
+    uploaded = "every step" if durable.every == 1 else f"one step in {durable.every}"
+    if not settings.enabled:
+        left = f"plain checkpoints in {durable.url}, {uploaded}"
+        return [Survival("anything but the store", left), Survival("the store", "nothing")]
+    newest = f"the newest sealed step ({sealed} is sealed), in this node's memory"
+    last = f"the newest durable step ({uploaded} is uploaded) in {durable.url}"
+    lost = last if durable.url else "nothing: there is no durable tier"
+    kept = f"{newest}, for {settings.agent.job_ttl_s / 60:.0f} min after the last trainer left"
+    rows = [
+        Survival("a trainer, killed at any moment", kept),
+        Survival("the agent, killed", f"{newest}: the next agent checks and takes over what it finds"),
+        Survival("this node or its memory", lost),
+        Survival("all nodes of the job", lost),
+    ]
+    if durable.url:
+        rows.append(Survival("the store", f"{newest}; uploads are tried again until it is back"))
+        rows.append(Survival("the store and this node", "nothing"))
+    return rows

@@ -1,0 +1,332 @@
+"""``tieredckpt ls``: which jobs and steps there are, in which tiers, and whether they are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+
+from peerstore.records import Group
+from tieredckpt.cli.exits import Exit
+from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
+from tieredckpt.cli.screen import Screen, iso, show_age, table
+from tieredckpt.cli.sight import Sight, nothing, open_sight
+from tieredckpt.durable import names
+from tieredckpt.durable.open import open_store
+from tieredckpt.errors import CheckpointDamagedError, TieredCheckpointError, TierUnavailableError, UsageError
+from tieredckpt.location import Location, parse_location
+from tieredckpt.manifest import Manifest
+from tieredckpt.node import DrainView, StepView, Survey
+from tieredckpt.resolve import Tier
+from tieredckpt.units import show_size
+
+_READERS = 8
+_MANIFEST = re.compile(r"([A-Za-z0-9._-]{1,128})/manifests/([0-9]{12,19})\..*\.manifest")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One attempt at one step, as it is listed."""
+
+    group: Group
+    parts: int
+    in_memory: int
+    """Parts of it in this node's memory."""
+    durable: bool
+    whole: bool
+    copies: int
+    """Of the part that has the fewest."""
+    size_bytes: int
+    saved_ns: int
+    quarantined: str
+    damaged: str
+    restores: int
+    drain: DrainView | None
+
+    @property
+    def tiers(self) -> list[str]:
+        return (["memory"] if self.in_memory else []) + (["durable"] if self.durable else [])
+
+    @property
+    def state(self) -> str:
+        if self.quarantined:
+            return "quarantined"
+        if self.damaged:
+            return "damaged"
+        return "whole" if self.whole else "torn"
+
+    def as_json(self, now_ns: int) -> dict[str, Any]:
+        draining = self.drain is not None and self.drain.state in ("waiting", "running", "failed")
+        return {
+            "step": self.group.version,
+            "epoch": self.group.epoch,
+            "attempt": self.group.attempt,
+            "incarnation": self.group.incarnation,
+            "state": self.state,
+            "whole": self.whole,
+            "tiers": self.tiers,
+            "parts": self.parts,
+            "parts_in_memory": self.in_memory,
+            "copies": self.copies,
+            "size_bytes": self.size_bytes,
+            "saved": iso(self.saved_ns),
+            "age_s": round((now_ns - self.saved_ns) / 1e9, 1) if self.saved_ns else None,
+            "quarantined": self.quarantined or None,
+            "damaged": self.damaged or None,
+            "restores": self.restores,
+            "drain": _drain_json(self.drain) if draining and self.drain is not None else None,
+        }
+
+
+def line_of(view: StepView, manifest: Manifest | None, damaged: str, drain: DrainView | None) -> Line:
+    """A survey's view and, where the step is durable, its manifest."""
+    parts = view.parts or (manifest.parts if manifest else 0)
+    durable = {shard.key.part for shard in manifest.shards} if manifest else set()
+    held = [bool(view.found.get(part)) + (part in durable) for part in range(parts)]
+    saved = max((shard.meta.saved_ns for shard in manifest.shards), default=0) if manifest else 0
+    return Line(
+        group=view.group,
+        parts=parts,
+        in_memory=sum(Tier.MEMORY in where for where in view.found.values()),
+        durable=view.durable,
+        # A manifest that cannot be read does not make a step whole; its parts in memory may.
+        whole=(view.covered or len(view.found) >= parts > 0) if damaged else view.candidate.whole,
+        copies=min((count for count in held if count), default=0),
+        size_bytes=sum(shard.size_bytes for shard in manifest.shards) if manifest else view.size_bytes,
+        saved_ns=saved or view.saved_ns,
+        quarantined=view.quarantined,
+        damaged=damaged,
+        restores=view.restores,
+        drain=drain,
+    )
+
+
+@click.command("ls", short_help="Steps of a job by tier, or all jobs.")
+@click.argument("job", required=False)
+@looking
+@pass_screen
+@with_exits
+def ls(screen: Screen, job: str | None, agent_dir: Path | None, durable: str | None) -> Exit:
+    """List the steps of JOB: in which tiers they are, whether they are whole, how many copies there are.
+
+    Without JOB: the jobs in this node's memory, and with --durable those in that store.
+    """
+    with open_sight(settings_for(agent_dir, durable)) as sight:
+        if job is None:
+            return _jobs(screen, sight, durable)
+        return _steps(screen, sight, parse_location(job))
+
+
+# -- one job ------------------------------------------------------------------------------------------------------
+
+
+def _steps(screen: Screen, sight: Sight, location: Location) -> Exit:
+    with screen.waiting(f"looking for steps of {location.job}"):
+        survey = sight.survey(location.job)
+        lines = lines_of(sight, location, survey)
+    plain = [step for step in survey.plain if location.step in (None, step)]
+    if not lines and not plain:
+        raise nothing(location, survey)
+    now = time.time_ns()
+    url = survey.durable.url if survey.durable else ""
+    screen.result(
+        {
+            "job": location.job,
+            "durable": url or None,
+            "unreachable": {tier.value: text for tier, text in survey.unreachable.items()},
+            "steps": [line.as_json(now) for line in lines],
+            "plain_steps": plain,
+        },
+        lambda out: _show(out, location, survey, lines, plain),
+    )
+    return Exit.UNAVAILABLE if Tier.DURABLE in survey.unreachable else Exit.OK
+
+
+def lines_of(sight: Sight, location: Location, survey: Survey) -> list[Line]:
+    """Every attempt at every step, the newest last."""
+    views = [view for view in survey.views if location.step in (None, view.group.version)]
+    drains = {view.group: view for view in sight.agent.drains(location.job)} if sight.agent else {}
+    wanted = [view.group for view in views if view.durable]
+    manifests: dict[Group, Manifest] = {}
+    damaged: dict[Group, str] = {}
+
+    def read(group: Group) -> None:
+        try:
+            manifests[group] = sight.catalog(location.job).manifest(group)
+        except CheckpointDamagedError as error:
+            damaged[group] = str(error)
+
+    def reason(view: StepView) -> StepView:
+        """The mark's own text, instead of the fact that there is one."""
+        with contextlib.suppress(TieredCheckpointError):
+            data = sight.catalog(location.job).store.get(names.quarantine(location.job, view.group))
+            return msgspec.structs.replace(view, quarantined=data.decode(errors="replace"))
+        return view
+
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="tieredckpt-ls") as readers:
+        list(readers.map(read, wanted))
+        views = list(readers.map(lambda view: reason(view) if view.quarantined and view.durable else view, views))
+    lines = [line_of(v, manifests.get(v.group), damaged.get(v.group, ""), drains.get(v.group)) for v in views]
+    return sorted(lines, key=lambda line: (line.group.version, *line.group))
+
+
+def _show(out: Console, location: Location, survey: Survey, lines: Sequence[Line], plain: Sequence[int]) -> None:
+    url = survey.durable.url if survey.durable else ""
+    out.print(f"[bold]{escape(location.job)}[/]" + (f"  durable tier {escape(url)}" if url else "  no durable tier"))
+    steps = [line.group.version for line in lines]
+    twice = len(set(steps)) < len(steps)
+    columns = ["STEP", *(["ATTEMPT"] if twice else []), "STATE", "MEMORY", "DURABLE", "COPIES", "SIZE", "AGE", "NOTE"]
+    rows = []
+    now = time.time_ns()
+    for line in lines:
+        attempt = [f"{line.group.epoch}.{line.group.attempt} {line.group.incarnation[:6]}"] if twice else []
+        rows.append(
+            [
+                str(line.group.version),
+                *attempt,
+                _coloured(line.state),
+                f"{line.in_memory} of {line.parts}" if line.in_memory else "-",
+                _durable_cell(line),
+                str(line.copies) if line.copies else "-",
+                show_size(line.size_bytes) if line.size_bytes else "-",
+                show_age((now - line.saved_ns) / 1e9) if line.saved_ns else "-",
+                escape(_note(line)),
+            ]
+        )
+    rows += [
+        [str(step), *([""] if twice else []), "plain", "-", "yes", "1", "-", "-", "DCP's own files"] for step in plain
+    ]
+    out.print(table(columns, rows, right=("STEP", "COPIES", "SIZE", "AGE")))
+    for tier, text in survey.unreachable.items():
+        out.print(f"[yellow]{tier.value} tier not asked:[/] {escape(text)}")
+
+
+def _durable_cell(line: Line) -> str:
+    if line.durable:
+        return "yes"
+    if line.drain is None or line.drain.state == "done":
+        return "-"
+    if line.drain.state == "running" and line.drain.bytes_total:
+        return f"{100 * line.drain.bytes_done // line.drain.bytes_total} %"
+    return line.drain.state
+
+
+def _note(line: Line) -> str:
+    if line.quarantined or line.damaged:
+        return line.quarantined or line.damaged
+    if line.drain is not None and line.drain.error and not line.durable:
+        return line.drain.error
+    if not line.whole:
+        return f"{line.parts - line.in_memory} of {line.parts} parts are not here"
+    return f"begun from {line.restores} times" if line.restores > 1 else ""
+
+
+def _coloured(state: str) -> str:
+    colour = {"whole": "green", "torn": "yellow", "quarantined": "red", "damaged": "red"}[state]
+    return f"[{colour}]{state}[/]"
+
+
+def _drain_json(view: DrainView) -> dict[str, Any]:
+    return {
+        "state": view.state,
+        "bytes_done": view.bytes_done,
+        "bytes_total": view.bytes_total,
+        "error": view.error or None,
+    }
+
+
+# -- all jobs -----------------------------------------------------------------------------------------------------
+
+
+def _jobs(screen: Screen, sight: Sight, durable: str | None) -> Exit:
+    found: dict[str, dict[str, Any]] = {}
+    if sight.agent is not None:
+        for state in sight.agent.store.status().jobs:
+            if state.versions or state.clients:
+                found[state.job] = _job(state.job) | {
+                    "steps_in_memory": state.versions,
+                    "newest_in_memory": state.newest_whole,
+                    "epoch": state.epoch,
+                    "processes": state.clients,
+                    "forgotten_in_s": state.expires_in_s,
+                }
+    elif durable is None:
+        raise TierUnavailableError(
+            f"{sight.why_no_agent}, so it is not known what this node's memory holds; --durable URL lists the jobs of "
+            "a store"
+        )
+    if durable is not None:
+        _add_durable_jobs(screen, sight, found)
+    rows = [found[job] for job in sorted(found)]
+    screen.result({"jobs": rows, "agent": sight.agent is not None}, lambda out: _show_jobs(out, sight, rows))
+    return Exit.OK
+
+
+def _job(name: str) -> dict[str, Any]:
+    return {
+        "job": name,
+        "steps_in_memory": 0,
+        "newest_in_memory": None,
+        "durable_steps": None,
+        "newest_durable": None,
+        "epoch": None,
+        "processes": 0,
+        "forgotten_in_s": None,
+    }
+
+
+def _add_durable_jobs(screen: Screen, sight: Sight, found: dict[str, dict[str, Any]]) -> None:
+    settings = sight.settings.durable
+    if not settings.url:
+        raise UsageError("--durable is empty: write s3://bucket/prefix or /path")
+    store = open_store(settings.url, settings)
+    try:
+        with screen.waiting(f"listing {settings.url}"):
+            matches = [_MANIFEST.fullmatch(info.name) for info in store.list("")]
+    finally:
+        store.close()
+    steps: dict[str, set[int]] = {}
+    for match in matches:
+        if match is not None:
+            steps.setdefault(match[1], set()).add(int(match[2]))
+    for job, numbers in steps.items():
+        row = found.setdefault(job, _job(job))
+        row["durable_steps"], row["newest_durable"] = len(numbers), max(numbers)
+
+
+def _show_jobs(out: Console, sight: Sight, rows: Sequence[dict[str, Any]]) -> None:
+    if sight.agent is None:
+        out.print(f"[yellow]memory tier not asked:[/] {escape(sight.why_no_agent)}")
+    if not rows:
+        out.print("no jobs")
+        return
+    columns = ["JOB", "IN MEMORY", "NEWEST", "DURABLE", "NEWEST", "PROCESSES", "FORGOTTEN IN"]
+    cells = []
+    for row in rows:
+        left = row["forgotten_in_s"]
+        cells.append(
+            [
+                escape(row["job"]),
+                str(row["steps_in_memory"]),
+                _or_dash(row["newest_in_memory"]),
+                _or_dash(row["durable_steps"]),
+                _or_dash(row["newest_durable"]),
+                str(row["processes"]),
+                "-" if left is None else show_age(left),
+            ]
+        )
+    out.print(table(columns, cells, right=columns[1:]))
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,121 @@
+"""What a command shows: results on standard output, everything else on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from tieredckpt.cli.exits import Exit, advice_for, exit_for
+
+_PIPE_WIDTH = 400
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes just done."""
+
+
+class Screen:
+    """Where one command's output goes. JSON, when asked for, is the only thing on standard output."""
+
+    def __init__(self) -> None:
+        self.as_json = False
+        self.debug = False
+        # A pipe has no width: a program that reads it wants whole values.
+        self.out = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=True)
+        self.err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def result(self, value: Mapping[str, Any], show: Callable[[Console], None]) -> None:
+        """The command's answer: ``value`` as JSON, or whatever ``show`` prints."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(value, indent=2) + "\n")
+            sys.stdout.flush()
+        else:
+            show(self.out)
+
+    def note(self, text: str) -> None:
+        self.err.print(escape(text), style="yellow")
+
+    def failed(self, error: BaseException) -> Exit:
+        """Report what ended the command; its exit code."""
+        code = exit_for(error)
+        advice = advice_for(error)
+        if self.debug:
+            traceback.print_exception(error)
+        text = str(error) or type(error).__name__
+        self.err.print(f"[bold red]tieredckpt:[/] {escape(text)}")
+        if advice:
+            self.err.print(f"            {escape(advice)}")
+        if self.as_json:
+            said = {"kind": type(error).__name__, "message": text, "advice": advice, "exit": int(code)}
+            sys.stdout.write(json.dumps({"error": said}, indent=2) + "\n")
+        return code
+
+    @contextlib.contextmanager
+    def progress(self, what: str, total_bytes: int) -> Iterator[Advance]:
+        """A bar on standard error, where that is a terminal."""
+        if not self.err.is_terminal:
+            yield lambda _: None
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.err, transient=True) as progress:
+            task = progress.add_task(escape(what), total=total_bytes)
+            yield lambda count: progress.advance(task, count)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what takes so long, where somebody watches."""
+        if not self.err.is_terminal:
+            yield
+            return
+        with self.err.status(escape(what)):
+            yield
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:
+    """Columns aligned by blanks, numbers to the right; cells are plain text unless they are markup on purpose."""
+    shown = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for column in columns:
+        shown.add_column(column, justify="right" if column in right else "left", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+def show_age(seconds: float) -> str:
+    """``5400`` as ``1 h 30 min``: for people, one or two units."""
+    seconds = max(0, int(seconds))
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
+    if minutes < 60:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{hours} h {minutes % 60} min"
+    return f"{days} d"
+
+
+def iso(ns: int) -> str | None:
+    """A point in time as JSON has it; ``None`` for one that is not known."""
+    if ns <= 0:
+        return None
+    return dt.datetime.fromtimestamp(ns / 1e9, dt.timezone.utc).isoformat(timespec="milliseconds")
+
+
+def count(number: int, word: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{number} {word}" + ("" if number == 1 else "s")

@@ -1,0 +1,225 @@
+"""What a command can see: this node's agent, and the durable tier even where no agent runs. It starts no agent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from peerstore.arena import MemfdArena
+from peerstore.client import connect
+from peerstore.errors import AgentUnreachableError, PeerStoreError
+from peerstore.records import Group
+from peerstore.settings import AgentPlace, StoreSettings
+from peerstore.store import NodeStore
+from tieredckpt.agent.catalog import Catalog
+from tieredckpt.agent.service import NodeService
+from tieredckpt.agent_node import AgentNode
+from tieredckpt.durable.open import open_store
+from tieredckpt.durable.store import ObjectStore
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    TieredCheckpointError,
+    TierUnavailableError,
+)
+from tieredckpt.location import Location
+from tieredckpt.manifest import ShardIndex
+from tieredckpt.node import Described, StepView, Survey
+from tieredckpt.resolve import Tier, resolve
+from tieredckpt.settings import DurableSettings, Settings, override
+
+_PATIENCE_S = 20.0
+"""A person is waiting: a store that is away for longer is reported, not waited for."""
+
+
+class Sight:
+    """Everything about checkpoints that can be seen from here."""
+
+    def __init__(self, settings: Settings, agent: AgentNode | None, why_no_agent: str, direct: NodeService) -> None:
+        self.settings = settings
+        self.agent = agent
+        self.why_no_agent = why_no_agent
+        self._direct = direct
+        self._known: dict[str, DurableSettings] = {}
+        self._stores: dict[str, ObjectStore] = {}
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def survey(self, job: str) -> Survey:
+        """Every attempt at every step in every tier that can be asked; the others are named, not left out."""
+        if self.agent is None:
+            survey = self._survey_directly(job)
+            return msgspec.structs.replace(survey, unreachable={Tier.MEMORY: self.why_no_agent, **survey.unreachable})
+        survey = self.agent.survey(job, fresh=True)
+        durable = self._choose_durable(job, survey.durable)
+        if durable.url and (survey.durable is None or durable.url != survey.durable.url):
+            return merged(survey, self._survey_directly(job))
+        return survey
+
+    def describe(self, job: str, group: Group) -> Described:
+        """One step in full, its shards in the nearest tiers first."""
+        found: list[Described] = []
+        absent: CheckpointNotFoundError | None = None
+        for node in (self.agent, self._direct if self.durable(job).url else None):
+            if node is not None:
+                try:
+                    found.append(node.describe(job, group))
+                except CheckpointNotFoundError as error:
+                    absent = error
+        if not found:
+            raise absent or CheckpointNotFoundError(f"job {job} has no step {group.version} here")
+        return joined(found)
+
+    def groups(self, location: Location, survey: Survey) -> list[StepView]:
+        """The attempts ``location`` means, newest last: all of the job's, or all at one step."""
+        views = [view for view in survey.views if location.step in (None, view.group.version)]
+        if not views:
+            raise nothing(location, survey)
+        return sorted(views, key=lambda view: (view.group.version, *view.group))
+
+    def chosen(self, location: Location, survey: Survey) -> StepView:
+        """The attempt a load of ``location`` would use; where none is whole, why not."""
+        bad = {view.group for view in survey.views if view.quarantined}
+        candidates = [view.candidate for view in survey.views]
+        found = resolve(
+            candidates,
+            step=location.step,
+            quarantined=bad if location.step is None else (),
+            unreachable=list(survey.unreachable),
+        )
+        if found.chosen is None:
+            raise nothing(location, survey, found.explain())
+        group = found.chosen.group
+        return next(view for view in survey.views if view.group == group)
+
+    # -- the durable tier -------------------------------------------------------------------------------------
+
+    def durable(self, job: str) -> DurableSettings:
+        """Where ``job`` becomes durable: as the command line or the settings say, else as the agent knows."""
+        known = self._known.get(job)
+        if known is None:
+            seen = None
+            if self.agent is not None:
+                seen = self.agent.survey(job).durable
+            known = self._choose_durable(job, seen)
+        return known
+
+    def catalog(self, job: str) -> Catalog:
+        """The job's manifests, read by this process."""
+        durable = self.durable(job)
+        if not durable.url:
+            raise CheckpointNotFoundError(
+                f"job {job} has no durable tier that is known here: name it with --durable URL or durable.url"
+            )
+        catalog = self._direct.catalog(job)
+        assert catalog is not None  # noqa: S101 - it was configured with a URL
+        return catalog
+
+    def store(self, job: str) -> ObjectStore:
+        """The job's object store, for reading shards."""
+        durable = self.durable(job)
+        if durable.url not in self._stores:
+            self._stores[durable.url] = open_store(durable.url, durable)
+        return self._stores[durable.url]
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()
+        if self.agent is not None:
+            self.agent.close()
+
+    def _choose_durable(self, job: str, seen: DurableSettings | None) -> DurableSettings:
+        own = self.settings.durable
+        if seen is not None and own.url in ("", seen.url):
+            own = seen if not own.options else replace(seen, options=own.options)
+        own = replace(own, retry_s=min(own.retry_s, _PATIENCE_S), bandwidth="")
+        self._known[job] = own
+        self._direct.configure(job, own)
+        return own
+
+    def _survey_directly(self, job: str) -> Survey:
+        durable = self.durable(job)
+        if not durable.url:
+            raise TierUnavailableError(
+                f"{self.why_no_agent}, and no durable tier is known: start an agent, or name the store with "
+                "--durable URL or durable.url"
+            )
+        return self._direct.survey(job, fresh=True)
+
+
+@contextlib.contextmanager
+def open_sight(settings: Settings) -> Iterator[Sight]:
+    """Look through this node's agent where one answers, and directly where not."""
+    place = AgentPlace(settings.agent_directory)
+    arena = MemfdArena()
+    with contextlib.ExitStack() as cleanup:
+        agent, why = None, ""
+        try:
+            connect(place.socket).close()
+            agent = AgentNode(override(settings, agent={"embedded": False}), "")
+        except AgentUnreachableError:
+            why = f"no agent answers in {place.directory}"
+        except PeerStoreError as error:
+            why = f"the agent in {place.directory} cannot be used: {error}"
+        cleanup.callback(arena.purge)
+        store = NodeStore(arena, StoreSettings(budget="64MiB"), threads=1)
+        cleanup.callback(store.close)
+        direct = NodeService(store)
+        cleanup.callback(direct.close)
+        sight = Sight(settings, agent, why, direct)
+        cleanup.callback(sight.close)
+        yield sight
+
+
+def nothing(location: Location, survey: Survey, why: str = "") -> TieredCheckpointError:
+    """The error for a step that was not found: absent only when the durable tier could be asked."""
+    about = f" ({why})" if why else ""
+    told = "; ".join(f"{tier.value} tier: {text}" for tier, text in survey.unreachable.items())
+    if Tier.DURABLE in survey.unreachable:
+        return TierUnavailableError(f"{location} was not found where it could be looked for{about}. {told}")
+    return CheckpointNotFoundError(f"there is no {location}{about}" + (f". {told}" if told else ""))
+
+
+def merged(a: Survey, b: Survey) -> Survey:
+    """Two views of one job as one."""
+    views = {view.group: view for view in a.views}
+    for other in b.views:
+        one = views.get(other.group)
+        if one is None:
+            views[other.group] = other
+            continue
+        views[other.group] = msgspec.structs.replace(
+            one, durable=one.durable or other.durable, quarantined=one.quarantined or other.quarantined
+        )
+    return Survey(
+        tuple(views[group] for group in sorted(views)),
+        {**a.unreachable, **b.unreachable},
+        tuple(sorted({*a.plain, *b.plain})),
+        b.durable or a.durable,
+    )
+
+
+def joined(found: Sequence[Described]) -> Described:
+    """Two descriptions of one step as one: every part with all the places it is at, nearest first."""
+    shards: dict[int, ShardIndex] = {}
+    for shard in (shard for one in found for shard in one.manifest.shards):
+        known = shards.get(shard.key.part)
+        if known is not None and known.checksums != shard.checksums:
+            raise CheckpointDamagedError(f"{shard.key}: two copies of it have different checksums")
+        # An index that names an object tells where the durable copy is; that of a copy in memory does not.
+        if known is None or not known.object:
+            shards[shard.key.part] = shard
+    places: dict[int, set[Tier]] = {}
+    for one in found:
+        for part, tiers in one.found.items():
+            places.setdefault(part, set()).update(tiers)
+    manifest = msgspec.structs.replace(
+        found[-1].manifest,
+        shards=tuple(shards[part] for part in sorted(shards)),
+        layouts={k: v for one in found for k, v in one.manifest.layouts.items()},
+        tables={k: v for one in found for k, v in one.manifest.tables.items()},
+    )
+    return Described(manifest, {part: tuple(t for t in Tier if t in tiers) for part, tiers in places.items()})

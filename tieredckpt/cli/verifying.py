@@ -1,0 +1,198 @@
+"""``tieredckpt verify``: every copy of every shard against the checksums taken when it was sealed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from peerstore.checksum import chunk_count
+from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
+from peerstore.records import ShardFact
+from tieredckpt.agent_node import AgentNode
+from tieredckpt.cli.exits import Exit, worst
+from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
+from tieredckpt.cli.screen import Advance, Screen, table
+from tieredckpt.cli.sight import Sight, open_sight
+from tieredckpt.durable.store import ObjectNotFoundError
+from tieredckpt.errors import CheckpointDamagedError, DurableRefusedError, TierUnavailableError
+from tieredckpt.fetch import damaged_chunks
+from tieredckpt.location import Location, parse_location
+from tieredckpt.manifest import Manifest, ShardIndex
+from tieredckpt.node import StepView
+from tieredckpt.resolve import Tier
+from tieredckpt.units import show_size
+
+_SHOWN_CHUNKS = 16
+
+
+@dataclass(frozen=True)
+class Check:
+    """One copy of one shard, looked at."""
+
+    step: int
+    part: int
+    tier: Tier
+    size_bytes: int
+    result: Exit
+    """``OK``, ``DAMAGED`` or ``UNAVAILABLE``."""
+    chunks: int = 0
+    damaged: tuple[int, ...] = ()
+    where: str = ""
+    problem: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "part": self.part,
+            "tier": self.tier.value,
+            "result": {Exit.OK: "good", Exit.DAMAGED: "damaged"}.get(self.result, "unknown"),
+            "size_bytes": self.size_bytes,
+            "chunks": self.chunks,
+            "damaged_chunks": list(self.damaged),
+            "object": self.where or None,
+            "problem": self.problem or None,
+        }
+
+
+@click.command("verify", short_help="Compare every copy with its checksums.")
+@click.argument("target", metavar="JOB[/step-N]")
+@looking
+@pass_screen
+@with_exits
+def verify(screen: Screen, target: str, agent_dir: Path | None, durable: str | None) -> Exit:
+    """Compare every copy of every shard with its checksums: in this node's memory and in the durable tier.
+
+    JOB alone means all of its steps. The durable tier is read completely. A copy in memory that turns out damaged is
+    dropped by the agent, so that nobody reads it; the durable tier is not changed.
+    """
+    with open_sight(settings_for(agent_dir, durable)) as sight:
+        location = parse_location(target)
+        survey = sight.survey(location.job)
+        views = sight.groups(location, survey)
+        checks = _all(screen, sight, location, views)
+    problems = {tier.value: text for tier, text in survey.unreachable.items()}
+    codes = [check.result for check in checks]
+    if Tier.DURABLE in survey.unreachable or not checks:
+        codes.append(Exit.UNAVAILABLE)
+    code = worst(codes)
+    value = {
+        "job": location.job,
+        "good": code is Exit.OK,
+        "verified_bytes": sum(check.size_bytes for check in checks if check.result is Exit.OK),
+        "unreachable": problems,
+        "checks": [check.as_json() for check in checks],
+    }
+    screen.result(value, lambda out: _show(out, location, checks, problems))
+    return code
+
+
+def _all(screen: Screen, sight: Sight, location: Location, views: Sequence[StepView]) -> list[Check]:
+    groups = {view.group for view in views}
+    facts = sight.agent.store.inventory(location.job) if sight.agent else []
+    facts = sorted((fact for fact in facts if fact.key.group in groups), key=lambda fact: fact.key)
+    manifests, checks = _manifests(sight, location, views)
+    total = sum(f.size_bytes for f in facts) + sum(s.size_bytes for m in manifests for s in m.shards)
+    known = {shard.key: shard for manifest in manifests for shard in manifest.shards}
+    with screen.progress(f"verifying {location.job}", total) as advance:
+        for fact in facts:
+            if sight.agent is not None:
+                checks.append(_in_memory(sight.agent, fact, known.get(fact.key)))
+            advance(fact.size_bytes)
+        for manifest in manifests:
+            for shard in manifest.shards:
+                checks.append(_in_store(sight, location.job, shard, advance))
+    return sorted(checks, key=lambda check: (check.step, check.part, check.tier is Tier.DURABLE))
+
+
+def _manifests(sight: Sight, location: Location, views: Sequence[StepView]) -> tuple[list[Manifest], list[Check]]:
+    found, checks = [], []
+    for view in views:
+        if not view.durable:
+            continue
+        try:
+            found.append(sight.catalog(location.job).manifest(view.group))
+        except CheckpointDamagedError as error:
+            checks.append(Check(view.group.version, -1, Tier.DURABLE, 0, Exit.DAMAGED, problem=f"manifest: {error}"))
+        except (TierUnavailableError, DurableRefusedError) as error:
+            checks.append(Check(view.group.version, -1, Tier.DURABLE, 0, Exit.UNAVAILABLE, problem=str(error)))
+    return found, checks
+
+
+def _in_memory(agent: AgentNode, fact: ShardFact, durable: ShardIndex | None) -> Check:
+    key = fact.key
+
+    def check(result: Exit, problem: str = "", bad: tuple[int, ...] = (), chunks: int = 0) -> Check:
+        return Check(key.version, key.part, Tier.MEMORY, fact.size_bytes, result, chunks, bad, problem=problem)
+
+    try:
+        pin = agent.store.pin(key)
+        try:
+            record = pin.record
+            bad = agent.store.verify(key)
+        finally:
+            agent.store.unpin(pin.id)
+    except ShardNotFoundError:
+        return check(Exit.UNAVAILABLE, "given up for a newer step in the meantime")
+    except ShardDamagedError as error:
+        return check(Exit.DAMAGED, str(error))
+    except PeerStoreError as error:
+        return check(Exit.UNAVAILABLE, str(error))
+    chunks = chunk_count(record.size_bytes, record.chunk_bytes)
+    if bad:
+        return check(Exit.DAMAGED, "changed after it was sealed; the agent has dropped this copy", bad, chunks)
+    if durable is not None and durable.checksums != record.checksums:
+        return check(Exit.DAMAGED, "has other checksums than the durable copy of the same shard", chunks=chunks)
+    return check(Exit.OK, chunks=chunks)
+
+
+def _in_store(sight: Sight, job: str, shard: ShardIndex, advance: Advance) -> Check:
+    key, chunks = shard.key, chunk_count(shard.size_bytes, shard.chunk_bytes)
+
+    def check(result: Exit, problem: str = "", bad: tuple[int, ...] = ()) -> Check:
+        return Check(key.version, key.part, Tier.DURABLE, shard.size_bytes, result, chunks, bad, shard.object, problem)
+
+    try:
+        bad = damaged_chunks(sight.store(job), shard, advance)
+    except ObjectNotFoundError:
+        return check(Exit.DAMAGED, "the object is not there", tuple(range(chunks)))
+    except (TierUnavailableError, DurableRefusedError) as error:
+        return check(Exit.UNAVAILABLE, str(error))
+    return check(Exit.DAMAGED, "is not what was saved", tuple(bad)) if bad else check(Exit.OK)
+
+
+def _show(out: Console, location: Location, checks: Sequence[Check], unreachable: dict[str, str]) -> None:
+    rows = []
+    for check in checks:
+        shown = {Exit.OK: "[green]good[/]", Exit.DAMAGED: "[red]damaged[/]"}.get(check.result, "[yellow]unknown[/]")
+        part = str(check.part) if check.part >= 0 else "-"
+        rows.append(
+            [str(check.step), part, check.tier.value, shown, show_size(check.size_bytes), escape(_problem(check))]
+        )
+    if rows:
+        out.print(table(["STEP", "PART", "TIER", "RESULT", "SIZE", ""], rows, right=("STEP", "PART", "SIZE")))
+    for tier, text in unreachable.items():
+        out.print(f"[yellow]{tier} tier not asked:[/] {escape(text)}")
+    good = [check for check in checks if check.result is Exit.OK]
+    damaged = sum(check.result is Exit.DAMAGED for check in checks)
+    verdict = f"{len(good)} of {len(checks)} copies of {location} are good ({show_size(_bytes(good))} read)"
+    out.print(verdict + (f", [bold red]{damaged} damaged[/]" if damaged else ""))
+
+
+def _problem(check: Check) -> str:
+    if not check.damaged:
+        return check.problem
+    first = ", ".join(map(str, check.damaged[:_SHOWN_CHUNKS]))
+    more = f" and {len(check.damaged) - _SHOWN_CHUNKS} more" if len(check.damaged) > _SHOWN_CHUNKS else ""
+    where = f"{check.where}: " if check.where else ""
+    word = "chunk" if len(check.damaged) == 1 else "chunks"
+    return f"{where}{word} {first}{more} of {check.chunks}: {check.problem}"
+
+
+def _bytes(checks: Sequence[Check]) -> int:
+    return sum(check.size_bytes for check in checks)

@@ -1,0 +1,167 @@
+"""The bytes of one stored step, verified, out of the nearest good copy."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+
+from peerstore.operations import Store
+from tieredckpt.boxes import Box, relative, whole
+from tieredckpt.durable.store import ObjectNotFoundError, ObjectStore
+from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError
+from tieredckpt.fetch import PinnedShards, from_object
+from tieredckpt.layout import TensorEntry
+from tieredckpt.node import Described
+from tieredckpt.resolve import Tier
+from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
+from tieredckpt.tensors import dtype_named
+
+log = logging.getLogger(__name__)
+
+_WINDOW_BYTES = 32 << 20
+
+
+class StepSource:
+    """Tensors and items of one step. A copy in memory that turns out damaged is left for the durable one."""
+
+    def __init__(self, described: Described, memory: Store | None, durable: Callable[[], ObjectStore]) -> None:
+        self.step = StoredStep(described)
+        self._pinned = PinnedShards(memory, self.step.group) if memory is not None else None
+        self._durable = durable
+        self._gone: set[int] = set()
+        """Parts whose copy in memory cannot be used."""
+        self.bytes_by_tier: dict[str, int] = {}
+
+    def entry(self, name: str) -> TensorEntry:
+        """Type and shape of a tensor (of any of its pieces)."""
+        return self.step.tensors[name][0].entry
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor, put together from its pieces."""
+        entry = self.entry(name)
+        pieces = list(self.step.pieces(name, whole(entry.shape)))
+        if len(pieces) == 1 and pieces[0].item >= 0:
+            return self._archived(pieces[0])
+        out = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+        for piece in pieces:
+            target = out
+            for axis, (start, size) in enumerate(zip(piece.box.offsets, piece.box.sizes, strict=True)):
+                target = target.narrow(axis, start, size)
+            if piece.item >= 0:
+                saved = self._archived(piece)
+                target.copy_(_cut(saved, relative(piece.box, piece.entry.box)))
+            elif target.is_contiguous() and piece.box == piece.entry.box:
+                self._read_into(raw_bytes(target), piece.part, self.step.tensor_range(piece))
+            else:
+                target.copy_(self._strided(piece))
+        return out
+
+    def object_bytes(self, name: str) -> bytes:
+        """An object as the planner wrote it; where several ranks wrote one, the first one's."""
+        part = self.step.object_part(name, 0)
+        return self._item(part, self.step.objects[name][part])
+
+    def close(self) -> None:
+        if self._pinned is not None:
+            self._pinned.release()
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _strided(self, piece: TensorPiece) -> torch.Tensor:
+        """A piece that is not one run of bytes: the run it lies in is read, and looked at with the right strides."""
+        entry = piece.entry
+        span = self.step.tensor_range(piece)
+        buffer = torch.empty(span.stop - span.start, dtype=torch.uint8)
+        self._read_into(raw_bytes(buffer), piece.part, span)
+        strides = [math.prod(entry.box.sizes[axis + 1 :]) for axis in range(len(entry.box.sizes))]
+        return torch.as_strided(buffer.view(dtype_named(entry.dtype)), piece.box.sizes, strides)
+
+    def _archived(self, piece: TensorPiece) -> torch.Tensor:
+        saved = torch.load(io.BytesIO(self._item(piece.part, piece.item)), map_location="cpu", weights_only=True)
+        if not isinstance(saved, torch.Tensor):
+            raise CheckpointDamagedError(f"{piece.entry.fqn}: the archive holds a {type(saved).__name__}")
+        return saved
+
+    def _item(self, part: int, number: int) -> bytes:
+        span = self.step.item_range(part, number)
+        out = bytearray(span.stop - span.start)
+        self._read_into(memoryview(out), part, span)
+        return bytes(out)
+
+    def _read_into(self, target: memoryview, part: int, span: ByteRange) -> None:
+        done = span.start
+        for start in range(span.start, span.stop, _WINDOW_BYTES):
+            window = ByteRange(start, min(span.stop, start + _WINDOW_BYTES))
+            for data in self._window(part, window):
+                target[done - span.start : done - span.start + len(data)] = data
+                done += len(data)
+
+    def _window(self, part: int, window: ByteRange) -> Iterator[memoryview]:
+        shard, tiers = self.step.shards[part], self.step.found[part]
+        size = window.stop - window.start
+        if Tier.MEMORY in tiers and part not in self._gone and self._pinned is not None:
+            if self._pinned.verify(shard, [window]):
+                self._count(Tier.MEMORY, size)
+                yield self._pinned.view(part)[window.start : window.stop]
+                return
+            log.warning("%s is damaged in memory, looking for another copy", shard.key)
+            self._gone.add(part)
+        if Tier.DURABLE not in tiers:
+            raise CheckpointDamagedError(f"{shard.key} is damaged in memory and there is no other copy of it")
+        self._count(Tier.DURABLE, size)
+        try:
+            for found in from_object(self._durable(), shard, [window]):
+                low, high = max(window.start, found.start), min(window.stop, found.start + len(found.data))
+                yield found.data[low - found.start : high - found.start]
+        except ObjectNotFoundError as error:
+            raise CheckpointDamagedError(f"{shard.key}: {error}") from error
+
+    def _count(self, tier: Tier, size_bytes: int) -> None:
+        self.bytes_by_tier[tier.value] = self.bytes_by_tier.get(tier.value, 0) + size_bytes
+
+
+def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for axis, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(axis, start, size)
+    return tensor
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, without a copy."""
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's warnings about what it is asked to do here on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def wanted_names(step: StoredStep, *, prefix: str, select: tuple[str, ...], exclude: tuple[str, ...]) -> dict[str, str]:
+    """Which tensors and objects are exported, and what they are called there: stored name to new name."""
+    from fnmatch import fnmatchcase
+
+    names = {
+        name: name.removeprefix(prefix) or name
+        for name in sorted([*step.tensors, *step.objects])
+        if name.startswith(prefix)
+        and (not select or any(fnmatchcase(name, pattern) for pattern in select))
+        and not any(fnmatchcase(name, pattern) for pattern in exclude)
+    }
+    if not names:
+        raise CheckpointNotFoundError(
+            f"no name in step {step.group.version} begins with {prefix!r} and is selected; `tieredckpt inspect` lists "
+            "them"
+        )
+    return names
