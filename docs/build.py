@@ -23,9 +23,11 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parent.parent
 STYLE = """
-body { font: 16px/1.55 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
+body { font: 16px/1.55 system-ui, sans-serif;
+  max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c2733 }
 pre, code { font: 14px/1.45 ui-monospace, monospace; background: #f3f5f7 } pre { padding: .8rem; overflow-x: auto }
-table { border-collapse: collapse; margin: 1rem 0 } td, th { border: 1px solid #d5dbe1; padding: .3rem .6rem; text-align: left }
+table { border-collapse: collapse; margin: 1rem 0 }
+td, th { border: 1px solid #d5dbe1; padding: .3rem .6rem; text-align: left }
 img { max-width: 100% } nav { border-bottom: 1px solid #d5dbe1; padding-bottom: .6rem } nav a { margin-right: 1rem }
 """
 

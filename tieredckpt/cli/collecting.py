@@ -70,7 +70,8 @@ def gc(
         listing = catalog.listing(fresh=True)
         if not listing.manifests:
             raise CheckpointNotFoundError(f"job {location.job} has no step in {catalog.store.url}")
-        doomed = victims(list(listing.manifests), keep_last=last, keep_every=every, quarantined=listing.quarantined)
+        bases = {group: entry.base for group, entry in listing.manifests.items()}
+        doomed = victims(bases, keep_last=last, keep_every=every, quarantined=listing.quarantined)
         sizes = [_size(catalog, group) for group in doomed]
         uploads = 0
         if not dry_run:
