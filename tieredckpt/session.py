@@ -157,9 +157,18 @@ class Session:
             return current
 
     def known_epoch(self) -> int:
-        """The newest epoch this node has heard of."""
+        """The newest epoch anybody has heard of: this node's agent, or who wrote what is in the durable tier."""
         known = self.node.store.epoch(self.job)
-        return max(known, self.incarnation.epoch) if self.incarnation else known
+        if self.incarnation is not None:
+            return max(known, self.incarnation.epoch)
+        return max(known, self._epoch_in_tiers())
+
+    def _epoch_in_tiers(self) -> int:
+        """Where a node's memory is lost, its agent counts from nothing again, but the job's steps are still there."""
+        seen = self.node.survey(self.job)
+        newest = max((view.group.epoch for view in seen.views), default=0)
+        # A tier that cannot be asked may hold any number that was counted so far; the time is above all of them.
+        return max(newest, int(time.time())) if seen.unreachable else newest
 
     def next_key(self, step: int, part: int) -> ShardKey:
         """The key of this process's next shard for ``step``: every try at a step is an attempt of its own."""

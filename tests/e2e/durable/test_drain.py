@@ -57,6 +57,40 @@ def test_the_newest_wins_wherever_it_is(agent_dir, directory):
     job.expect(2, tiers={"durable"})
 
 
+def test_who_comes_after_a_lost_node_is_newer_than_everybody_before(agent_dir, directory):
+    """An agent that starts from nothing must not count incarnations from nothing."""
+    job = Job(agent_dir, directory)
+    job.save(0, 1)
+    close_sessions()
+    job.expect(1, tiers={"memory"})
+    job.save(2)  # the second incarnation says that it began from step 1
+    job.lose_memory()
+    with job.checkpointer() as ckpt:
+        assert ckpt.restore(zeroed(state_at(0))) == 2
+        ckpt.save(state_at(3), 3).wait("durable")
+    job.lose_memory()
+    job.expect(3, tiers={"durable"})
+    job.lose_memory()
+    job.save(4)  # without restoring first
+    job.lose_memory()
+    job.expect(4, tiers={"durable"})
+
+
+def test_who_starts_while_the_store_is_away_is_newer_too(agent_dir, rclone, rclone_proxy):
+    settings = on_server(rclone, retry_s=0.5, timeout_s=1.0)
+    behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
+    job = Job(agent_dir, behind)
+    job.save(0, 1)
+    close_sessions()
+    job.expect(1, tiers={"memory"})
+    job.save(2)
+    job.lose_memory()
+    rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
+    job.save(3, durable=False)
+    rclone_proxy.clear()
+    job.expect(3, tiers={"memory"})
+
+
 def test_only_the_steps_of_the_policy_are_drained(agent_dir, directory, tmp_path):
     job = Job(agent_dir, directory)
     with job.checkpointer(every=1, durable_every=3) as ckpt:
