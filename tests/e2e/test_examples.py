@@ -1,0 +1,42 @@
+"""What people copy: the examples run as they stand."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tieredckpt.settings import load_settings
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(*command):
+    ended = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_loop_goes_on_where_it_was(agent_dir):
+    assert "starting at step 0\nstep 19: " in run(EXAMPLES / "loop.py")
+    assert "starting at step 20\nstep 39: " in run(EXAMPLES / "loop.py")
+
+
+@pytest.mark.parametrize("second", [1, 3])
+def test_fsdp2_goes_on_at_another_world_size(agent_dir, second):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    assert "found nothing saved yet; now steps up to 4" in run(*launch, "2", EXAMPLES / "fsdp2.py")
+    assert f"{second} ranks found step 4; now steps up to 9" in run(*launch, str(second), EXAMPLES / "fsdp2.py")
+
+
+def test_the_configuration_is_one():
+    settings = load_settings({"TIEREDCKPT_CONFIG": str(EXAMPLES / "cluster.yaml")})
+    assert settings.durable.every == 200
+    assert settings.durable.url == "s3://my-bucket/checkpoints"
