@@ -12,16 +12,20 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterator
+import stat
 from pathlib import Path
 from typing import Protocol
 
 import xxhash
 
+from peerstore.crashpoints import reach
 from peerstore.errors import ArenaFullError, ShardDamagedError, UnavailableError
 
 _NOTE_MAGIC = b"PSN1"
+_NOTE_BYTES = 128 << 20
+"""More than any note has: a larger file is not one of ours."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,250}")
 
 
@@ -30,16 +34,20 @@ class Arena(Protocol):
 
     Promises every arena makes:
 
-    - ``create`` gives a file of exactly ``size_bytes`` or raises :class:`ArenaFullError` and leaves nothing behind.
-      ``promised`` is how many bytes of other slots have no page yet and must find room too.
+    - ``create`` gives a file of exactly ``size_bytes`` or raises :class:`ArenaFullError` and leaves nothing behind;
+      pages that other slots were promised and do not have yet count as taken.
+    - ``resize`` keeps what fits; a slot that could not grow is as it was.
     - ``path`` names a file any process of this user can map while this arena lives.
-    - ``put_note`` is all or nothing: a reader sees the old note or the new one.
+    - ``put_note`` is all or nothing, whoever else puts the same note: a reader sees the old one or a new one.
     - ``get_note`` returns exactly what was put, ``None`` when nothing was, and raises
       :class:`ShardDamagedError` when the bytes are not what was put.
+    - ``slots`` and ``notes`` list what was made here, sorted; what somebody else left lying about is neither listed nor
+      touched. A note's name may have one folder in front (``folder/name``); ``notes("folder/")`` lists it.
+    - Any thread may call any method.
     """
 
-    def create(self, name: str, size_bytes: int, *, promised: int = 0) -> None: ...
-    def resize(self, name: str, size_bytes: int, *, promised: int = 0) -> None: ...
+    def create(self, name: str, size_bytes: int) -> None: ...
+    def resize(self, name: str, size_bytes: int) -> None: ...
     def remove(self, name: str) -> None: ...
     def path(self, name: str) -> str: ...
     def size(self, name: str) -> int: ...
@@ -55,35 +63,38 @@ class TmpfsArena:
     """An arena in a directory, meant to be on tmpfs, private to this user."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
         self._slots = directory / "slots"
         self._notes = directory / "notes"
-        for place in (self._slots, self._notes):
+        self._folders = directory / "folders"
+        self._fresh = directory / "fresh"
+        """Notes that are being written: they are moved to their place when they are complete."""
+        for place in self._places:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for leftover in self._notes.glob(".*.new"):
-            leftover.unlink(missing_ok=True)
+        for leftover in os.scandir(self._fresh):
+            if leftover.is_file(follow_symlinks=False):
+                Path(leftover.path).unlink()
 
-    def create(self, name: str, size_bytes: int, *, promised: int = 0) -> None:
+    def create(self, name: str, size_bytes: int) -> None:
         path = self._slots / _checked(name)
-        self._require_space(size_bytes, promised)
+        self._require_space(size_bytes)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             os.ftruncate(fd, size_bytes)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             path.unlink(missing_ok=True)
             raise _full(error, size_bytes, self._slots) from error
         finally:
             os.close(fd)
 
-    def resize(self, name: str, size_bytes: int, *, promised: int = 0) -> None:
+    def resize(self, name: str, size_bytes: int) -> None:
         path = self._slots / _checked(name)
         grow = size_bytes - path.stat().st_size
         if grow > 0:
-            self._require_space(grow, promised)
+            self._require_space(grow)
         if grow:
             try:
                 os.truncate(path, size_bytes)
-            except OSError as error:
+            except (OSError, OverflowError) as error:
                 raise _full(error, size_bytes, self._slots) from error
 
     def remove(self, name: str) -> None:
@@ -96,46 +107,83 @@ class TmpfsArena:
         return (self._slots / _checked(name)).stat().st_size
 
     def slots(self) -> list[str]:
-        return sorted(entry.name for entry in os.scandir(self._slots))
+        return sorted(entry.name for entry in _own_files(self._slots))
 
     def put_note(self, name: str, data: bytes) -> None:
-        final = self._notes / _checked(name)
-        fresh = self._notes / f".{name}.new"
+        self._note(name)
+        fresh = self._fresh / secrets.token_hex(8)
         try:
-            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             with os.fdopen(fd, "wb") as file:
                 file.write(_framed(data))
-            fresh.rename(final)
+            reach("agent.note")
+            self._move(fresh, name)
         except OSError as error:
             fresh.unlink(missing_ok=True)
             raise _full(error, len(data), self._notes) from error
 
+    def _move(self, fresh: Path, name: str) -> None:
+        final = self._note(name)
+        while True:
+            try:
+                fresh.rename(final)
+            except FileNotFoundError:
+                if not fresh.exists() or "/" not in name:
+                    raise
+                final.parent.mkdir(mode=0o700, exist_ok=True)  # perhaps again: it goes with its last note
+            else:
+                return
+
     def get_note(self, name: str) -> bytes | None:
-        path = self._notes / _checked(name)
+        path = self._note(name)
         try:
-            raw = path.read_bytes()
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise UnavailableError(f"note {path} cannot be read: {error}") from error
-        return _unframed(raw, str(path))
+            raise ShardDamagedError(f"note {path} cannot be opened: {error}") from error
+        with os.fdopen(fd, "rb") as file:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _NOTE_BYTES:
+                raise ShardDamagedError(
+                    f"note {path} is damaged ({found.st_size} bytes, at most {_NOTE_BYTES} are put)"
+                )
+            return _unframed(file.read(_NOTE_BYTES), str(path))
 
     def remove_note(self, name: str) -> None:
-        (self._notes / _checked(name)).unlink(missing_ok=True)
+        path = self._note(name)
+        with contextlib.suppress(IsADirectoryError, NotADirectoryError):
+            path.unlink(missing_ok=True)
+        if "/" in name:
+            with contextlib.suppress(OSError):  # others are still in it
+                path.parent.rmdir()
 
     def notes(self, prefix: str) -> list[str]:
-        return sorted(
-            entry.name
-            for entry in os.scandir(self._notes)
-            if entry.name.startswith(prefix) and not entry.name.startswith(".")
-        )
+        folder, slash, start = prefix.rpartition("/")
+        try:
+            found = _own_files(self._folders / _checked(folder) if slash else self._notes)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(folder + slash + entry.name for entry in found if entry.name.startswith(start))
 
     def purge(self) -> None:
-        shutil.rmtree(self._slots, ignore_errors=True)
-        shutil.rmtree(self._notes, ignore_errors=True)
+        for place in self._places:
+            shutil.rmtree(place, ignore_errors=True)
 
-    def _require_space(self, size_bytes: int, promised: int) -> None:
-        place = os.statvfs(self._slots)
+    @property
+    def _places(self) -> tuple[Path, ...]:
+        return self._slots, self._notes, self._folders, self._fresh
+
+    def _note(self, name: str) -> Path:
+        parts = [_checked(part) for part in _split(name)]
+        return (self._folders if len(parts) == 2 else self._notes).joinpath(*parts)
+
+    def _require_space(self, size_bytes: int) -> None:
+        try:
+            place = os.statvfs(self._slots)
+        except FileNotFoundError:
+            raise UnavailableError(f"{self._slots} was removed: this agent has to be started again") from None
+        promised = sum(_without_pages(entry) for entry in _own_files(self._slots))
         free = place.f_bavail * place.f_frsize - promised
         if size_bytes > free:
             raise ArenaFullError(
@@ -145,6 +193,20 @@ class TmpfsArena:
             )
 
 
+def _own_files(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
+
+
+def _without_pages(entry: os.DirEntry[str]) -> int:
+    """How much of a file has no memory behind it yet."""
+    try:
+        found = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return 0
+    return max(0, found.st_size - found.st_blocks * 512)
+
+
 class MemfdArena:
     """An arena of anonymous memory files; it ends with its process."""
 
@@ -152,8 +214,7 @@ class MemfdArena:
         self._fds: dict[str, int] = {}
         self._kept: dict[str, bytes] = {}
 
-    def create(self, name: str, size_bytes: int, *, promised: int = 0) -> None:
-        del promised
+    def create(self, name: str, size_bytes: int) -> None:
         if name in self._fds:
             raise FileExistsError(errno.EEXIST, "slot exists", name)
         fd = os.memfd_create(_checked(name), os.MFD_CLOEXEC)
@@ -164,41 +225,54 @@ class MemfdArena:
             raise _full(error, size_bytes, Path("memory")) from error
         self._fds[name] = fd
 
-    def resize(self, name: str, size_bytes: int, *, promised: int = 0) -> None:
-        del promised
-        os.ftruncate(self._fds[name], size_bytes)
+    def resize(self, name: str, size_bytes: int) -> None:
+        try:
+            os.ftruncate(self._fd(name), size_bytes)
+        except OverflowError as error:
+            raise _full(error, size_bytes, Path("memory")) from error
 
     def remove(self, name: str) -> None:
-        fd = self._fds.pop(name, None)
+        fd = self._fds.pop(_checked(name), None)
         if fd is not None:
             os.close(fd)
 
     def path(self, name: str) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._fds[name]}"
+        return f"/proc/{os.getpid()}/fd/{self._fd(name)}"
 
     def size(self, name: str) -> int:
-        return os.fstat(self._fds[name]).st_size
+        return os.fstat(self._fd(name)).st_size
 
     def slots(self) -> list[str]:
         return sorted(self._fds)
 
     def put_note(self, name: str, data: bytes) -> None:
-        self._kept[_checked(name)] = _framed(data)
+        self._kept["/".join(map(_checked, _split(name)))] = _framed(data)
 
     def get_note(self, name: str) -> bytes | None:
-        raw = self._kept.get(_checked(name))
+        raw = self._kept.get("/".join(map(_checked, _split(name))))
         return None if raw is None else _unframed(raw, name)
 
     def remove_note(self, name: str) -> None:
-        self._kept.pop(_checked(name), None)
+        self._kept.pop("/".join(map(_checked, _split(name))), None)
 
     def notes(self, prefix: str) -> list[str]:
-        return sorted(name for name in self._kept if name.startswith(prefix))
+        depth = prefix.count("/")
+        return sorted(name for name in list(self._kept) if name.startswith(prefix) and name.count("/") == depth)
 
     def purge(self) -> None:
         for name in list(self._fds):
             self.remove(name)
         self._kept.clear()
+
+    def _fd(self, name: str) -> int:
+        fd = self._fds.get(_checked(name))
+        if fd is None:
+            raise FileNotFoundError(errno.ENOENT, "no such slot", name)
+        return fd
+
+
+def _split(name: str) -> list[str]:
+    return name.split("/", 1)
 
 
 def _checked(name: str) -> str:
@@ -220,12 +294,3 @@ def _unframed(raw: bytes, name: str) -> bytes:
 
 def _full(error: Exception, size_bytes: int, place: Path) -> ArenaFullError:
     return ArenaFullError(f"{size_bytes} bytes could not be kept in {place}: {error}")
-
-
-@contextlib.contextmanager
-def purged(arena: Arena) -> Iterator[Arena]:
-    """``arena``, emptied when the block ends."""
-    try:
-        yield arena
-    finally:
-        arena.purge()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+from collections.abc import Iterator
 from concurrent.futures import Executor
 
 import xxhash
@@ -56,6 +58,46 @@ def mismatches(
 
     results = map(bad, runs) if pool is None or len(runs) < 2 else pool.map(bad, runs)
     return tuple(c for found in results for c in found)
+
+
+def file_checksums(fd: int, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, pool: Executor) -> bytes:
+    """Every chunk's checksum of an open file. ``OSError`` when it has fewer bytes.
+
+    The bytes are read, not mapped: a file that lost its tail, or that has no memory behind a hole, is an error here
+    and would be SIGBUS there.
+    """
+    return b"".join(_hash_file(fd, range(chunk_count(size_bytes, chunk_bytes)), size_bytes, chunk_bytes, pool))
+
+
+def file_mismatches(
+    fd: int, size_bytes: int, expected: bytes, *, chunks: range, chunk_bytes: int = CHUNK_BYTES, pool: Executor
+) -> tuple[int, ...]:
+    """Numbers of the ``chunks`` of an open file whose bytes are not what ``expected`` says. ``OSError`` as above."""
+    got = b"".join(_hash_file(fd, chunks, size_bytes, chunk_bytes, pool))
+    want = expected[8 * chunks.start : 8 * chunks.stop]
+    return tuple(c for i, c in enumerate(chunks) if got[8 * i : 8 * i + 8] != want[8 * i : 8 * i + 8])
+
+
+def _hash_file(fd: int, chunks: range, size_bytes: int, chunk_bytes: int, pool: Executor) -> Iterator[bytes]:
+    def one(run: range) -> bytes:
+        buffer = memoryview(bytearray(min(chunk_bytes, size_bytes)))
+        return b"".join(
+            _hash_chunk(fd, buffer, c * chunk_bytes, min(chunk_bytes, size_bytes - c * chunk_bytes)) for c in run
+        )
+
+    step = max(1, _RUN_BYTES // chunk_bytes)
+    runs = [chunks[i : i + step] for i in range(0, len(chunks), step)]
+    return map(one, runs) if len(runs) < 2 else pool.map(one, runs)
+
+
+def _hash_chunk(fd: int, buffer: memoryview, start: int, size: int) -> bytes:
+    got = 0
+    while got < size:
+        count = os.preadv(fd, [buffer[got:size]], start + got)
+        if not count:
+            raise OSError(f"the file ends at byte {start + got}, {start + size} were expected")
+        got += count
+    return xxhash.xxh3_64_intdigest(buffer[:size]).to_bytes(8, "little")
 
 
 def _hash_run(data: memoryview, starts: range, chunk_bytes: int) -> bytes:

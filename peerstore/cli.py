@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from peerstore.client import Client, connect
-from peerstore.errors import PeerStoreError, RequestError
+from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
 from peerstore.records import StoreStatus
 from peerstore.serve import detach, serve
 from peerstore.settings import AgentPlace, StoreSettings, default_place
@@ -106,12 +107,11 @@ def _serve(args: argparse.Namespace, place: AgentPlace) -> int:
 
 def _status(args: argparse.Namespace, place: AgentPlace) -> int:
     try:
-        client = Client(lambda: connect(place.socket), retry_s=0)
-    except PeerStoreError as error:
+        with contextlib.closing(Client(lambda: connect(place.socket), retry_s=0)) as client:
+            status = client.status()
+    except AgentUnreachableError as error:
         print(f"peerstore: {error}", file=sys.stderr)
         return EXIT_UNREACHABLE
-    status = client.status()
-    client.close()
     print(json.dumps(msgspec.to_builtins(status), indent=2) if args.json else describe(status))
     return EXIT_OK
 

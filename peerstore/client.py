@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peerstore import frames, operations
-from peerstore.errors import AgentUnreachableError, ProtocolError, from_wire
+from peerstore.errors import AgentUnreachableError, ProtocolError, RequestError, from_wire
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
 from peerstore.operations import MAX_WAIT_S
 from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
@@ -209,6 +209,8 @@ class Client:
             answer = frames.receive(sock, Greeting, limit_bytes=frames.MAX_GREETING_BYTES)
             if answer is None:
                 raise AgentUnreachableError("the agent closed the connection before it greeted")
+            if answer.refused and answer.protocol == PROTOCOL:
+                raise RequestError(f"the agent refused this process: {answer.refused}")
             if answer.protocol != PROTOCOL:
                 raise ProtocolError(
                     f"the agent speaks protocol {answer.protocol} (version {answer.server or 'unknown'}), "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import time
 from typing import TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ PROTOCOL = 1
 MAX_GREETING_BYTES = 4 << 10
 MAX_FRAME_BYTES = 64 << 20
 
+_STEP_BYTES = 1 << 20
 _LENGTH = struct.Struct(">I")
 _encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
@@ -34,6 +36,8 @@ class Greeting(msgspec.Struct, frozen=True):
     """The server's version, in its answer."""
     arena: str = ""
     """Which arena it serves, in its answer."""
+    refused: str = ""
+    """Why the server does not go on, in its answer."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -55,16 +59,30 @@ def send(sock: socket.socket, message: object) -> None:
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def receive(sock: socket.socket, kind: type[T], *, limit_bytes: int = MAX_FRAME_BYTES) -> T | None:
-    """One frame in, as a ``kind``; ``None`` when the other side closed the connection between frames."""
-    head = _read(sock, _LENGTH.size, may_end=True)
-    if head is None:
+def receive(
+    sock: socket.socket, kind: type[T], *, limit_bytes: int = MAX_FRAME_BYTES, within_s: float | None = None
+) -> T | None:
+    """One frame in, as a ``kind``; ``None`` when the other side closed the connection between frames.
+
+    A frame that has begun must be complete ``within_s``; how long its first byte takes is the socket's own timeout.
+    """
+    body = _receive(sock, limit_bytes, within_s)
+    return None if body is None else decode(body, kind)
+
+
+def _receive(sock: socket.socket, limit_bytes: int, within_s: float | None) -> bytearray | None:
+    patience = sock.gettimeout()
+    first = sock.recv(1)
+    if not first:
         return None
-    (length,) = _LENGTH.unpack(head)
-    if length > limit_bytes:
-        raise ProtocolError(f"a frame of {length} bytes was announced, the limit is {limit_bytes}")
-    body = _read(sock, length)
-    return decode(body or b"", kind)
+    deadline = None if within_s is None else time.monotonic() + within_s
+    try:
+        (length,) = _LENGTH.unpack(first + _read(sock, _LENGTH.size - 1, deadline))
+        if length > limit_bytes:
+            raise ProtocolError(f"a frame of {length} bytes was announced, the limit is {limit_bytes}")
+        return _read(sock, length, deadline)
+    finally:
+        sock.settimeout(patience)
 
 
 def decode(body: bytes | bytearray | msgspec.Raw, kind: type[T]) -> T:
@@ -79,15 +97,17 @@ def encode_raw(value: object) -> msgspec.Raw:
     return msgspec.Raw(_encode(value))
 
 
-def _read(sock: socket.socket, size: int, *, may_end: bool = False) -> bytearray | None:
-    data = bytearray(size)
-    view = memoryview(data)
-    got = 0
-    while got < size:
-        count = sock.recv_into(view[got:])
+def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:
+    """``size`` bytes; memory is taken for what has come, not for what was announced."""
+    data = bytearray()
+    while len(data) < size:
+        if deadline is not None:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+        start = len(data)
+        data.extend(bytes(min(size - start, _STEP_BYTES)))
+        with memoryview(data) as view, view[start:] as rest:
+            count = sock.recv_into(rest)
+        del data[start + count :]
         if count == 0:
-            if may_end and got == 0:
-                return None
-            raise AgentUnreachableError(f"the connection ended after {got} of {size} bytes of a frame")
-        got += count
+            raise AgentUnreachableError(f"the connection ended after {start} of {size} bytes of a frame")
     return data

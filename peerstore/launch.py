@@ -80,6 +80,7 @@ def _launch(
                 env=dict(environ) if environ is not None else None,
                 pass_fds=(inherited,),
                 check=False,
+                timeout=max(0.1, deadline - time.monotonic()),
             )
         os.close(inherited)
         inherited = -1
@@ -92,6 +93,8 @@ def _launch(
                     raise AgentUnreachableError(f"the agent ended at once: {_tail(place.log, start)}") from None
                 if time.monotonic() > deadline:
                     raise AgentUnreachableError(f"the agent does not answer, see {place.log}") from None
+    except subprocess.TimeoutExpired:
+        raise AgentUnreachableError(f"the agent did not go to the background, see {place.log}") from None
     finally:
         os.close(alive)
         if inherited >= 0:

@@ -3,6 +3,10 @@
 The rule that everything else serves: *a slot is only given up when a newer version is whole, or when its owner
 said so*. "Newer" follows the job's incarnations first and version numbers second, because after a rollback the
 running incarnation writes lower numbers than the one it replaced.
+
+One exception keeps a job from locking itself out: when a writer could not get a slot otherwise, unfinished versions
+of incarnations before its own go, the oldest first. The running incarnation has chosen what it continues from and
+had that marked whole.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ class SlotView:
     group: Group | None = None
     """The version in it, when it is sealed."""
     busy: bool = False
-    """Pinned by a reader or held for an upload."""
+    """Pinned by a reader, held for an upload, or not verified yet."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class UseSlot:
 
     name: str
     drop: tuple[str, ...] = ()
-    """Free slots to remove first, to stay within the budget."""
+    """Other slots to remove first, to stay within the budget."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,17 @@ class Full:
 Decision = UseSlot | CreateSlot | Busy | Full
 
 
-def whole_groups(parts_here: Mapping[Group, Collection[int]], parts: Mapping[Group, int]) -> set[Group]:
-    """The versions all of whose parts are here."""
-    return {group for group, here in parts_here.items() if len(set(here)) >= parts[group]}
+def whole_groups(
+    here: Mapping[Group, Collection[int]],
+    parts: Mapping[Group, int],
+    marked: Mapping[Group, Collection[int]] | None = None,
+) -> set[Group]:
+    """The versions all of whose parts are here, and those somebody called whole that lost no part here since.
+
+    ``here`` are the parts that were verified; ``marked`` has the parts that were here when the word was given.
+    """
+    complete = {group for group, found in here.items() if len(set(found)) >= parts[group]}
+    return complete | {group for group, then in (marked or {}).items() if set(then) <= set(here.get(group, ()))}
 
 
 def newest(groups: Iterable[Group]) -> Group | None:
@@ -96,7 +108,25 @@ def evictable(slots: Iterable[SlotView], whole: Mapping[str, Collection[Group]])
             continue
         if slot.group < newest_whole:
             found.append(slot)
-    return sorted(found, key=lambda slot: (slot.group or Group(0, 0, 0, ""), slot.name))
+    return sorted(found, key=_age)
+
+
+def stranded(
+    slots: Iterable[SlotView], whole: Mapping[str, Collection[Group]], *, job: str, epoch: int
+) -> list[SlotView]:
+    """What incarnations of ``job`` before ``epoch`` left unfinished, the oldest first."""
+    finished = whole.get(job, ())
+    found = [
+        slot
+        for slot in slots
+        if slot.state is SlotState.SEALED and not slot.busy and slot.job == job
+        if slot.group is not None and slot.group.epoch < epoch and slot.group not in finished
+    ]
+    return sorted(found, key=_age)
+
+
+def _age(slot: SlotView) -> tuple[Group, str]:
+    return slot.group or Group(0, 0, 0, ""), slot.name
 
 
 def choose_slot(
@@ -104,51 +134,46 @@ def choose_slot(
     *,
     job: str,
     part: int,
+    epoch: int,
     size_bytes: int,
     limits: Limits,
     whole: Mapping[str, Collection[Group]],
 ) -> Decision:
-    """Where ``part`` of ``job`` may write ``size_bytes``.
+    """Where ``part`` of ``job`` may write ``size_bytes``, for the incarnation ``epoch``.
 
     Preference: this writer's own free slot (its mapping is warm), a new slot up to the steady number, this
-    writer's oldest superseded version, an extra slot, somebody else's free slot or superseded version.
+    writer's oldest superseded version, an extra slot, somebody else's free slot or superseded version. To stay within
+    the budget free slots go first, then superseded versions, then what past incarnations left unfinished.
     """
     mine = [slot for slot in slots if (slot.job, slot.part) == (job, part)]
     free = [slot for slot in slots if slot.state is SlotState.FREE]
+    spared = [slot for slot in sorted(free, key=lambda slot: (slot in mine, -slot.size_bytes)) if slot.size_bytes]
     old = evictable(slots, whole)
+    left = [slot for slot in stranded(slots, whole, job=job, epoch=epoch) if slot not in old]
     allocated = sum(slot.size_bytes for slot in slots)
 
     def closest(candidates: list[SlotView]) -> list[SlotView]:
         return sorted(candidates, key=lambda slot: abs(slot.size_bytes - size_bytes))
 
-    def fits(reused: SlotView | None) -> tuple[str, ...] | None:
-        """Free slots to drop so that the budget holds, or None when that is not enough."""
-        over = allocated - (reused.size_bytes if reused else 0) + size_bytes - limits.budget_bytes
-        dropped = []
-        for slot in sorted(free, key=lambda slot: ((slot.job, slot.part) == (job, part), -slot.size_bytes)):
-            if over <= 0:
-                break
-            if slot is not reused:
-                dropped.append(slot.name)
-                over -= slot.size_bytes
-        return tuple(dropped) if over <= 0 else None
+    def place(droppable: list[SlotView], candidates: list[SlotView]) -> UseSlot | CreateSlot | None:
+        def fits(reused: SlotView | None) -> tuple[str, ...] | None:
+            over = allocated - (reused.size_bytes if reused else 0) + size_bytes - limits.budget_bytes
+            return _drop(over, [slot for slot in droppable if slot is not reused])
 
-    def use(candidates: list[SlotView]) -> UseSlot | None:
-        for slot in candidates:
-            drop = fits(slot)
-            if drop is not None:
-                return UseSlot(slot.name, drop)
-        return None
+        def use(candidates: list[SlotView]) -> UseSlot | None:
+            fitting = ((slot.name, fits(slot)) for slot in candidates)
+            return next((UseSlot(name, drop) for name, drop in fitting if drop is not None), None)
 
-    may_create = fits(None)
-    decision: Decision | None = use(closest([slot for slot in free if slot in mine]))
-    if decision is None and len(mine) < limits.slots and may_create is not None:
-        decision = CreateSlot(may_create)
-    if decision is None:
-        decision = use([slot for slot in old if slot in mine])
-    if decision is None and len(mine) < limits.slots + limits.burst:
-        decision = CreateSlot(may_create) if may_create is not None else None
-        decision = decision or use(closest(free)) or use(old)
+        room = fits(None)
+        new = CreateSlot(room) if room is not None else None
+        return (
+            use(closest([slot for slot in free if slot in mine]))
+            or (new if len(mine) < limits.slots else None)
+            or use([slot for slot in candidates if slot in mine])
+            or ((new or use(closest(free)) or use(candidates)) if len(mine) < limits.slots + limits.burst else None)
+        )
+
+    decision = place(spared, old) or place(spared + old, old) or place(spared + old + left, old + left)
     if decision is not None:
         return decision
     wanted = f"part {part} of job {job} ({size_bytes} bytes)"
@@ -159,6 +184,7 @@ def make_room(
     slots: Collection[SlotView],
     *,
     growing: str,
+    epoch: int,
     size_bytes: int,
     limits: Limits,
     whole: Mapping[str, Collection[Group]],
@@ -166,19 +192,26 @@ def make_room(
     """What has to go so that the leased slot ``growing`` can have ``size_bytes``."""
     slot = next(slot for slot in slots if slot.name == growing)
     over = sum(other.size_bytes for other in slots) - slot.size_bytes + size_bytes - limits.budget_bytes
-    free = [other for other in slots if other.state is SlotState.FREE]
-    drop = []
-    for other in [*sorted(free, key=lambda one: -one.size_bytes), *evictable(slots, whole)]:
-        if over <= 0:
-            break
-        if other.size_bytes:
-            drop.append(other.name)
-            over -= other.size_bytes
-    if over <= 0:
-        return MakeRoom(tuple(drop))
+    free = sorted((s for s in slots if s.state is SlotState.FREE and s.size_bytes), key=lambda s: -s.size_bytes)
+    old = evictable(slots, whole)
+    left = [other for other in stranded(slots, whole, job=slot.job, epoch=epoch) if other not in old]
+    drop = _drop(over, [*free, *old, *left])
+    if drop is not None:
+        return MakeRoom(drop)
     mine = [other for other in slots if (other.job, other.part) == (slot.job, slot.part)]
     wanted = f"part {slot.part} of job {slot.job} (a slot that grows to {size_bytes} bytes)"
     return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, whole=whole)
+
+
+def _drop(over_bytes: int, candidates: list[SlotView]) -> tuple[str, ...] | None:
+    """The first candidates that free ``over_bytes``, or ``None`` when all of them do not."""
+    dropped = []
+    for slot in candidates:
+        if over_bytes <= 0:
+            break
+        dropped.append(slot.name)
+        over_bytes -= slot.size_bytes
+    return tuple(dropped) if over_bytes <= 0 else None
 
 
 def _refusal(
@@ -208,8 +241,10 @@ def _refusal(
 def _why_kept(slot: SlotView, newest_whole: Group | None) -> str:
     if slot.state is SlotState.LEASED:
         return "being written"
-    if slot.group is None:
+    if slot.state is SlotState.FREE:
         return "free, but the budget is used up"
+    if slot.group is None:
+        return "given up, being read"
     version = f"version {slot.group.version}"
     if slot.busy:
         return f"{version}, being read or uploaded"

@@ -13,6 +13,7 @@ Version = NewType("Version", int)
 Part = NewType("Part", int)
 
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_BLOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,239}")
 _INCARNATION = re.compile(r"[A-Za-z0-9-]{1,64}")
 
 
@@ -29,4 +30,13 @@ def incarnation_name(text: str) -> str:
     """``text`` as the name of one incarnation of a job."""
     if not isinstance(text, str) or not _INCARNATION.fullmatch(text):
         raise InvalidNameError(f"incarnation {text!r} is not allowed: use 1 to 64 letters, digits or '-'")
+    return text
+
+
+def blob_name(text: str) -> str:
+    """``text`` as the name of something small that is kept beside a job's shards."""
+    if not isinstance(text, str) or not _BLOB.fullmatch(text):
+        raise InvalidNameError(
+            f"blob name {text!r} is not allowed: use up to 240 letters, digits, '.', '_', '@' or '-'"
+        )
     return text

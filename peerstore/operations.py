@@ -12,6 +12,9 @@ from peerstore.owners import Owner
 from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
 from peerstore.store import NodeStore
 
+MAX_WAIT_S = 300.0
+"""The longest a server keeps one request waiting; a client that wants longer asks again."""
+
 
 class Store(Protocol):
     """Sealed shards in a machine's memory, wherever the store itself runs.
@@ -21,7 +24,8 @@ class Store(Protocol):
     - What was sealed is read back exactly, or an error is raised; it never changes while it is pinned.
     - The newest whole version is never given up for a newer one that is not whole.
     - A writer of a past incarnation gets :class:`FencedError`, never a slot.
-    - ``seal`` and ``lease`` may be repeated after a lost answer.
+    - ``lease``, ``grow`` and ``seal`` may be repeated after a lost answer.
+    - What was forgotten or found damaged is offered to nobody, and counts for no version.
     - :class:`ShardNotFoundError` means absent; :class:`UnavailableError` means unknown.
     """
 
@@ -161,11 +165,9 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
         "lease": Operation(
             TakeLease,
             Lease,
-            lambda a, who: store.lease(a.key, a.size_bytes, a.parts, wait_s=min(a.wait_s, MAX_WAIT_S), owner=who),
+            lambda a, who: store.lease(a.key, a.size_bytes, a.parts, wait_s=_patience(a.wait_s), owner=who),
         ),
-        "grow": Operation(
-            Grow, Lease, lambda a, _: store.grow(a.lease_id, a.size_bytes, wait_s=min(a.wait_s, MAX_WAIT_S))
-        ),
+        "grow": Operation(Grow, Lease, lambda a, _: store.grow(a.lease_id, a.size_bytes, wait_s=_patience(a.wait_s))),
         "relabel": Operation(Relabel, Lease, lambda a, _: store.relabel(a.lease_id, a.key)),
         "seal": Operation(Seal, ShardRecord, lambda a, _: store.seal(a.lease_id, a.size_bytes, a.meta)),
         "abandon": Operation(Abandon, none, lambda a, _: store.abandon(a.lease_id)),
@@ -187,5 +189,6 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
     }
 
 
-MAX_WAIT_S = 300.0
-"""The longest a server keeps one request waiting; a client that wants longer asks again."""
+def _patience(wait_s: float) -> float:
+    """What a client asked for, within reason (and a number)."""
+    return min(max(0.0, wait_s), MAX_WAIT_S)

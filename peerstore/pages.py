@@ -11,7 +11,7 @@ from types import TracebackType
 
 from peerstore.errors import ArenaFullError
 
-_POPULATE_READ, _POPULATE_WRITE = 22, 23
+_POPULATE_WRITE = 23
 _STEP_BYTES = 32 << 20
 _MAP_NORESERVE = 0x4000  # Linux: a private mapping of a large file needs no memory of its own
 
@@ -47,12 +47,6 @@ class Mapping:
             return memoryview(b"")
         return memoryview(self._map) if self._writable else memoryview(self._map).toreadonly()
 
-    def prefault(self) -> None:
-        """Map every page now, in one go, instead of one fault per page later (a hint: may do nothing)."""
-        for start in range(0, self.size_bytes, _STEP_BYTES):
-            if _libc.madvise(self.address + start, min(_STEP_BYTES, self.size_bytes - start), _POPULATE_READ):
-                return  # a kernel before 5.14
-
     def close(self) -> None:
         if self._map is not None:
             self._map.close()
@@ -75,9 +69,10 @@ def populate_address(address: int, size_bytes: int) -> None:
         code = ctypes.get_errno()
         if code == errno.EINVAL:  # a kernel before 5.14: the copy itself will fault the pages in
             return
+        why = "" if code == errno.EFAULT else f" ({os.strerror(code)})"
         raise ArenaFullError(
-            f"no memory behind {size_bytes} bytes of the arena ({os.strerror(code)}): "
-            "the file system or the container's memory limit is full"
+            f"no memory for {size_bytes} bytes of the arena{why}: its file system or the container's memory limit is "
+            "full. Make the budget smaller than both, or enlarge them"
         )
 
 

@@ -70,9 +70,16 @@ def serve(
         cleanup.callback(server.close)
         server.start()
         log.info("agent %s serves %s (process %d)", version, place.directory, os.getpid())
-        while not stop.wait(_TICK_S):
-            if linger_s is not None and not server.connections and not extras.busy() and store.idle_s() > linger_s:
-                log.info("nobody has needed this agent for %.0f s", linger_s)
-                arena.purge()
-                break
+        cleanup.callback(store.shut)  # first of all: nobody waits for a slot any more
+
+        def needed() -> bool:
+            return linger_s is None or bool(server.connections) or extras.busy() or store.idle_s() <= linger_s
+
+        while not stop.wait(_TICK_S) and needed():
+            pass
         log.info("agent leaves")
+        if not stop.is_set():
+            server.close()
+            if not needed():  # nor did anybody come while the door was being closed
+                log.info("nobody has needed this agent for %.0f s, its memory is given back", linger_s)
+                arena.purge()

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 1024
 _GREETING_S = 10.0
+_FRAME_S = 60.0
+"""How long one frame may take, once it has begun."""
+_PAUSE_S = 0.1
 _SWEEP_S = 1.0
 _FAREWELL_S = 5.0
 
@@ -123,26 +126,32 @@ class StoreServer:
         while not self._stopping.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                if not self._stopping.is_set():
-                    log.exception("accepting connections stopped")
-                return
+            except OSError as error:  # too many open files, most likely: they become fewer
+                if not self._stopping.wait(_PAUSE_S):
+                    log.warning("a connection could not be accepted: %s", error)
+                continue
             with self._lock:
                 if len(self._connections) >= _MAX_CONNECTIONS:
                     connection.close()
                     self.refused += 1
                     continue
                 self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="peerstore-serve", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="peerstore-serve", daemon=True).start()
+            except RuntimeError as error:
+                log.warning("no thread for a connection: %s", error)
+                self._forget(connection)
 
     def _sweep_loop(self) -> None:
         while not self._stopping.wait(_SWEEP_S):
-            self._store.sweep()
+            try:
+                self._store.sweep()
+            except Exception:  # the next one may work
+                log.exception("sweeping failed")
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            with connection:
-                self._converse(connection)
+            self._converse(connection)
         except (ProtocolError, AgentUnreachableError, OSError) as error:
             if not self._stopping.is_set():
                 self.refused += isinstance(error, ProtocolError)
@@ -150,30 +159,59 @@ class StoreServer:
         except Exception:
             log.exception("connection ended unexpectedly")
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-                self._fewer.notify_all()
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        connection.close()
+        with self._lock:
+            self._connections.discard(connection)
+            self._fewer.notify_all()
 
     def _converse(self, connection: socket.socket) -> None:
-        owner = _peer(connection)
         connection.settimeout(_GREETING_S)
-        greeting = frames.receive(connection, Greeting, limit_bytes=frames.MAX_GREETING_BYTES)
-        if greeting is None:
+        try:
+            owner, job = self._admit(connection)
+        except PeerStoreError as error:
+            _tell(connection, Greeting(PROTOCOL, "", self._version, refused=str(error)))
+            raise
+        if owner is None:
             return
-        if greeting.protocol != PROTOCOL:
-            frames.send(connection, Greeting(PROTOCOL, "", self._version))
-            raise ProtocolError(f"client speaks protocol {greeting.protocol}, this is {PROTOCOL}")
-        job = job_name(greeting.job) if greeting.job else ""
         frames.send(connection, Greeting(PROTOCOL, job, self._version, self._store.arena_id))
-        connection.settimeout(None)
         if job:
             self._store.arrived(owner, job)
         try:
-            while (request := frames.receive(connection, Request)) is not None:
-                frames.send(connection, self._answer(request, owner))
+            while (request := self._next(connection)) is not None:
+                connection.settimeout(_FRAME_S)
+                self._send(connection, self._answer(request, owner))
         finally:
             if job:
                 self._store.departed(owner, job)
+
+    def _admit(self, connection: socket.socket) -> tuple[Owner | None, str]:
+        """Who is connected and what it works on; nobody, when it left again."""
+        owner = _peer(connection)
+        greeting = frames.receive(connection, Greeting, limit_bytes=frames.MAX_GREETING_BYTES, within_s=_GREETING_S)
+        if greeting is None:
+            return None, ""
+        if greeting.protocol != PROTOCOL:
+            raise ProtocolError(f"client speaks protocol {greeting.protocol}, this is {PROTOCOL}")
+        return owner, job_name(greeting.job) if greeting.job else ""
+
+    def _next(self, connection: socket.socket) -> Request | None:
+        """The next request, however long the client takes to have one."""
+        connection.settimeout(None)
+        try:
+            return frames.receive(connection, Request, within_s=_FRAME_S)
+        except ProtocolError as error:
+            connection.settimeout(_FRAME_S)
+            _tell(connection, Response(type(error).__name__, frames.encode_raw(str(error))))
+            raise
+
+    def _send(self, connection: socket.socket, response: Response) -> None:
+        try:
+            frames.send(connection, response)
+        except ProtocolError as error:  # the answer is too large, and nothing of it was sent
+            frames.send(connection, Response("PeerStoreError", frames.encode_raw(str(error))))
 
     def _answer(self, request: Request, owner: Owner) -> Response:
         try:
@@ -187,6 +225,12 @@ class StoreServer:
         except Exception as error:
             log.exception("operation %s failed", request.op)
             return Response("PeerStoreError", frames.encode_raw(f"internal error: {type(error).__name__}: {error}"))
+
+
+def _tell(connection: socket.socket, message: object) -> None:
+    """Say why, to one who may not be listening any more."""
+    with contextlib.suppress(OSError):
+        frames.send(connection, message)
 
 
 def _peer(connection: socket.socket) -> Owner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -32,6 +33,18 @@ class StoreSettings:
     """How long a lease survives when its live owner lost the connection."""
     job_ttl_s: float = 3600.0
     """How long a job's shards are kept after its last process went away."""
+
+    def __post_init__(self) -> None:
+        budget_bytes(self.budget, memory_bytes=1)
+        if self.slots_per_part < 1 or self.burst_slots < 0:
+            raise RequestError(
+                f"slots_per_part={self.slots_per_part}, burst_slots={self.burst_slots}: a writer needs at least one "
+                "slot (two to keep its last version while it writes the next), and no fewer than 0 extra ones"
+            )
+        for name in ("lease_grace_s", "job_ttl_s"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise RequestError(f"{name}={seconds}: write a number of seconds from 0 on")
 
 
 @dataclass(frozen=True)
@@ -75,14 +88,9 @@ def budget_bytes(text: str, *, memory_bytes: int | None = None) -> int:
         return int((memory_bytes if memory_bytes is not None else usable_memory_bytes()) * number / 100)
     if number * _UNITS[unit] >= 1 << 63:
         raise RequestError(f"budget {text!r} is more than any machine has")
+    if int(number * _UNITS[unit]) == 0:
+        raise RequestError(f"budget {text!r} keeps nothing: write for example '64GiB' or '30%'")
     return int(number * _UNITS[unit])
-
-
-def crash_points(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """``$PEERSTORE_CRASH_AT`` as point and how many times it is passed before it kills (see crashpoints.py)."""
-    named = environ.get("PEERSTORE_CRASH_AT", "")
-    pairs = (item.partition(":") for item in named.split(",") if item)
-    return {point: int(count or 1) for point, _, count in pairs}
 
 
 def usable_memory_bytes() -> int:
@@ -94,3 +102,10 @@ def usable_memory_bytes() -> int:
         except (OSError, ValueError):
             continue
     return total
+
+
+def crash_points(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """``$PEERSTORE_CRASH_AT`` as point and how many times it is passed before it kills (see crashpoints.py)."""
+    named = environ.get("PEERSTORE_CRASH_AT", "")
+    pairs = (item.partition(":") for item in named.split(",") if item)
+    return {point: int(count or 1) for point, _, count in pairs}

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import shutil
+import subprocess
+import sys
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from peerstore.client import Client, connect
+from peerstore.errors import AgentUnreachableError
 from peerstore.operations import Store
 from peerstore.pages import Mapping
 from peerstore.records import Lease, ShardKey, ShardRecord
 from peerstore.server import StoreServer
+from peerstore.settings import AgentPlace
 from peerstore.store import NodeStore
 
 MIB = 1 << 20
@@ -74,3 +82,59 @@ def served(store: NodeStore, folder: Path) -> Iterator[Path]:
 def client_of(path: Path, **options: Any) -> Iterator[Client]:
     with contextlib.closing(Client(lambda: connect(path), **{"retry_s": 5.0, **options})) as client:
         yield client
+
+
+@contextlib.contextmanager
+def store_directory() -> Iterator[Path]:
+    """A directory on tmpfs for one store; gone when the block ends."""
+    directory = Path("/dev/shm") / f"peerstore-test-{uuid.uuid4().hex[:12]}"
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class StoreAgent:
+    """A ``peerstore serve`` process in the foreground of a test."""
+
+    def __init__(self, directory: Path, *options: str, crash_at: str = "", **popen: Any) -> None:
+        self.place = AgentPlace(directory)
+        environ = {**os.environ, "PEERSTORE_CRASH_AT": crash_at}
+        command = [sys.executable, "-m", "peerstore.cli", "serve", "--dir", str(directory), *options]
+        self.process = subprocess.Popen(command, env=environ, **{"stderr": subprocess.DEVNULL, **popen})
+
+    def wait_ready(self, timeout_s: float = 30.0) -> bool:
+        """Until it answers (true) or has ended (false)."""
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None:
+            try:
+                connect(self.place.socket).close()
+            except AgentUnreachableError:
+                assert time.monotonic() < deadline, "the agent neither answers nor ends"
+                time.sleep(0.01)
+            else:
+                return True
+        return False
+
+    def client(self, **options: Any) -> contextlib.AbstractContextManager[Client]:
+        return client_of(self.place.socket, **options)
+
+    def end(self) -> int:
+        """SIGTERM, and the exit status."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        return self.process.wait(20)
+
+    def kill(self) -> int:
+        self.process.kill()
+        return self.process.wait(20)
+
+
+@contextlib.contextmanager
+def store_agent(directory: Path, *options: str, crash_at: str = "", **popen: Any) -> Iterator[StoreAgent]:
+    agent = StoreAgent(directory, *options, crash_at=crash_at, **popen)
+    try:
+        yield agent
+    finally:
+        if agent.process.poll() is None:
+            agent.kill()

@@ -1,0 +1,149 @@
+"""After a killed agent: what it left in the arena, looked at before anybody is offered it."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+
+from peerstore.crashpoints import reach
+from peerstore.errors import PeerStoreError, ShardDamagedError, UnavailableError
+from peerstore.jobs import Jobs
+from peerstore.leasing import Leasing
+from peerstore.names import job_name
+from peerstore.notes import CLAIM, LEASE, SEAL, LeaseNote, SealNote
+from peerstore.owners import Owner
+from peerstore.records import ShardKey, ShardRecord
+from peerstore.shelf import SLOT, Shelf, Slot, Standing
+
+_WAIT_S = 600.0
+
+
+class Adoption:
+    """Reads the notes at once, and hashes the bytes in a thread of its own."""
+
+    def __init__(self, shelf: Shelf, jobs: Jobs, leasing: Leasing) -> None:
+        self._shelf = shelf
+        self._jobs = jobs
+        self._leasing = leasing
+        self.lost: list[tuple[ShardRecord, str]] = []
+        """Sealed shards whose files were found to be too short already."""
+
+    def read_notes(self) -> None:
+        arena, notes = self._shelf.arena, self._shelf.notes
+        for job in notes.names(CLAIM):
+            with self._noting_damage(CLAIM + job, (CLAIM, job)):
+                self._jobs.adopt(job)
+        for name in arena.slots():
+            if not name.startswith(SLOT):
+                continue
+            with self._noting_damage(name, (SEAL, name), (LEASE, name)):
+                self._adopt_slot(name)
+            if name not in self._shelf.slots:
+                arena.remove(name)
+        for kind in (SEAL, LEASE):
+            for name in notes.names(kind):
+                if name not in self._shelf.slots:
+                    self._missing(kind, name)
+                    notes.remove(kind, name)
+        for job in notes.names(CLAIM):
+            self._jobs.end_past_leases(job)
+
+    def _adopt_slot(self, name: str) -> None:
+        size = self._shelf.arena.size(name)
+        sealed = self._shelf.notes.get(SEAL, name, SealNote)
+        if sealed is not None:
+            self._adopt_sealed(name, size, sealed)
+            return
+        held = self._shelf.notes.get(LEASE, name, LeaseNote)
+        if held is not None:
+            lease = held.lease
+            slot = Slot(name, lease.generation, size, 0, job_name(lease.key.job), lease.key.part)
+            self._shelf.slots[name] = slot
+            self._leasing.adopt(slot, lease, Owner(*held.owner))
+
+    def _adopt_sealed(self, name: str, size: int, note: SealNote) -> None:
+        record = note.record
+        if size < record.size_bytes:
+            self._lose(record, f"{size} bytes of {record.size_bytes} are left")
+            return
+        self._shelf.notes.remove(LEASE, name)
+        slot = Slot(name, secrets.randbits(62), size, record.size_bytes, job_name(record.key.job), record.key.part)
+        slot.record, slot.sealed_under, slot.standing = record, note.lease_id, Standing.ADOPTING
+        self._shelf.slots[name] = slot
+        self._jobs.heard_of(record.key)
+        reach("agent.adopting")
+
+    def _missing(self, kind: str, name: str) -> None:
+        """A note without its slot: the file of a sealed shard was removed."""
+        with contextlib.suppress(ShardDamagedError):
+            note = self._shelf.notes.get(SEAL, name, SealNote) if kind == SEAL else None
+            if note is not None and all(note.record.key != record.key for record, _ in self.lost):
+                self._lose(note.record, "its slot is gone")
+
+    def _lose(self, record: ShardRecord, reason: str) -> None:
+        self._shelf.note_damage(record.key.job, str(record.key), reason)
+        self._jobs.lost_part(record.key.job, record.key.group)
+        self.lost.append((record, reason))
+
+    @contextlib.contextmanager
+    def _noting_damage(self, what: str, *drop: tuple[str, str]) -> Iterator[None]:
+        try:
+            yield
+        except (PeerStoreError, OSError, ValueError) as error:
+            self._shelf.note_damage("", what, str(error))
+            for kind, name in drop:
+                self._shelf.notes.remove(kind, name)
+
+    # -- the bytes --------------------------------------------------------------------------------------------
+
+    def verify(
+        self,
+        damaged_chunks: Callable[[ShardRecord, str, None], tuple[int, ...]],
+        sealed: Callable[[ShardRecord], None],
+        damaged: Callable[[ShardKey, str], None],
+    ) -> None:
+        """Hash what a killed agent left behind; until then nobody is offered it."""
+        with self._shelf.lock:
+            slots = [slot for slot in self._shelf.slots.values() if slot.standing is Standing.ADOPTING]
+        for slot in slots:
+            if self._shelf.closed:
+                return
+            record = slot.record
+            if record is None or slot.standing is not Standing.ADOPTING:
+                continue
+            bad = damaged_chunks(record, self._shelf.arena.path(slot.name), None)
+            if bad:
+                damaged(record.key, f"{len(bad)} chunks differ after a restart, first: {bad[0]}")
+            elif self._offer(slot, record):
+                sealed(record)
+
+    def _offer(self, slot: Slot, record: ShardRecord) -> bool:
+        with self._shelf.lock:
+            if slot.record is not record or slot.standing is not Standing.ADOPTING:
+                return False  # its owner forgot it meanwhile
+            slot.standing = Standing.OFFERED
+            self._shelf.counters["adopted"] += 1
+            self._shelf.changed.notify_all()
+            reach("agent.adopted")
+            return True
+
+    def wait(self, job: str | None) -> None:
+        """Until everything (of ``job``) is verified. Called with the lock held."""
+        deadline = self._shelf.clock() + _WAIT_S
+        while self.left(job):
+            self._shelf.check_open()
+            if self._shelf.clock() > deadline:
+                raise UnavailableError("still verifying what the last agent left behind")
+            self._shelf.changed.wait(1.0)
+
+    def left(self, job: str | None = None) -> int:
+        slots = self._shelf.slots.values()
+        return sum(slot.standing is Standing.ADOPTING and (job is None or slot.job == job) for slot in slots)
+
+
+def start(work: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,224 @@
+"""Who owns a job, who takes part in it, and which of its versions are whole."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from peerstore.crashpoints import reach
+from peerstore.errors import ArenaFullError, FencedError, RequestError
+from peerstore.ledger import whole_groups
+from peerstore.names import incarnation_name, job_name
+from peerstore.notes import CLAIM, ClaimNote, Mark
+from peerstore.owners import Owner
+from peerstore.records import Group, JobStatus, ShardKey
+from peerstore.shelf import Shelf
+
+log = logging.getLogger(__name__)
+
+MAX_NUMBER = 1 << 62
+_DAMAGED_REMEMBERED = 256
+
+
+@dataclass
+class Job:
+    epoch: int = 0
+    incarnation: str = ""
+    marks: dict[Group, tuple[int, ...]] = field(default_factory=dict)
+    """Versions somebody called whole, with the parts that were here then."""
+    damaged: set[Group] = field(default_factory=set)
+    """Versions that lost a part here: nobody's word makes them whole again."""
+    clients: Counter[Owner] = field(default_factory=Counter)
+    seen: float = 0.0
+
+
+class Jobs:
+    """Every job this node has heard of. The shelf's lock guards it."""
+
+    def __init__(self, shelf: Shelf, ttl_s: float) -> None:
+        self._shelf = shelf
+        self._ttl_s = ttl_s
+        self._jobs: dict[str, Job] = {}
+        self._started = shelf.clock()
+        self.gone: dict[Owner, float] = {}
+        """Processes without a connection, and since when."""
+
+    def of(self, job: str) -> Job:
+        """The job, from now on known."""
+        known = self._jobs.get(job)
+        if known is None:
+            known = self._jobs[job_name(job)] = Job(seen=self._shelf.clock())
+        return known
+
+    def heard_of(self, key: ShardKey) -> None:
+        """A killed agent had let this incarnation write, also where its note of that was lost."""
+        known = self.of(key.job)
+        known.seen = self._shelf.clock()
+        if key.epoch > known.epoch:
+            known.epoch, known.incarnation = key.epoch, key.incarnation
+
+    # -- incarnations -----------------------------------------------------------------------------------------
+
+    def epoch(self, job: str) -> int:
+        known = self._jobs.get(job_name(job))
+        return known.epoch if known else 0
+
+    def claim(self, job: str, incarnation: str, at_least: int) -> int:
+        incarnation_name(incarnation)
+        if not 0 <= at_least < MAX_NUMBER:
+            raise RequestError(f"job {job}: epoch {at_least} is not a number from 0 to 2^62")
+        known = self.of(job)
+        if known.incarnation != incarnation:
+            self._own(job, max(known.epoch, at_least) + 1, incarnation)
+        return known.epoch
+
+    def check_fence(self, key: ShardKey) -> None:
+        """Let the newest incarnation write, and one that is newer still; refuse those of the past."""
+        known = self.of(key.job)
+        if key.epoch > known.epoch:
+            self._own(key.job, key.epoch, key.incarnation)
+        elif (key.epoch, key.incarnation) != (known.epoch, known.incarnation):
+            raise FencedError(
+                f"{key} is of a past incarnation: job {key.job} is now owned by epoch {known.epoch} "
+                f"({known.incarnation}). This process must stop writing"
+            )
+
+    def _own(self, job: str, epoch: int, incarnation: str) -> None:
+        known = self.of(job)
+        known.epoch, known.incarnation, known.seen = epoch, incarnation, self._shelf.clock()
+        self._save(job)
+        reach("agent.claimed")
+        self.end_past_leases(job)
+
+    def end_past_leases(self, job: str) -> None:
+        for slot in list(self._shelf.slots.values()):
+            if slot.lease is not None and slot.job == job and slot.lease.key.epoch < self.of(job).epoch:
+                self._shelf.end_lease(slot, "fenced by a newer incarnation")
+        self._shelf.changed.notify_all()
+
+    def _save(self, job: str) -> None:
+        known = self._jobs[job]
+        marks = tuple(Mark(group, parts) for group, parts in sorted(known.marks.items()))
+        note = ClaimNote(known.epoch, known.incarnation, marks, tuple(sorted(known.damaged)))
+        self._shelf.notes.put(CLAIM, job, note)
+
+    def adopt(self, job: str) -> None:
+        """What a killed agent knew about the job."""
+        note = self._shelf.notes.get(CLAIM, job_name(job), ClaimNote)
+        if note is not None:
+            marks = {mark.group: mark.parts for mark in note.marks}
+            self._jobs[job] = Job(note.epoch, note.incarnation, marks, set(note.damaged), seen=self._shelf.clock())
+
+    # -- wholeness --------------------------------------------------------------------------------------------
+
+    def mark_whole(self, job: str, group: Group) -> bool:
+        """Somebody who can see the whole job says this version is whole; whether that is news."""
+        known = self.of(job)
+        if group in known.marks or group in known.damaged:
+            return False
+        here: dict[Group, list[int]] = defaultdict(list)
+        for slot in self._shelf.slots.values():
+            if slot.record is not None and slot.record.key.job == job:
+                here[slot.record.key.group].append(slot.record.key.part)
+        known.marks[group] = tuple(sorted(here[group]))
+        known.marks = {old: parts for old, parts in known.marks.items() if here[old] or old == max(known.marks)}
+        self._save(job)
+        self._shelf.changed.notify_all()
+        return True
+
+    def forgot(self, job: str, groups: set[Group]) -> None:
+        """These versions are not kept any more, whoever called them whole."""
+        known = self._jobs.get(job)
+        if known is not None and groups & known.marks.keys():
+            known.marks = {group: parts for group, parts in known.marks.items() if group not in groups}
+            self._save(job)
+
+    def lost_part(self, job: str, group: Group) -> None:
+        """A part of this version turned out damaged."""
+        known = self.of(job)
+        known.marks.pop(group, None)
+        known.damaged = set(sorted(known.damaged | {group})[-_DAMAGED_REMEMBERED:])
+        try:
+            self._save(job)
+        except ArenaFullError as error:
+            log.warning("that version %s of job %s is damaged could not be noted: %s", group, job, error)
+
+    def whole(self) -> dict[str, set[Group]]:
+        """Each job's whole versions, by what was verified here."""
+        here: dict[str, dict[Group, set[int]]] = defaultdict(lambda: defaultdict(set))
+        parts: dict[str, dict[Group, int]] = defaultdict(dict)
+        for _, record in self._shelf.offered():
+            job, group = record.key.job, record.key.group
+            here[job][group].add(record.key.part)
+            parts[job][group] = max(record.parts, parts[job].get(group, 0))
+        marked = {job: known.marks for job, known in self._jobs.items()}
+        jobs = here.keys() | marked.keys()
+        return {job: whole_groups(here[job], parts[job], marked.get(job, {})) for job in jobs}
+
+    # -- processes --------------------------------------------------------------------------------------------
+
+    def arrived(self, owner: Owner, job: str) -> None:
+        known = self.of(job)
+        self.gone.pop(owner, None)
+        known.clients[owner] += 1
+        known.seen = self._shelf.clock()
+
+    def departed(self, owner: Owner, job: str) -> None:
+        known = self._jobs.get(job)
+        if known is None:
+            return
+        known.clients[owner] -= 1
+        if known.clients[owner] <= 0:
+            del known.clients[owner]
+        known.seen = self._shelf.clock()
+        if not any(owner in other.clients for other in self._jobs.values()):
+            self.gone[owner] = self._shelf.clock()
+
+    def gone_for(self, owner: Owner) -> float:
+        """How long the process has had no connection; endless when it died."""
+        if not owner.alive:
+            return float("inf")
+        since = self.gone.get(owner)
+        return 0.0 if since is None else self._shelf.clock() - since
+
+    def expired(self) -> list[str]:
+        """Jobs whose last process left too long ago and whose shards nobody uses."""
+        used = {slot.job for slot in self._shelf.slots.values() if slot.users}
+        now = self._shelf.clock()
+        return [
+            job
+            for job, known in self._jobs.items()
+            if not known.clients and now - known.seen > self._ttl_s and job not in used
+        ]
+
+    def drop(self, job: str) -> None:
+        """Nothing of the job is here any more: forget that there was one, unless somebody still takes part."""
+        known = self._jobs.get(job)
+        if known is None or known.clients or any(slot.job == job for slot in self._shelf.slots.values()):
+            return
+        self._shelf.notes.remove(CLAIM, job)
+        self._jobs.pop(job)
+
+    def idle_s(self) -> float:
+        """How long nobody has been connected; 0 while somebody is or while jobs still own shards."""
+        if any(known.clients for known in self._jobs.values()) or any(s.record for s in self._shelf.slots.values()):
+            return 0.0
+        return self._shelf.clock() - max((known.seen for known in self._jobs.values()), default=self._started)
+
+    def status(self) -> tuple[JobStatus, ...]:
+        whole = self.whole()
+        return tuple(self._status(job, whole.get(job, set())) for job in sorted(self._jobs))
+
+    def _status(self, job: str, whole: set[Group]) -> JobStatus:
+        known = self._jobs[job]
+        newest = max(whole, default=None)
+        left = None if known.clients else self._ttl_s - (self._shelf.clock() - known.seen)
+        return JobStatus(
+            job=job,
+            epoch=known.epoch,
+            clients=len(known.clients),
+            versions=len({record.key.group for _, record in self._shelf.offered(job)}),
+            newest_whole=newest.version if newest else None,
+            expires_in_s=left,
+        )

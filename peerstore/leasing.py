@@ -1,0 +1,200 @@
+"""Giving slots to writers, and taking them back."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from peerstore.crashpoints import reach
+from peerstore.errors import ArenaBusyError, ArenaFullError, RequestError
+from peerstore.jobs import MAX_NUMBER, Jobs
+from peerstore.ledger import Busy, CreateSlot, Full, UseSlot, choose_slot, make_room
+from peerstore.names import incarnation_name, job_name
+from peerstore.notes import LEASE
+from peerstore.owners import Owner
+from peerstore.records import Lease, ShardKey
+from peerstore.shelf import Shelf, Slot
+
+_MAX_PARTS = 1 << 20
+
+
+class Leasing:
+    """``lease``, ``grow``, ``relabel``, ``abandon`` of the store. The shelf's lock is taken here."""
+
+    def __init__(self, shelf: Shelf, jobs: Jobs) -> None:
+        self._shelf = shelf
+        self._jobs = jobs
+
+    def lease(self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float, owner: Owner) -> Lease:
+        check_key(key, size_bytes, parts)
+        with self._shelf.lock:
+            deadline = self._shelf.clock() + wait_s
+            while True:
+                self._shelf.check_open()
+                self._jobs.check_fence(key)
+                slot = self._asked_before(key, owner)
+                if slot is not None:
+                    refused = self._grown(slot, key.epoch, size_bytes)
+                else:
+                    slot, refused = self._chosen(key, size_bytes)
+                if slot is not None and refused is None:
+                    return self._give(slot, key, size_bytes, parts, owner)
+                self._wait(refused, deadline)
+
+    def _asked_before(self, key: ShardKey, owner: Owner) -> Slot | None:
+        """The slot ``key`` already has, when its owner asks again (its answer was lost, or staging failed)."""
+        slot = self._shelf.slot_of(key)
+        if slot is None:
+            return None
+        if slot.lease is None:
+            raise RequestError(f"{key} is sealed already; a new attempt needs a new number")
+        if slot.owner != owner and slot.owner is not None and slot.owner.alive:
+            raise RequestError(f"{key} is being written by process {slot.owner.pid}")
+        if slot.sealing:
+            raise RequestError(f"{key} is being sealed")
+        return slot
+
+    def _chosen(self, key: ShardKey, size_bytes: int) -> tuple[Slot | None, Busy | Full | None]:
+        decision = choose_slot(
+            self._shelf.views(),
+            job=key.job,
+            part=key.part,
+            epoch=key.epoch,
+            size_bytes=size_bytes,
+            limits=self._shelf.limits,
+            whole=self._jobs.whole(),
+        )
+        if isinstance(decision, UseSlot | CreateSlot):
+            return self._take(decision, key, size_bytes), None
+        return None, decision
+
+    def _take(self, decision: UseSlot | CreateSlot, key: ShardKey, size_bytes: int) -> Slot:
+        self._shelf.make_free(decision.drop)
+        if isinstance(decision, CreateSlot):
+            return self._shelf.create(key.job, key.part, size_bytes)
+        slot = self._shelf.slots[decision.name]
+        if slot.record is not None:
+            self._shelf.clear(slot)
+            self._shelf.counters["evicted"] += 1
+        return slot
+
+    def _give(self, slot: Slot, key: ShardKey, size_bytes: int, parts: int, owner: Owner) -> Lease:
+        if slot.size_bytes != size_bytes:
+            self._shelf.resize(slot, size_bytes)
+        lease = Lease(
+            id=secrets.token_hex(8),
+            key=key,
+            parts=parts,
+            path=self._shelf.arena.path(slot.name),
+            size_bytes=size_bytes,
+            slot=slot.name,
+            generation=slot.generation,
+            warm_bytes=slot.warm_bytes,
+        )
+        self._shelf.counters["leases"] += 1
+        return self._shelf.give(slot, lease, owner)
+
+    def grow(self, lease_id: str, size_bytes: int, *, wait_s: float) -> Lease:
+        with self._shelf.lock:
+            deadline = self._shelf.clock() + wait_s
+            while True:
+                self._shelf.check_open()
+                slot, lease, owner = self._writable(lease_id)
+                self._jobs.check_fence(lease.key)
+                if size_bytes <= lease.size_bytes:
+                    return lease
+                refused = self._grown(slot, lease.key.epoch, size_bytes)
+                if refused is None:
+                    self._shelf.counters["grown"] += 1
+                    return self._shelf.give(slot, msgspec.structs.replace(lease, size_bytes=size_bytes), owner)
+                self._wait(refused, deadline)
+
+    def _grown(self, slot: Slot, epoch: int, size_bytes: int) -> Busy | Full | None:
+        """Make the leased slot large enough, or say why not."""
+        if size_bytes <= slot.size_bytes:
+            return None
+        decision = make_room(
+            self._shelf.views(),
+            growing=slot.name,
+            epoch=epoch,
+            size_bytes=size_bytes,
+            limits=self._shelf.limits,
+            whole=self._jobs.whole(),
+        )
+        if isinstance(decision, Busy | Full):
+            return decision
+        self._shelf.make_free(decision.drop)
+        self._shelf.resize(slot, size_bytes)
+        reach("agent.grown")
+        return None
+
+    def _writable(self, lease_id: str) -> tuple[Slot, Lease, Owner]:
+        slot, _ = self._shelf.leased(lease_id)
+        if slot.lease is None or slot.owner is None or slot.sealing:
+            raise RequestError(f"lease {lease_id} is sealed already")
+        return slot, slot.lease, slot.owner
+
+    def _wait(self, refused: Busy | Full | None, deadline: float) -> None:
+        """Wait a while when that may help, or say that it does not."""
+        if isinstance(refused, Full):
+            self._shelf.counters["lease_full"] += 1
+            raise ArenaFullError(refused.reason)
+        left = deadline - self._shelf.clock()
+        if not left > 0:
+            self._shelf.counters["lease_busy"] += 1
+            raise ArenaBusyError(refused.reason if refused else "no slot")
+        self._shelf.changed.wait(min(left, 1.0))
+
+    def relabel(self, lease_id: str, key: ShardKey) -> Lease:
+        with self._shelf.lock:
+            self._shelf.check_open()
+            slot, lease, owner = self._writable(lease_id)
+            check_key(key, lease.size_bytes, lease.parts)
+            if (key.job, key.part) != (lease.key.job, lease.key.part):
+                raise RequestError(f"{lease.key} cannot become {key}: another writer")
+            self._jobs.check_fence(key)
+            if key != lease.key and self._shelf.slot_of(key) is not None:
+                raise RequestError(f"{key} exists already")
+            slot, lease, owner = self._writable(lease_id)  # a newer incarnation's key ends what was leased before
+            return self._shelf.give(slot, msgspec.structs.replace(lease, key=key), owner)
+
+    def abandon(self, lease_id: str) -> None:
+        with self._shelf.lock:
+            for slot in self._shelf.slots.values():
+                if slot.lease is not None and slot.lease.id == lease_id and not slot.sealing:
+                    self._shelf.take_back(slot)
+                    return
+
+    def sweep(self, grace_s: float) -> None:
+        """Take back what belonged to writers that went away."""
+        for slot in list(self._shelf.slots.values()):
+            if slot.lease is None or slot.owner is None or slot.sealing:
+                continue
+            gone_s = self._jobs.gone_for(slot.owner)
+            if gone_s > grace_s:
+                self._shelf.end_lease(slot, "its writer went away")
+
+    def adopt(self, slot: Slot, lease: Lease, owner: Owner) -> None:
+        """A killed agent had given this slot to a writer that may still be there."""
+        slot.lease, slot.owner = lease, owner
+        self._jobs.gone.setdefault(owner, self._shelf.clock())
+        self._jobs.heard_of(lease.key)
+        if lease.size_bytes > slot.size_bytes:
+            self._shelf.note_damage(lease.key.job, str(lease.key), f"its slot has only {slot.size_bytes} bytes left")
+            self._shelf.notes.remove(LEASE, slot.name)
+            self._shelf.drop(slot)
+
+
+def check_key(key: ShardKey, size_bytes: int, parts: int) -> None:
+    job_name(key.job)
+    incarnation_name(key.incarnation)
+    numbers = (key.version, key.epoch, key.attempt, key.part)
+    if min(numbers) < 0 or max(numbers) >= MAX_NUMBER:
+        raise RequestError(f"{key}: version, epoch, attempt and part are numbers from 0 to 2^62")
+    if not 1 <= parts <= _MAX_PARTS:
+        raise RequestError(f"{key}: a version has 1 to {_MAX_PARTS} parts, not {parts}")
+    if key.part >= parts:
+        raise RequestError(f"{key}: part {key.part} of {parts}; parts are counted from 0")
+    if size_bytes < 0:
+        raise RequestError(f"{key}: {size_bytes} bytes")

@@ -1,0 +1,53 @@
+"""Who wants to know what happens to shards."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from peerstore.records import Group, ShardKey, ShardRecord
+
+_REMEMBERED = 1000
+
+
+class SealListener:
+    """Told what happens to shards. Calls come from the thread that caused them and must return quickly."""
+
+    def sealed(self, record: ShardRecord) -> None:
+        """A shard was sealed (or adopted from a killed agent's arena)."""
+
+    def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
+        """A sealed shard was found to be damaged and was dropped: after a restart, or when it was looked at again."""
+
+    def marked(self, job: str, group: Group) -> None:
+        """Somebody who can see more than this node says that a version is whole."""
+
+
+class Listeners(SealListener):
+    """All of them. Never called with the store's lock held."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: tuple[SealListener, ...] = ()
+        self._damaged: deque[tuple[ShardRecord, str]] = deque(maxlen=_REMEMBERED)
+
+    def add(self, listener: SealListener) -> list[tuple[ShardRecord, str]]:
+        """From now on, tell ``listener``. The answer is the damage that was found before it came."""
+        with self._lock:
+            self._all = (*self._all, listener)
+            return list(self._damaged)
+
+    def sealed(self, record: ShardRecord) -> None:
+        for listener in self._all:
+            listener.sealed(record)
+
+    def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
+        with self._lock:
+            self._damaged.append((record, reason))
+            listeners = self._all
+        for listener in listeners:
+            listener.damaged(key, record, reason)
+
+    def marked(self, job: str, group: Group) -> None:
+        for listener in self._all:
+            listener.marked(job, group)

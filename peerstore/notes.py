@@ -1,0 +1,106 @@
+"""What is written beside the slots, so that the next agent knows what this one knew.
+
+::
+
+    arena              the arena's identity
+    claim.JOB          who owns the job, and which of its versions are known to be whole
+    lease.SLOT         who fills the slot
+    seal.SLOT          what the slot holds, with checksums: the shard exists from here on
+    blob.JOB/NAME      small bytes of the job's own
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TypeVar
+
+import msgspec
+
+from peerstore.arena import Arena
+from peerstore.errors import ShardDamagedError
+from peerstore.names import blob_name, job_name
+from peerstore.records import Group, Lease, ShardRecord
+
+SEAL, LEASE, CLAIM = "seal.", "lease.", "claim."
+T = TypeVar("T")
+
+
+class LeaseNote(msgspec.Struct, frozen=True):
+    lease: Lease
+    owner: tuple[int, int]
+
+
+class SealNote(msgspec.Struct, frozen=True):
+    lease_id: str
+    record: ShardRecord
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """A version that somebody who sees more than this node called whole."""
+
+    group: Group
+    parts: tuple[int, ...]
+    """Those of its parts that were here then: without one of them it is not whole any more."""
+
+
+class ClaimNote(msgspec.Struct, frozen=True):
+    epoch: int
+    incarnation: str
+    marks: tuple[Mark, ...] = ()
+    damaged: tuple[Group, ...] = ()
+
+
+class Notes:
+    """Typed notes in an arena."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def put(self, kind: str, name: str, note: msgspec.Struct) -> None:
+        self._arena.put_note(kind + name, msgspec.msgpack.encode(note))
+
+    def get(self, kind: str, name: str, of: type[T]) -> T | None:
+        """The note, ``None`` when there is none; :class:`ShardDamagedError` when it is not what was put."""
+        data = self._arena.get_note(kind + name)
+        if data is None:
+            return None
+        try:
+            return msgspec.msgpack.decode(data, type=of)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ShardDamagedError(f"note {kind}{name} is not what this version writes: {error}") from error
+
+    def remove(self, kind: str, name: str) -> None:
+        self._arena.remove_note(kind + name)
+
+    def names(self, kind: str) -> list[str]:
+        return [note.removeprefix(kind) for note in self._arena.notes(kind)]
+
+    def identity(self) -> str:
+        """A name that stays with the arena's contents: a client that sees another one starts afresh."""
+        try:
+            known = self._arena.get_note("arena")
+        except ShardDamagedError:
+            known = None
+        if known is None:
+            known = secrets.token_hex(8).encode()
+            self._arena.put_note("arena", known)
+        return known.decode(errors="replace")
+
+    # -- blobs ------------------------------------------------------------------------------------------------
+
+    def put_blob(self, job: str, name: str, data: bytes) -> None:
+        self._arena.put_note(_blob(job, name), data)
+
+    def get_blob(self, job: str, name: str) -> bytes | None:
+        return self._arena.get_note(_blob(job, name))
+
+    def blobs(self, job: str) -> list[str]:
+        prefix = f"blob.{job_name(job)}/"
+        return [note.removeprefix(prefix) for note in self._arena.notes(prefix)]
+
+    def remove_blob(self, job: str, name: str) -> None:
+        self._arena.remove_note(_blob(job, name))
+
+
+def _blob(job: str, name: str) -> str:
+    return f"blob.{job_name(job)}/{blob_name(name)}"

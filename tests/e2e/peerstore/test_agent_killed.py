@@ -1,0 +1,223 @@
+"""SIGKILL of the agent at every point: what was acknowledged is there afterwards, the rest is whole or absent."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from peerstore.crashpoints import POINTS
+from peerstore.errors import AgentUnreachableError, PeerStoreError, ShardNotFoundError
+from peerstore.records import Group
+from tests.support.stores import MIB, content, fill, flip, key, load, store_agent, store_directory
+
+pytestmark = pytest.mark.e2e
+
+BUDGET = ("--budget", "64MiB")
+WORKING = {
+    "agent.claimed": [1],
+    "agent.note": [1, 2, 5],
+    "agent.created": [1, 3],
+    "agent.leased": [1, 2, 7],
+    "agent.resized": [1, 2, 7],
+    "agent.grown": [1, 5],
+    "agent.hashed": [1, 2, 5],
+    "agent.sealing": [1, 2, 5],
+    "agent.sealed": [1, 2, 5],
+    "agent.forgot": [1, 2, 5],
+    "agent.dropped": [1],
+}
+"""Each point, and the times it is passed before the kill."""
+STARTING = ["agent.adopting", "agent.adopted"]
+PARTS = (0, 1)
+
+
+@pytest.fixture
+def directory():
+    with store_directory() as place:
+        yield place
+
+
+def test_every_point_of_the_agent_is_here():
+    assert {point for point in POINTS if point.startswith("agent.")} == {*WORKING, *STARTING}
+
+
+def size_of(of):
+    return MIB + of.version * 4096 + of.part
+
+
+def work(client, versions, sealed):
+    """Save versions with two writers: slots are reused, grow and shrink, versions are superseded and forgotten."""
+    client.claim("job", "a")
+    client.put_blob("job", "settings", b"kept")
+    for version in versions:
+        for part in PARTS:
+            of = key(version, part)
+            lease = client.lease(of, 1000, 2)
+            lease = client.grow(lease.id, 2 * size_of(of))
+            fill(lease, content(of, size_of(of)))
+            client.seal(lease.id, size_of(of), b"meta")
+            sealed.append(of)
+        client.mark_whole("job", key(version).group)
+    sealed[:] = [of for of in sealed if of.version != versions[-1]]
+    client.forget("job", [key(versions[-1]).group])
+    lease = client.lease(key(versions[-1], 0, attempt=1), 123 * MIB // 2, 2)  # another writer's free slot makes room
+    client.abandon(lease.id)
+
+
+def check(client, sealed):
+    """Everything acknowledged that was not superseded is here, whole versions above all, and nothing is half here."""
+    here = [fact.key for fact in client.inventory("job")]
+    for of in here:
+        assert load(client, of) == content(of, size_of(of))
+        assert client.verify(of) == ()
+    whole = [v for v in {of.version for of in sealed} if all(key(v, part) in sealed for part in PARTS)]
+    if whole:
+        newest = max(whole)
+        assert {of for of in sealed if of.version >= newest} <= set(here)
+    assert client.status().damages == ()
+
+
+def go_on(client):
+    """A store that was killed can still be used to the full, by the next incarnation and by this one."""
+    epoch = client.claim("job", "b")
+    for version in range(90, 93):
+        for part in PARTS:
+            of = key(version, part, epoch=epoch, name="b")
+            lease = client.lease(of, 2 * MIB, 2, wait_s=5)
+            fill(lease, content(of, size_of(of)))
+            client.seal(lease.id, size_of(of))
+    assert max(client.inventory("job"), key=lambda fact: fact.key).key.version == 92
+    assert client.status().jobs[0].newest_whole == 92
+
+
+@pytest.mark.parametrize(("point", "count"), [(point, count) for point, counts in WORKING.items() for count in counts])
+def test_killed_while_it_works(directory, point, count):
+    sealed = []
+    with store_agent(directory, *BUDGET, crash_at=f"{point}:{count}") as agent:
+        if agent.wait_ready():
+            with pytest.raises(AgentUnreachableError), agent.client(retry_s=0, job="job") as client:
+                work(client, range(4), sealed)
+        assert agent.process.wait(10) == -signal.SIGKILL
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20, job="job") as client:
+        check(client, sealed)
+        go_on(client)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("point", STARTING)
+def test_killed_while_it_adopts(directory, point, count):
+    saved = [key(version, part) for version in (3, 4) for part in PARTS]
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        for of in saved:
+            lease = client.lease(of, size_of(of), 2)
+            fill(lease, content(of, size_of(of)))
+            client.seal(lease.id, size_of(of))
+        agent.kill()
+    with store_agent(directory, *BUDGET, crash_at=f"{point}:{count}") as agent:
+        assert agent.process.wait(20) == -signal.SIGKILL
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        assert sorted(fact.key for fact in client.inventory("job")) == saved
+        check(client, saved)
+        go_on(client)
+
+
+def test_a_flipped_byte_is_found_reported_and_the_version_is_not_whole(directory):
+    """The newest version is damaged: the older one is kept, also when somebody had called the newest one whole."""
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        for of in [key(1), key(2)]:
+            lease = client.lease(of, MIB, 1)
+            fill(lease, content(of, MIB))
+            client.seal(lease.id, MIB)
+            client.mark_whole("job", of.group)
+        pin = client.pin(key(2))
+        agent.kill()
+    flip(pin.path, MIB // 2)
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        assert [fact.key for fact in client.inventory("job")] == [key(1)]
+        with pytest.raises(ShardNotFoundError):
+            client.pin(key(2))
+        (damage,) = client.status().damages
+        assert (damage.job, damage.what) == ("job", "job/2 part 0 (epoch 1 a)")
+        assert "chunks differ after a restart" in damage.reason
+        client.mark_whole("job", key(2).group)  # somebody who has not heard of it yet
+        assert client.status().jobs[0].newest_whole == 1
+        for version in (3, 4):  # not whole: a second part never comes
+            lease = client.lease(key(version), MIB, 2)
+            client.seal(lease.id, 10)
+        with pytest.raises(PeerStoreError):
+            client.lease(key(5), MIB, 2)
+        assert load(client, key(1)) == content(key(1), MIB)
+
+
+@pytest.mark.parametrize(
+    ("harm", "left", "damages"),
+    [
+        ("truncate the slot", [1], 1),
+        ("remove the slot", [1], 1),
+        ("damage the note", [1], 1),
+        ("remove the note", [1], 0),
+    ],
+)
+def test_what_is_missing_at_adoption_is_absent(directory, harm, left, damages):
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        for of in [key(1), key(2)]:
+            lease = client.lease(of, MIB, 1)
+            fill(lease, content(of, MIB))
+            client.seal(lease.id, MIB)
+            client.mark_whole("job", of.group)
+        slot = client.pin(key(2)).path
+        agent.kill()
+    note = directory / "notes" / f"seal.{Path(slot).name}"
+    match harm:
+        case "truncate the slot":
+            os.truncate(slot, 4096)
+        case "remove the slot":
+            Path(slot).unlink()
+        case "damage the note":
+            flip(note, 40)
+        case "remove the note":
+            note.unlink()
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        assert [fact.key.version for fact in client.inventory("job")] == left
+        assert len(client.status().damages) == damages
+        assert client.status().jobs[0].newest_whole == 1
+        assert load(client, key(1)) == content(key(1), MIB)
+
+
+def test_a_writer_that_outlives_the_agent_goes_on_with_its_lease(directory):
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        lease = client.lease(key(1), MIB, 1)
+        fill(lease, content(key(1), MIB)[:1000])
+        agent.kill()
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        fill(lease, content(key(1), MIB)[1000:], 1000)
+        client.seal(lease.id, MIB)
+        assert load(client, key(1)) == content(key(1), MIB)
+
+
+def test_a_past_incarnation_stays_fenced_after_a_restart(directory):
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        lease = client.lease(key(1), MIB, 1)
+        assert client.claim("job", "newer") == 2
+        agent.kill()
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        assert client.epoch("job") == 2
+        for attempt in (lambda: client.seal(lease.id, 10), lambda: client.lease(key(2), MIB, 1)):
+            with pytest.raises(PeerStoreError, match=r"past incarnation|not known"):
+                attempt()
+        assert client.status().arena.leases == 0
+
+
+def test_the_version_that_was_forgotten_does_not_come_back(directory):
+    group = Group(1, 1, 0, "a")
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        lease = client.lease(key(1), MIB, 1)
+        client.seal(lease.id, MIB)
+        client.mark_whole("job", group)
+        client.pin(key(1))
+        assert client.forget("job", [group]) == 1
+        agent.kill()
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
+        assert client.inventory("job") == []
+        assert client.status().jobs[0].newest_whole is None
