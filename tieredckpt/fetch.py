@@ -134,23 +134,20 @@ def damaged_chunks(store: ObjectStore, shard: ShardIndex, advance: Callable[[int
     bad: list[int] = []
     for first in range(0, count, step):
         stop = min(count, first + step)
-        try:
-            bad += _differing(store, shard, (first, stop))
-        except CheckpointDamagedError:  # the object ends early: where?
-            for chunk in range(first, stop):
-                try:
-                    bad += _differing(store, shard, (chunk, chunk + 1))
-                except CheckpointDamagedError:
-                    bad.append(chunk)
+        if _differs(store, shard, (first, stop)):
+            bad += [chunk for chunk in range(first, stop) if _differs(store, shard, (chunk, chunk + 1))]
         advance(min(stop * shard.chunk_bytes, shard.size_bytes) - first * shard.chunk_bytes)
     return bad
 
 
-def _differing(store: ObjectStore, shard: ShardIndex, chunks: tuple[int, int]) -> list[int]:
+def _differs(store: ObjectStore, shard: ShardIndex, chunks: tuple[int, int]) -> bool:
     bad: list[int] = []
-    (buffer,) = store.get_ranges(shard.object, [_stored_range(shard, chunks)])
+    try:
+        (buffer,) = store.get_ranges(shard.object, [_stored_range(shard, chunks)])
+    except CheckpointDamagedError:  # the object ends early
+        return True
     _verified(shard, chunks, buffer, bad)
-    return bad
+    return bool(bad)
 
 
 def _window(store: ObjectStore, shard: ShardIndex, window: Sequence[tuple[int, int]]) -> Iterator[Verified]:

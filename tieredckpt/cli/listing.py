@@ -23,7 +23,13 @@ from tieredckpt.cli.screen import Screen, iso, show_age, table
 from tieredckpt.cli.sight import Sight, nothing, open_sight
 from tieredckpt.durable import names
 from tieredckpt.durable.open import open_store
-from tieredckpt.errors import CheckpointDamagedError, TieredCheckpointError, TierUnavailableError, UsageError
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    DurableRefusedError,
+    TieredCheckpointError,
+    TierUnavailableError,
+    UsageError,
+)
 from tieredckpt.location import Location, parse_location
 from tieredckpt.manifest import Manifest
 from tieredckpt.node import DrainView, StepView, Survey
@@ -165,6 +171,11 @@ def lines_of(sight: Sight, location: Location, survey: Survey) -> list[Line]:
             manifests[group] = sight.catalog(location.job).manifest(group)
         except CheckpointDamagedError as error:
             damaged[group] = str(error)
+        except (TierUnavailableError, DurableRefusedError):
+            # The agent may have credentials that this process lacks; without it sizes and copies stay unknown.
+            with contextlib.suppress(TieredCheckpointError):
+                if sight.agent is not None:
+                    manifests[group] = sight.agent.describe(location.job, group).manifest
 
     def reason(view: StepView) -> StepView:
         """The mark's own text, instead of the fact that there is one."""

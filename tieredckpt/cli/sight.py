@@ -56,7 +56,7 @@ class Sight:
         survey = self.agent.survey(job, fresh=True)
         durable = self._choose_durable(job, survey.durable)
         if durable.url and (survey.durable is None or durable.url != survey.durable.url):
-            return merged(survey, self._survey_directly(job))
+            return merged(in_memory_only(survey), self._survey_directly(job))
         return survey
 
     def describe(self, job: str, group: Group) -> Described:
@@ -181,6 +181,14 @@ def nothing(location: Location, survey: Survey, why: str = "") -> TieredCheckpoi
     if Tier.DURABLE in survey.unreachable:
         return TierUnavailableError(f"{location} was not found where it could be looked for{about}. {told}")
     return CheckpointNotFoundError(f"there is no {location}{about}" + (f". {told}" if told else ""))
+
+
+def in_memory_only(survey: Survey) -> Survey:
+    """``survey`` without what it says about a durable tier that is not the one to look at."""
+    views = (msgspec.structs.replace(view, durable=False) for view in survey.views if view.found)
+    unreachable = dict(survey.unreachable)
+    unreachable.pop(Tier.DURABLE, None)
+    return Survey(tuple(views), unreachable)
 
 
 def merged(a: Survey, b: Survey) -> Survey:

@@ -48,19 +48,20 @@ class StepSource:
         pieces = list(self.step.pieces(name, whole(entry.shape)))
         if len(pieces) == 1 and pieces[0].item >= 0:
             return self._archived(pieces[0])
-        out = torch.empty(entry.shape, dtype=dtype_named(entry.dtype))
+        # Copied as integers: some element types are only stored by torch, and none is to be interpreted.
+        out = torch.empty(entry.shape, dtype=_carrier(entry.itemsize))
         for piece in pieces:
             target = out
             for axis, (start, size) in enumerate(zip(piece.box.offsets, piece.box.sizes, strict=True)):
                 target = target.narrow(axis, start, size)
             if piece.item >= 0:
                 saved = self._archived(piece)
-                target.copy_(_cut(saved, relative(piece.box, piece.entry.box)))
+                target.copy_(_cut(saved.to_dense(), relative(piece.box, piece.entry.box)).view(out.dtype))
             elif target.is_contiguous() and piece.box == piece.entry.box:
                 self._read_into(raw_bytes(target), piece.part, self.step.tensor_range(piece))
             else:
                 target.copy_(self._strided(piece))
-        return out
+        return out.view(dtype_named(entry.dtype))
 
     def object_bytes(self, name: str) -> bytes:
         """An object as the planner wrote it; where several ranks wrote one, the first one's."""
@@ -80,7 +81,7 @@ class StepSource:
         buffer = torch.empty(span.stop - span.start, dtype=torch.uint8)
         self._read_into(raw_bytes(buffer), piece.part, span)
         strides = [math.prod(entry.box.sizes[axis + 1 :]) for axis in range(len(entry.box.sizes))]
-        return torch.as_strided(buffer.view(dtype_named(entry.dtype)), piece.box.sizes, strides)
+        return torch.as_strided(buffer.view(_carrier(entry.itemsize)), piece.box.sizes, strides)
 
     def _archived(self, piece: TensorPiece) -> torch.Tensor:
         saved = torch.load(io.BytesIO(self._item(piece.part, piece.item)), map_location="cpu", weights_only=True)
@@ -124,6 +125,10 @@ class StepSource:
 
     def _count(self, tier: Tier, size_bytes: int) -> None:
         self.bytes_by_tier[tier.value] = self.bytes_by_tier.get(tier.value, 0) + size_bytes
+
+
+def _carrier(itemsize: int) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[itemsize]
 
 
 def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:

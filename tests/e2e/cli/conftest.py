@@ -1,0 +1,83 @@
+"""The command line, called in this process; and a job with a few steps to look at."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.jobs import Job
+from tieredckpt.cli import main
+from tieredckpt.settings import DurableSettings
+
+
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self):
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cli(capsys):
+    """Run one command; its exit code and what it printed."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Said(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def durable(tmp_path):
+    return DurableSettings(url=f"file://{tmp_path}/durable")
+
+
+@pytest.fixture
+def job(agent_dir, durable):
+    """Steps 1 to 3, all of them durable; the last two in memory too."""
+    job = Job(agent_dir, durable, "llama")
+    job.save(1, 2, 3)
+    return job
+
+
+@pytest.fixture
+def flip():
+    """Change one bit of a file."""
+
+    def change(path, at=5000):
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 4]))
+
+    return change
+
+
+@pytest.fixture
+def shard_of(tmp_path):
+    """The durable file of a job's only shard at a step."""
+
+    def find(step):
+        (path,) = (tmp_path / "durable" / "llama" / "steps" / f"{step:012d}").rglob("*.safetensors")
+        return path
+
+    return find
+
+
+@pytest.fixture
+def slot_of(agent_dir):
+    """The file of a job's only shard at a step in the agent's memory."""
+
+    def find(step):
+        notes = [n for n in (agent_dir / "notes").glob("seal.*") if b"version" + bytes([step]) in n.read_bytes()]
+        assert len(notes) == 1
+        return agent_dir / "slots" / notes[0].name.removeprefix("seal.")
+
+    return find

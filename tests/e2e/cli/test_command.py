@@ -1,0 +1,168 @@
+"""The command as a whole: processes, help, errors, terminals."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.agents import agent_pid, end_agent
+from tests.support.jobs import Job
+from tieredckpt.cli import main
+from tieredckpt.cli.exits import Exit
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
+
+COMMANDS = ["agent", "ls", "inspect", "verify", "export", "gc", "quarantine", "rebuild", "doctor", "demo"]
+
+
+def run(*arguments, **more):
+    command = [sys.executable, "-m", "tieredckpt", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **more)
+
+
+def test_help_lists_every_command(cli):
+    said = cli("--help")
+    assert said.code == 0
+    assert [line.split()[0] for line in said.out.split("Commands:")[1].splitlines() if line.strip()][:10] == COMMANDS
+    assert "5  a tier could not be asked" in said.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(cli, command):
+    said = cli(command, "--help")
+    assert said.code == 0
+    assert f"tieredckpt {command}" in said.out
+    if command not in ("agent", "demo"):
+        assert "Exit codes:" in said.out
+    if command != "agent":
+        assert "--json" in said.out
+
+
+def test_help_and_ls_need_no_torch(agent_dir):
+    code = (
+        "import sys, tieredckpt.cli; tieredckpt.cli.main(['--help']); tieredckpt.cli.main(['ls']); "
+        "sys.exit('torch' in sys.modules or 'boto3' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_exit_codes_of_a_real_process(job):
+    assert run("ls", "llama").returncode == 0
+    missing = run("ls", "nothing")
+    assert missing.returncode == 3
+    assert missing.stdout == ""
+    assert missing.stderr.startswith("tieredckpt: there is no tiered://nothing")
+    wrong = run("ls", "--wrong")
+    assert wrong.returncode == 2
+    assert "No such option" in wrong.stderr
+    assert run("nonsense").returncode == 2
+    assert run().returncode == 2
+    assert run("--version").stdout.startswith("tieredckpt, version ")
+
+
+def test_errors_are_one_message_and_debug_shows_more(cli, agent_dir):
+    said = cli("ls", "llama")
+    assert "Traceback" not in said.err
+    said = cli("ls", "llama", "--debug")
+    assert "Traceback" in said.err
+    assert "TierUnavailableError" in said.err
+
+
+def test_errors_are_json_too(cli, agent_dir):
+    said = cli("verify", "llama", "--json")
+    assert said.code == 5
+    assert said.json["error"]["exit"] == 5
+    assert "doctor" in said.json["error"]["advice"]
+
+
+def test_a_reader_that_goes_away_is_no_error(job):
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(
+        [sys.executable, "-m", "tieredckpt", "inspect", "llama"], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert "Traceback" not in process.stderr
+    assert "Error" not in process.stderr
+
+
+def test_the_agent_command_is_the_agent(agent_dir):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tieredckpt", "agent", "--dir", str(agent_dir), "--budget", "64MiB", "--http", "off"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stderr:
+        if "serves" in line:
+            break
+    assert agent_pid(agent_dir) == process.pid
+    seen = run("ls", "--json")
+    assert json.loads(seen.stdout) == {"jobs": [], "agent": True}
+    assert run("ls").stdout == "no jobs\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    process.stderr.close()
+    assert run("agent", "--dir").returncode == 2
+
+
+def test_progress_is_shown_on_a_terminal_only(job):
+    def seen(*arguments):
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tieredckpt", *arguments], stdout=subprocess.PIPE, stderr=theirs, text=True
+        )
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                data = os.read(ours, 4096)
+            except OSError:  # how a terminal ends
+                break
+            if not data:
+                break
+            shown += data
+        os.close(ours)
+        out = process.stdout.read()
+        process.stdout.close()
+        assert process.wait() == 0
+        return out, shown.decode()
+
+    out, shown = seen("verify", "llama", "--json")
+    assert json.loads(out)["good"]
+    assert "verifying llama" in shown
+    assert run("verify", "llama").stderr == ""
+
+
+def test_settings_are_those_of_training(cli, agent_dir, durable, tmp_path, monkeypatch):
+    job = Job(agent_dir, durable, "llama")
+    job.save(1)
+    job.lose_memory()
+    config = tmp_path / "cluster.yaml"
+    config.write_text(f"durable: {{url: '{durable.url}'}}\nagent: {{directory: {agent_dir}}}\n")
+    monkeypatch.setenv("TIEREDCKPT_CONFIG", str(config))
+    assert [line["step"] for line in cli("ls", "llama", "--json").json["steps"]] == [1]
+
+
+def test_an_agent_of_another_user_or_a_dead_socket(cli, agent_dir):
+    import socket
+
+    agent_dir.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(agent_dir / "agent.sock"))
+    assert cli("ls").code == Exit.UNAVAILABLE
+    end_agent(agent_dir)
+
+
+def test_interrupted(monkeypatch, capsys):
+    from tieredckpt.cli import listing
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(listing, "open_sight", interrupt)
+    assert main(["ls"]) == 130
+    assert "interrupted" in capsys.readouterr().err

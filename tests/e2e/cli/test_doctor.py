@@ -1,0 +1,133 @@
+"""``tieredckpt doctor`` against what is really there, and against what is really wrong."""
+
+import pytest
+
+from tests.support.jobs import Job, bucket_url, on_server
+from tieredckpt.settings import DurableSettings
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
+
+
+def verdicts(said):
+    return {one["what"]: one["verdict"] for one in said.json["findings"]}
+
+
+def text(said, what):
+    return next(one["text"] for one in said.json["findings"] if one["what"] == what)
+
+
+def test_a_node_without_anything_is_fine(cli, agent_dir):
+    said = cli("doctor", "--json")
+    assert said.code == 0
+    assert said.json["well"]
+    assert verdicts(said) == {
+        "settings": "good",
+        "shared memory": "good",
+        "memory budget": "good",
+        "agent": "note",
+        "durable tier": "note",
+    }
+    assert not agent_dir.exists()
+    left = {row["lost"]: row["left"] for row in said.json["survival"]}
+    assert left["this node or its memory"] == "nothing: there is no durable tier"
+    assert left["the agent, killed"].startswith("the newest sealed step")
+
+
+def test_a_running_agent_and_a_directory(cli, job, tmp_path):
+    said = cli("doctor", "--json")
+    assert said.code == 0
+    assert verdicts(said)["agent"] == "good"
+    assert str(job.agent_dir) in text(said, "agent")
+    assert verdicts(said)["durable tier"] == "good", "known from the agent"
+    assert verdicts(said)["conditional put"] == "good"
+    assert not list((tmp_path / "durable").glob(".doctor*"))
+    assert "if this is lost" in cli("doctor").out.lower()
+
+
+@pytest.mark.parametrize("server", ["rclone", "moto"])
+def test_a_bucket(cli, agent_dir, request, server):
+    server = request.getfixturevalue(server)
+    job = Job(agent_dir, on_server(server))
+    job.save(1)
+    said = cli("doctor", "--bandwidth", "--size", "6MiB", "--json")
+    assert said.code == 0, said.out
+    found = verdicts(said)
+    assert found["credentials"] == "good"
+    assert text(said, "credentials") == "AKTI...ST from env, region us-east-1"
+    assert found["durable tier"] == "good"
+    assert found["conditional put"] == ("good" if server.keeps_conditions else "note")
+    assert found["clock"] == "good"
+    assert found["checksums"] in ("good", "note")
+    assert found["bandwidth"] == "good"
+    assert "6.0 MiB in" in text(said, "bandwidth")
+    with server.client() as client:
+        prefix = job.settings.durable.url.split("/", 3)[3]
+        keys = [one["Key"] for one in client.list_objects_v2(Bucket="checkpoints", Prefix=prefix)["Contents"]]
+    assert not [key for key in keys if "doctor" in key or "probe" in key]
+
+
+def test_a_bucket_that_is_not_there(cli, agent_dir, rclone, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={rclone.endpoint},region=us-east-1")
+    said = cli("doctor", "--durable", "s3://no-such-bucket/x", "--json")
+    assert said.code == 1
+    assert verdicts(said)["durable tier"] == "bad"
+
+
+def test_wrong_credentials(cli, agent_dir, rclone, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={rclone.endpoint},region=us-east-1")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    said = cli("doctor", "--durable", bucket_url(), "--json")
+    assert said.code == 1
+    assert verdicts(said)["durable tier"] == "bad"
+    assert "allow" in cli("doctor", "--durable", bucket_url()).out
+
+
+def test_no_credentials(cli, agent_dir, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    said = cli("doctor", "--durable", "s3://bucket/x", "--json")
+    assert said.code == 1
+    assert verdicts(said)["credentials"] == "bad"
+
+
+def test_an_arena_that_is_not_in_memory_or_too_small(cli, tmp_path, monkeypatch, agent_dir):
+    assert verdicts(cli("doctor", "--agent-dir", tmp_path / "x", "--json"))["shared memory"] == "bad"
+    monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "900TiB")
+    said = cli("doctor", "--json")
+    assert said.code == 1
+    assert verdicts(said)["shared memory"] == verdicts(said)["memory budget"] == "bad"
+
+
+def test_an_agent_that_nobody_starts(cli, agent_dir, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_AGENT_EMBEDDED", "0")
+    said = cli("doctor", "--json")
+    assert said.code == 1
+    assert verdicts(said)["agent"] == "bad"
+
+
+def test_a_killed_agents_slots_are_mentioned(cli, job):
+    from tieredckpt.session import close_sessions
+
+    close_sessions()
+    job.kill_agent()
+    said = cli("doctor", "--json")
+    assert "slots of the last one are there" in text(said, "agent")
+
+
+def test_wrong_settings(cli, agent_dir, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGE", "1GiB")
+    said = cli("doctor", "--json")
+    assert said.code == 1
+    assert verdicts(said) == {"settings": "bad"}
+    assert cli("ls").code == 2
+
+
+def test_an_upload_that_failed_is_found(cli, agent_dir, tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/file/durable", retry_s=0.0))
+    with job.checkpointer() as ckpt:
+        ckpt.save({"x": 1}, 1).wait()
+        ckpt.wait("durable", timeout_s=1)
+    said = cli("doctor", "--json")
+    assert said.code == 1
+    assert verdicts(said)["durable tier"] == "bad"

@@ -1,0 +1,286 @@
+"""``tieredckpt export``: bit for bit, in every format, whole or not at all."""
+
+import json
+import resource
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.support.bits import assert_same, raw, zeroed
+from tests.support.jobs import Job, state_at
+from tieredckpt import Checkpointer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
+    pytest.mark.e2e,
+]
+
+
+class Anything:
+    """A class that unpickling safely does not know."""
+
+    def __eq__(self, other):
+        return isinstance(other, Anything)
+
+    __hash__ = None
+
+
+def model_state():
+    generator = torch.Generator().manual_seed(7)
+
+    def bits(dtype, *shape):
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+    return {
+        "model": {
+            "embed": bits(torch.bfloat16, 100, 33),
+            "scale": torch.tensor(1.5),
+            "empty": torch.empty(0, 4),
+            "mask": torch.tensor([True, False, True]),
+            "fp8": bits(torch.float8_e4m3fn, 17),
+            "fp8_5": bits(torch.float8_e5m2, 3, 5),
+            "half": bits(torch.float16, 9),
+            "ids": torch.arange(5, dtype=torch.int64),
+            "unsigned": torch.tensor([1, 2, 3], dtype=torch.uint16),
+            "double": bits(torch.float64, 2, 3),
+        },
+        "optim": {"state": [torch.arange(4.0), {"step": 3}], "lr": 0.1},
+        "step": 11,
+    }
+
+
+def save(job, state, step=1):
+    with job.checkpointer() as ckpt:
+        assert ckpt.save(state, step).ok
+        ckpt.wait()
+
+
+@pytest.fixture
+def saved(agent_dir, durable):
+    job = Job(agent_dir, durable, "m")
+    save(job, model_state())
+    return job
+
+
+def test_one_safetensors_file(cli, saved, tmp_path):
+    path = tmp_path / "out" / "model.safetensors"
+    said = cli("export", "m", path, "--prefix", "model.", "--json")
+    assert said.code == 0
+    expected = model_state()["model"]
+    found = load_file(path)
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert raw(found[name]) == raw(tensor), name
+    assert said.json["tensors"] == len(expected)
+    assert said.json["left_out"] == []
+    with safe_open(path, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    assert [entry.name for entry in path.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_objects_are_left_out_and_said_so(cli, saved, tmp_path):
+    said = cli("export", "m", tmp_path / "all.safetensors")
+    assert said.code == 0
+    assert "left out, because safetensors holds tensors only: optim.lr" in said.out
+
+
+def test_a_hugging_face_folder(cli, saved, tmp_path):
+    folder = tmp_path / "hf"
+    said = cli("export", "m/step-1", folder, "--format", "hf", "--prefix", "model.", "--max-shard-size", "2KB")
+    assert said.code == 0
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    expected = model_state()["model"]
+    assert sorted(index["weight_map"]) == sorted(expected)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 1
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    for name, file in index["weight_map"].items():
+        with safe_open(folder / file, "pt") as opened:
+            assert raw(opened.get_tensor(name)) == raw(expected[name])
+    for file in files:
+        found = load_file(folder / file)
+        assert len(found) == 1 or sum(tensor.nbytes for tensor in found.values()) <= 2000
+
+
+def test_a_small_model_is_one_file_as_from_pretrained_expects(cli, saved, tmp_path):
+    assert cli("export", "m", tmp_path / "hf", "--format", "hf", "--prefix", "model.").code == 0
+    assert [entry.name for entry in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
+
+
+def test_a_torch_file_has_the_state_as_it_was(cli, saved, tmp_path):
+    path = tmp_path / "state.pt"
+    assert cli("export", "m", path, "--format", "torch").code == 0
+    expected, found = model_state(), torch.load(path, weights_only=True)
+    assert sorted(found) == sorted(expected)
+    for section, value in expected.items():
+        if isinstance(value, dict):
+            assert_same(dict(sorted(value.items())), dict(sorted(found[section].items())))
+        else:
+            assert found[section] == value
+    mapped = torch.load(path, weights_only=True, mmap=True)
+    assert raw(mapped["model"]["embed"]) == raw(expected["model"]["embed"])
+
+
+def test_a_dcp_folder_loads_with_dcp(cli, saved, tmp_path):
+    assert cli("export", "m", tmp_path / "dcp", "--format", "dcp").code == 0
+    expected = model_state()
+    found = zeroed(expected)
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert_same(expected, found)
+
+
+def test_only_selected_names(cli, saved, tmp_path):
+    path = tmp_path / "some.safetensors"
+    assert cli("export", "m", path, "--select", "model.fp8*", "--select", "*.embed", "--exclude", "*_5").code == 0
+    assert sorted(load_file(path)) == ["model.embed", "model.fp8"]
+    assert cli("export", "m", tmp_path / "none", "--select", "zzz").code == 3
+
+
+def test_types_that_safetensors_lacks_are_all_named(cli, agent_dir, durable, tmp_path):
+    state = {
+        "c": torch.ones(2, dtype=torch.complex64),
+        "f": torch.ones(2).to(torch.float8_e4m3fnuz),
+        "w": torch.ones(3),
+    }
+    save(Job(agent_dir, durable, "odd"), state)
+    said = cli("export", "odd", tmp_path / "x.safetensors")
+    assert said.code == 2
+    assert "c (complex64), f (float8_e4m3fnuz)" in said.err
+    assert "--format torch or dcp" in said.err
+    assert list(tmp_path.glob("*x.safetensors*")) == []
+    assert cli("export", "odd", tmp_path / "x.safetensors", "--exclude", "[cf]").code == 0
+    assert cli("export", "odd", tmp_path / "x.pt", "--format", "torch").code == 0
+    assert_same(state, torch.load(tmp_path / "x.pt", weights_only=True))
+
+
+def test_objects_of_any_type_are_unpickled_only_when_told_so(cli, agent_dir, durable, tmp_path):
+    save(Job(agent_dir, durable, "o"), {"w": torch.ones(3), "thing": Anything()})
+    said = cli("export", "o", tmp_path / "x.pt", "--format", "torch")
+    assert said.code == 2
+    assert "thing can only be read by running" in said.err
+    assert not (tmp_path / "x.pt").exists()
+    assert cli("export", "o", tmp_path / "x.pt", "--format", "torch", "--allow-pickle").code == 0
+    assert torch.load(tmp_path / "x.pt", weights_only=False)["thing"] == Anything()
+    assert cli("export", "o", tmp_path / "dcp", "--format", "dcp").code == 0, "its bytes are not looked into"
+
+
+def sharded_state(full):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements = {"rows": Shard(0), "columns": Shard(1), "uneven": Shard(0), "fp8": Shard(1), "odd": Shard(1)}
+    return {
+        name: distribute_tensor(value, mesh, [placements[name]], src_data_rank=None) if name in placements else value
+        for name, value in full.items()
+    }
+
+
+def full_state():
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "rows": torch.randn(8, 6, generator=generator),
+        "columns": torch.randn(5, 7, 2, generator=generator).bfloat16(),
+        "uneven": torch.randn(3, 4, generator=generator),
+        "fp8": torch.randint(0, 256, (4, 6), dtype=torch.uint8, generator=generator).view(torch.float8_e5m2),
+        "odd": torch.randint(0, 2, (4, 3), dtype=torch.uint8, generator=generator).bool(),
+        "replicated": torch.arange(10),
+    }
+
+
+def save_sharded(name, url):
+    with Checkpointer(f"tiered://{name}", durable=url) as ckpt:
+        ckpt.save(sharded_state(full_state()), 5).wait("durable")
+
+
+@pytest.mark.parametrize("memory", ["kept", "lost"])
+def test_sharded_tensors_are_put_together(cli, agent_dir, durable, ranks, tmp_path, memory):
+    job = Job(agent_dir, durable)
+    ranks.run(2, save_sharded, job.name, durable.url)
+    if memory == "lost":
+        job.lose_memory()
+    said = cli("export", job.name, tmp_path / "x.safetensors", "--durable", durable.url, "--json")
+    assert said.code == 0
+    assert list(said.json["read_bytes"]) == ["memory" if memory == "kept" else "durable"]
+    found, expected = load_file(tmp_path / "x.safetensors"), full_state()
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        assert raw(found[name]) == raw(value), name
+    assert cli("export", job.name, tmp_path / "dcp", "--format", "dcp", "--durable", durable.url).code == 0
+    loaded = zeroed(expected)
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert_same(expected, loaded)
+
+
+def test_damage_in_memory_is_passed_over_for_the_durable_copy(cli, job, slot_of, flip, tmp_path):
+    flip(slot_of(3))
+    said = cli("export", "llama/step-3", tmp_path / "x.safetensors", "--json")
+    assert said.code == 0
+    assert "durable" in said.json["read_bytes"]
+    assert raw(load_file(tmp_path / "x.safetensors")["w"]) == raw(state_at(3)["w"])
+
+
+def test_damage_everywhere_leaves_nothing_behind(cli, job, shard_of, flip, tmp_path):
+    flip(shard_of(1))
+    said = cli("export", "llama/step-1", tmp_path / "x.safetensors")
+    assert said.code == 4
+    assert "not what was saved" in said.err
+    assert list(tmp_path.glob("*x.safetensors*")) + list(tmp_path.glob(".*x.safetensors*")) == []
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_nothing_is_overwritten_without_force(cli, job, tmp_path, kind):
+    place = tmp_path / "out"
+    assert cli("export", "llama/step-1", place, "--format", kind).code == 0
+    before = {path.name: path.read_bytes() for path in ([place] if place.is_file() else place.iterdir())}
+    said = cli("export", "llama/step-2", place, "--format", kind)
+    assert said.code == 2
+    assert "--force" in said.err
+    assert {path.name: path.read_bytes() for path in ([place] if place.is_file() else place.iterdir())} == before
+    assert cli("export", "llama/step-2", place, "--format", kind, "--force").code == 0
+    after = {path.name: path.read_bytes() for path in ([place] if place.is_file() else place.iterdir())}
+    assert after.keys() == before.keys()
+    assert after != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["durable", "out"]
+
+
+def test_force_does_not_replace_a_folder_with_other_things(cli, job, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    said = cli("export", "llama", tmp_path / "home", "--format", "hf", "--force")
+    assert said.code == 2
+    assert "thesis.tex" in said.err
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_wrong_size_is_a_usage_error(cli, job, tmp_path):
+    assert cli("export", "llama", tmp_path / "x", "--format", "hf", "--max-shard-size", "big").code == 2
+
+
+def export_and_measure(say, name, url, place, kind):
+    """Peak memory beyond what looking at the step and importing torch cost."""
+    from tieredckpt.cli import main
+
+    assert main(["inspect", name, "--durable", url]) == 0
+    assert main(["export", name, f"{place}/warm", "--format", kind, "--durable", url, "--select", "t0"]) == 0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert main(["export", name, f"{place}/all", "--format", kind, "--durable", url]) == 0
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "hf", "dcp"])
+def test_peak_memory_is_about_one_tensor(agent_dir, durable, tmp_path, zygote, kind):
+    job = Job(agent_dir, durable)
+    with job.checkpointer() as ckpt:
+        ckpt.save({f"t{n}": torch.full((4 << 20,), float(n)) for n in range(12)}, 1).wait("durable")
+    job.lose_memory()  # mapped shards would be counted
+    grown = zygote.run(export_and_measure, job.name, durable.url, str(tmp_path), kind).result
+    assert grown < 96 << 20, f"{grown >> 20} MiB for 12 tensors of 16 MiB"

@@ -1,0 +1,123 @@
+"""``tieredckpt ls`` against the real agent and real stores."""
+
+import pytest
+
+from tests.support.jobs import Job, bucket_url, on_server
+from tieredckpt.session import close_sessions
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
+
+
+def test_steps_are_listed_by_tier(cli, job):
+    said = cli("ls", "llama", "--json")
+    assert said.code == 0
+    steps = {line["step"]: line for line in said.json["steps"]}
+    assert list(steps) == [1, 2, 3]
+    assert [steps[n]["tiers"] for n in (1, 2, 3)] == [["durable"], ["memory", "durable"], ["memory", "durable"]]
+    assert [steps[n]["copies"] for n in (1, 2, 3)] == [1, 2, 2]
+    assert all(line["whole"] and line["state"] == "whole" and line["parts"] == 1 for line in steps.values())
+    assert steps[1]["size_bytes"] == steps[3]["size_bytes"] > 1 << 20
+    assert 0 <= steps[3]["age_s"] <= steps[1]["age_s"] < 300
+    assert said.json["durable"] == job.settings.durable.url
+    assert said.json["unreachable"] == {}
+
+
+def test_the_table_says_the_same(cli, job):
+    said = cli("ls", "tiered://llama")
+    lines = said.out.splitlines()
+    assert lines[0] == f"llama  durable tier {job.settings.durable.url}"
+    assert lines[1].split() == ["STEP", "STATE", "MEMORY", "DURABLE", "COPIES", "SIZE", "AGE", "NOTE"]
+    assert lines[2].split()[:5] == ["1", "whole", "-", "yes", "1"]
+    assert lines[4].split()[:7] == ["3", "whole", "1", "of", "1", "yes", "2"]
+
+
+def test_one_step_only(cli, job):
+    assert [line["step"] for line in cli("ls", "llama/step-2", "--json").json["steps"]] == [2]
+
+
+def test_without_an_agent_the_durable_tier_is_read_directly(cli, job):
+    job.lose_memory()
+    said = cli("ls", "llama", "--durable", job.settings.durable.url, "--json")
+    assert said.code == 0
+    assert [(line["step"], line["tiers"]) for line in said.json["steps"]] == [(n, ["durable"]) for n in (1, 2, 3)]
+    assert "no agent answers" in said.json["unreachable"]["memory"]
+    assert not job.agent_dir.exists(), "a command that looks starts no agent"
+
+
+def test_without_agent_and_store_nothing_is_known(cli, agent_dir):
+    said = cli("ls", "llama")
+    assert said.code == 5
+    assert "no agent answers" in said.err
+    assert "--durable" in said.err
+    assert "Traceback" not in said.err
+
+
+def test_an_absent_job_is_not_found(cli, job):
+    said = cli("ls", "other", "--json")
+    assert said.code == 3
+    assert said.json["error"]["kind"] == "CheckpointNotFoundError"
+    assert said.json["error"]["exit"] == 3
+    assert [state["job"] for state in cli("ls", "--json").json["jobs"]] == ["llama"], "looking leaves no trace"
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "../x", "llama/step-x", "s3://b/x"])
+def test_a_wrong_name_is_a_usage_error(cli, agent_dir, name):
+    assert cli("ls", name).code == 2
+
+
+def test_a_refused_store_is_named(cli, agent_dir, rclone, monkeypatch):
+    job = Job(agent_dir, on_server(rclone))
+    job.save(1)
+    close_sessions()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={rclone.endpoint},region=us-east-1")
+    said = cli("ls", job.name, "--durable", bucket_url(), "--json")
+    assert said.code == 5
+    assert "durable" in said.json["unreachable"]
+    assert [line["step"] for line in said.json["steps"]] == [1]
+
+
+@pytest.mark.parametrize("server", ["rclone", "moto"])
+def test_a_bucket_without_agent(cli, agent_dir, request, server, monkeypatch):
+    server = request.getfixturevalue(server)
+    job = Job(agent_dir, on_server(server))
+    job.save(7)
+    job.lose_memory()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    said = cli("ls", job.name, "--durable", job.settings.durable.url, "--json")
+    assert [(line["step"], line["whole"]) for line in said.json["steps"]] == [(7, True)]
+
+
+def test_all_jobs_of_the_node(cli, job, agent_dir, durable):
+    Job(agent_dir, durable, "other").save(9)
+    said = cli("ls", "--json")
+    assert said.code == 0
+    jobs = {row["job"]: row for row in said.json["jobs"]}
+    assert {name: row["newest_in_memory"] for name, row in jobs.items()} == {"llama": 3, "other": 9}
+    assert jobs["llama"]["steps_in_memory"] == 2
+    said = cli("ls", "--durable", durable.url, "--json")
+    assert {row["job"]: row["durable_steps"] for row in said.json["jobs"]} == {"llama": 3, "other": 1}
+    assert "llama" in cli("ls").out
+
+
+def test_a_damaged_manifest_is_shown(cli, job, tmp_path, flip):
+    job.lose_memory()
+    (manifest,) = (tmp_path / "durable" / "llama" / "manifests").glob("000000000003*")
+    flip(manifest, at=20)
+    lines = {
+        line["step"]: line for line in cli("ls", "llama", "--durable", job.settings.durable.url, "--json").json["steps"]
+    }
+    assert lines[3]["state"] == "damaged"
+    assert not lines[3]["whole"]
+    assert lines[2]["whole"]
+
+
+def test_two_attempts_at_one_step_are_told_apart(cli, agent_dir, durable):
+    job = Job(agent_dir, durable, "twice")
+    job.save(1)
+    close_sessions()
+    job.save(1)
+    said = cli("ls", "twice", "--json")
+    assert [(line["step"], line["epoch"]) for line in said.json["steps"]] == [(1, 1), (1, 2)]
+    assert "ATTEMPT" in cli("ls", "twice").out

@@ -1,0 +1,62 @@
+"""What doctor concludes, as a table."""
+
+import dataclasses
+
+import pytest
+
+from tieredckpt.cli.findings import Memory, Verdict, about_memory, about_skew, survivals
+from tieredckpt.settings import settings_from
+
+GIB = 1 << 30
+NODE = Memory(budget=10 * GIB, total=64 * GIB, limit=None, file_system="tmpfs", size=32 * GIB, free=32 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "budget"),
+    [
+        ({}, "good", "good"),
+        ({"file_system": "ext4"}, "bad", "good"),
+        ({"free": 9 * GIB}, "bad", "good"),
+        ({"free": 9 * GIB, "arena": 2 * GIB}, "good", "good"),
+        ({"budget": 60 * GIB, "free": 64 * GIB}, "good", "note"),
+        ({"budget": 65 * GIB, "free": 99 * GIB}, "good", "bad"),
+        ({"limit": 8 * GIB}, "good", "bad"),
+        ({"limit": 12 * GIB}, "good", "note"),
+        ({"limit": 128 * GIB}, "good", "good"),
+        ({"size": 64 << 20, "free": 64 << 20}, "bad", "good"),
+    ],
+)
+def test_memory(changes, place, budget):
+    found = {one.what: one for one in about_memory(dataclasses.replace(NODE, **changes), "/dev/shm/x")}
+    assert (found["shared memory"].verdict, found["memory budget"].verdict) == (place, budget)
+    assert all(one.advice for one in found.values() if one.verdict is Verdict.BAD)
+
+
+@pytest.mark.parametrize(
+    ("skew", "signed", "verdict"),
+    [(0, True, "good"), (-59, True, "good"), (100, True, "note"), (-1000, True, "bad"), (1000, False, "note")],
+)
+def test_clocks(skew, signed, verdict):
+    assert about_skew(skew, signed=signed).verdict == verdict
+
+
+def left(tree):
+    return {row.lost: row.left for row in survivals(settings_from(tree))}
+
+
+def test_without_a_durable_tier_a_lost_node_is_a_lost_job():
+    assert left({})["this node or its memory"] == "nothing: there is no durable tier"
+    assert "the store" not in left({})
+
+
+def test_with_one_the_last_uploaded_step_is_left():
+    rows = left({"durable": {"url": "s3://b/x", "every": 50}, "memory": {"every": 5}})
+    assert "one step in 50 is uploaded" in rows["this node or its memory"]
+    assert "s3://b/x" in rows["all nodes of the job"]
+    assert "one step in 5 is sealed" in rows["the agent, killed"]
+    assert rows["the store and this node"] == "nothing"
+
+
+def test_switched_off_only_the_store_counts():
+    rows = left({"enabled": False, "durable": {"url": "/data"}})
+    assert rows == {"anything but the store": "plain checkpoints in /data, every step", "the store": "nothing"}
