@@ -200,9 +200,8 @@ class Checkpointer:
             log.warning("step %d of %s was skipped: %s", step, self._location.job, error)
             saved = Saved(step, SaveState.SKIPPED, error)
         except (TieredCheckpointError, CheckpointException, PeerStoreError) as failure:
-            error = _own(failure)
-            log.error("step %d of %s was not saved: %s", step, self._location.job, error)
-            saved = Saved(step, SaveState.FAILED, error)
+            saved = Saved(step, SaveState.FAILED, _own(failure))
+            log.error("step %d of %s was not saved: %s", step, self._location.job, saved.error)
         if self.settings.enabled:
             self._observe(saved, time.perf_counter() - began)
         if self._preemption is not None and last:
