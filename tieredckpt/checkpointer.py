@@ -44,7 +44,7 @@ from tieredckpt.planned import PlannedSave
 from tieredckpt.preemption import Preemption
 from tieredckpt.quiet import collector_paused
 from tieredckpt.reader import RestoreReport, TieredReader
-from tieredckpt.session import Session, Staged, open_session
+from tieredckpt.session import Session, Staged, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.state import ObjectArchives, as_plain, fingerprint, flatten, local_tensor
 from tieredckpt.writer import TieredWriter
@@ -199,9 +199,9 @@ class Checkpointer:
         except StoreBusyError as error:
             log.warning("step %d of %s was skipped: %s", step, self._location.job, error)
             saved = Saved(step, SaveState.SKIPPED, error)
-        except (TieredCheckpointError, CheckpointException, PeerStoreError) as error:
-            log.error("step %d of %s was not saved: %s", step, self._location.job, error)
-            saved = Saved(step, SaveState.FAILED, error)
+        except (TieredCheckpointError, CheckpointException, PeerStoreError) as failure:
+            saved = Saved(step, SaveState.FAILED, _own(failure))
+            log.error("step %d of %s was not saved: %s", step, self._location.job, saved.error)
         if self.settings.enabled:
             self._observe(saved, time.perf_counter() - began)
         if self._preemption is not None and last:
@@ -261,8 +261,11 @@ class Checkpointer:
         if self._board is not None:
             self._board.sealed(record.key.group)
             whole = self._board.newest()
-            if whole is not None:
-                session.commit(whole)
+            try:
+                if whole is not None:
+                    session.commit(whole)
+            except PeerStoreError as error:  # this part is sealed all the same; the next save says it again
+                log.warning("the node agent was not told that step %d is whole: %s", saved.step, error)
         return record
 
     def _save_first(self, state: State, step: int, *, durable: bool) -> Saved:
@@ -324,7 +327,7 @@ class Checkpointer:
                 self._sealing.result(wait_s)
             except FutureTimeoutError:
                 raise StoreBusyError(f"the last save is still being sealed after {wait_s:.0f} s") from None
-            except TieredCheckpointError:
+            except (TieredCheckpointError, PeerStoreError):
                 pass  # reported where it happened
             self._sealing = None
 
@@ -332,7 +335,9 @@ class Checkpointer:
         what = (
             "skipped" if saved.state is SaveState.SKIPPED else "failed" if saved.state is SaveState.FAILED else "saves"
         )
-        self._sealer.submit(self.session.observe, **{what: 1, "blocked_seconds": blocked_s})
+        session = session_if_open(self._location.job, self.settings)
+        if session is not None:  # else there is no agent to tell, and asking for one again takes as long as before
+            self._sealer.submit(session.observe, **{what: 1, "blocked_seconds": blocked_s})
 
     # -- waiting ----------------------------------------------------------------------------------------------
 
@@ -558,13 +563,22 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
-def _typed(failure: CheckpointException) -> BaseException:
+def _own(failure: BaseException) -> BaseException:
     """Our own error inside DCP's: what tells the caller most, damaged before unknown before the rest."""
-    errors = [error for error, _ in failure.failures.values() if isinstance(error, TieredCheckpointError)]
-    for kind in (CheckpointDamagedError, TierUnavailableError, TieredCheckpointError):
-        for error in errors:
-            if isinstance(error, kind):
-                return error
+    if isinstance(failure, CheckpointException):
+        errors = [error for error, _ in failure.failures.values() if isinstance(error, TieredCheckpointError)]
+        for kind in (CheckpointDamagedError, TierUnavailableError, TieredCheckpointError):
+            for error in errors:
+                if isinstance(error, kind):
+                    return error
+    return failure
+
+
+def _typed(failure: CheckpointException) -> BaseException:
+    """What a load that failed inside DCP raises."""
+    own = _own(failure)
+    if own is not failure:
+        return own
     first = next(iter(failure.failures.values()))[0]
     if isinstance(first, ValueError | RuntimeError):  # how DCP's planner says that names or shapes differ
         return MismatchError(f"the state and the checkpoint do not fit: {first}")

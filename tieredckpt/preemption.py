@@ -79,6 +79,7 @@ class Preemption:
             self._flushed = True
 
     def _go(self) -> None:
+        self._deadline = None  # whoever gets the signal now may go on: what it saves is not its last step any more
         self._give_back()
         signal.raise_signal(signal.SIGTERM)
 

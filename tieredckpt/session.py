@@ -53,10 +53,16 @@ def open_session(job: str, settings: Settings) -> Session:
                 atexit.register(close_sessions)
             try:
                 session = _sessions[name] = Session(job, settings, _factory(settings, job))
-            except PeerStoreError as error:
+            except (PeerStoreError, OSError) as error:
                 raise TierUnavailableError(f"the node agent cannot be used: {error}") from error
     session.use(settings)
     return session
+
+
+def session_if_open(job: str, settings: Settings) -> Session | None:
+    """The session :func:`open_session` would give, where nothing has to be opened for it."""
+    with _sessions_lock:
+        return _sessions.get((os.getpid(), job, str(settings.agent_directory)))
 
 
 def close_sessions() -> None:

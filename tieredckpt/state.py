@@ -99,7 +99,10 @@ class ObjectArchives:
         kept = self._kept.get(name)
         if kept is not None and token is not None and kept[0] == token:
             return kept[1]
-        data = archive(value)
+        try:
+            data = archive(value)
+        except Exception as error:  # whatever the object's own pickling raises
+            raise UsageError(f"{name} is a {type(value).__name__} that cannot be pickled: {error}") from error
         if token is not None:
             self._kept[name] = (token, data)
         return data

@@ -1,0 +1,322 @@
+"""A save that fails is reported, training goes on, and the next one is a save like any other."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from peerstore.errors import AgentUnreachableError
+from tests.support.agents import agent_pid, end_agent
+from tests.support.bits import assert_same, zeroed
+from tests.support.jobs import Job, state_at
+from tieredckpt import (
+    CheckpointDamagedError,
+    Checkpointer,
+    CheckpointNotFoundError,
+    NullCheckpointer,
+    SaveFailedError,
+    TierUnavailableError,
+)
+from tieredckpt.agent_node import AgentNode
+from tieredckpt.checkpointer import SaveState
+from tieredckpt.errors import StoreBusyError, UsageError
+from tieredckpt.session import close_sessions, nodes_from
+from tieredckpt.settings import DurableSettings
+from tieredckpt.testing import memory_node
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+JOB = "tiered://loop"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return DurableSettings(url=f"file://{tmp_path}/durable")
+
+
+def small(step):
+    return {"w": torch.full((1000,), float(step)), "step": step}
+
+
+def nobody(settings, job):
+    raise AgentUnreachableError("nobody answers")
+
+
+def test_a_node_without_an_agent_fails_the_save_and_not_the_training(agent_dir):
+    with nodes_from(nobody), Checkpointer(JOB) as ckpt:
+        for step in range(3):
+            saved = ckpt.save(small(step), step)
+            assert (saved.state, saved.ok) == (SaveState.FAILED, False)
+            assert "nobody answers" in str(saved.error)
+            with pytest.raises(SaveFailedError, match="nobody answers"):
+                saved.wait()
+        assert ckpt.wait()
+    with nodes_from(nobody), Checkpointer(JOB, on_failure="raise") as ckpt:
+        with pytest.raises(SaveFailedError):
+            ckpt.save(small(0), 0)
+        with pytest.raises(TierUnavailableError):  # unknown, so not a reason to start from nothing
+            ckpt.restore(small(0))
+
+
+def test_an_agent_that_comes_back_is_used_again(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        with nodes_from(nobody):
+            assert not ckpt.save(small(0), 0).ok
+        assert ckpt.save(small(1), 1).wait() is SaveState.SEALED
+        assert ckpt.restore(zeroed(small(0))) == 1
+
+
+def test_a_directory_that_cannot_be_one_is_an_unavailable_tier(tmp_path):
+    def refused(settings, job):
+        raise NotADirectoryError(20, "Not a directory", str(tmp_path))
+
+    with nodes_from(refused), Checkpointer(JOB) as ckpt:
+        assert "Not a directory" in str(ckpt.save(small(0), 0).error)
+
+
+class Forgetful:
+    """An agent that cannot be reached whenever it should be told that a step is whole."""
+
+    def __init__(self, settings, job):
+        self._node = AgentNode(settings, job)
+        self.store = self
+        self.deaf = False
+
+    def mark_whole(self, job, group):
+        if self.deaf:
+            raise AgentUnreachableError("gone for a moment")
+        self._node.store.mark_whole(job, group)
+
+    def __getattr__(self, name):
+        return getattr(self._node if hasattr(self._node, name) else self._node.store, name)
+
+    def close(self):
+        self._node.close()
+
+
+def saves_while_deaf():
+    states = []
+    with nodes_from(Forgetful), Checkpointer(JOB) as ckpt:
+        for step in range(5):
+            saved = ckpt.save(small(step), step)
+            states.append(saved.wait().value)
+            dist.barrier()
+            ckpt.session.node.deaf = step in (0, 1, 2)
+        return states, ckpt.session.committed.version >= 3
+
+
+def test_an_agent_away_at_the_wrong_moment_does_not_end_all_later_saves(agent_dir, ranks):
+    """On several nodes each rank tells its agent what became whole; that message may fail."""
+    for states, told in ranks.run(2, saves_while_deaf, environ={"LOCAL_WORLD_SIZE": "1"}):
+        assert states == ["sealed"] * 5
+        assert told
+
+
+class Stubborn:
+    def __reduce__(self):
+        raise TypeError("not me")
+
+
+def test_an_object_that_cannot_be_pickled_is_named(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        first = ckpt.save({**small(0), "hook": Stubborn()}, 0)
+        assert not first.ok
+        ckpt.save({**small(1), "hook": 1}, 1).wait()
+        later = ckpt.save({**small(2), "hook": Stubborn()}, 2)
+        assert isinstance(later.error, UsageError)
+        assert "hook is a Stubborn that cannot be pickled: not me" in str(later.error)
+        assert ckpt.save({**small(3), "hook": 3}, 3).wait() is SaveState.SEALED
+
+
+def test_what_failed_is_a_typed_error(agent_dir, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "1MiB")
+    with Checkpointer(JOB) as ckpt:
+        saved = ckpt.save({"w": torch.zeros(1 << 20)}, 0)
+        assert isinstance(saved.error, SaveFailedError)
+        assert "budget" in str(saved.error)
+        assert "Traceback" not in repr(saved)
+        with pytest.raises(CheckpointNotFoundError):
+            ckpt.restore({"w": torch.zeros(1 << 20)}, step=0)
+        assert ckpt.restore({"w": torch.zeros(1 << 20)}) == -1
+
+
+def test_waiting_for_a_slot_is_a_policy_of_its_own(agent_dir):
+    """With every slot in use, skip says so at once; wait waits until a reader lets go."""
+    with Checkpointer(JOB, on_busy="wait") as ckpt:
+        for step in range(3):
+            ckpt.save(small(step), step).wait()
+        store = ckpt.session.node.store
+        pins = [store.pin(fact.key) for fact in store.inventory("loop")]
+        ckpt.save(small(3), 3).wait()  # the extra slot
+        pins += [store.pin(fact.key) for fact in store.inventory("loop")]
+        waiting = threading.Event()
+        done = []
+
+        def save():
+            waiting.set()
+            done.append(ckpt.save(small(4), 4))
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        waiting.wait()
+        assert store.epoch("loop") == 1  # the agent answers others meanwhile
+        assert not done
+        for pin in pins:
+            store.unpin(pin.id)
+        thread.join()
+        assert done[0].wait() is SaveState.SEALED
+        assert ckpt.restore(zeroed(small(0))) == 4
+
+
+def test_waiting_ends(agent_dir, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_MEMORY_WAIT_S", "0.3")
+    with Checkpointer(JOB, on_busy="wait") as ckpt:
+        for step in range(3):
+            ckpt.save(small(step), step).wait()
+        store = ckpt.session.node.store
+        for _ in range(2):
+            for fact in store.inventory("loop"):
+                store.pin(fact.key)
+            last = ckpt.save(small(9), 9)
+        assert last.state is SaveState.SKIPPED
+        assert isinstance(last.error, StoreBusyError)
+
+
+def test_a_durable_tier_that_refuses_is_reported_by_who_waits(agent_dir, directory):
+    path = Path(directory.url.removeprefix("file://"))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("not a directory")
+    with Job(agent_dir, DurableSettings(url=directory.url, retry_s=0.2)).checkpointer() as ckpt:
+        saved = ckpt.save(state_at(0), 0)
+        assert saved.wait() is SaveState.SEALED
+        with pytest.raises((SaveFailedError, TierUnavailableError)):
+            saved.wait("durable", timeout_s=3)
+        assert not ckpt.wait("durable", timeout_s=0.1)
+        assert ckpt.restore(zeroed(state_at(0))) == 0
+
+
+def test_restore_after_everything_was_damaged_raises_and_says_what(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        ckpt.save(small(0), 0).wait()
+        for fact in ckpt.session.node.store.inventory("loop"):
+            ckpt.session.node.store.report(fact.key, "a test says so")
+        state = small(7)
+        with pytest.raises((CheckpointDamagedError, CheckpointNotFoundError)):
+            ckpt.restore(state, step=0)
+        assert_same(small(7), state)
+
+
+def test_the_null_checkpointer_takes_what_a_real_one_takes_and_refuses_what_it_refuses():
+    with NullCheckpointer() as ckpt:
+        state = small(3)
+        assert ckpt.restore(state) == ckpt.restore(state, step=2) == -1
+        assert_same(small(3), state)
+        saved = ckpt.save(state, 0, force=True)
+        assert (saved.state, saved.wait(), saved.wait("durable")) == (SaveState.NOT_DUE,) * 3
+        assert ckpt.last_restore is None
+        with pytest.raises(UsageError):
+            ckpt.save(state, -1)
+
+
+def test_a_checkpointer_in_a_thread_leaves_signals_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def work():
+        with memory_node(), Checkpointer(JOB) as ckpt:
+            seen.append(ckpt.save(small(0), 0).wait())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [SaveState.SEALED]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# -- SIGTERM ------------------------------------------------------------------------------------------------------
+
+LOOP = """
+import os, signal, sys, torch
+from tieredckpt import Checkpointer
+state = {{"w": torch.zeros(1000)}}
+with Checkpointer("tiered://loop", {arguments}) as ckpt:
+    for step in range(10):
+        state["w"].fill_(step)
+        ckpt.save(state, step).wait()
+        if step == 4:
+            {then}
+print("finished", flush=True)
+"""
+
+
+def run(arguments, then):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOOP.format(arguments=arguments, then=then)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[3],
+    )
+
+
+def lose_memory(agent_dir):
+    import shutil
+
+    close_sessions()
+    end_agent(agent_dir)
+    shutil.rmtree(agent_dir)
+
+
+def test_sigterm_between_steps_keeps_the_step_that_follows(agent_dir, tmp_path):
+    done = run(f'durable="file://{tmp_path}", durable_every=1000', "os.kill(os.getpid(), signal.SIGTERM)")
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
+    lose_memory(agent_dir)
+    with Checkpointer(JOB, durable=f"file://{tmp_path}") as ckpt:
+        found = {"w": torch.zeros(1000)}
+        assert ckpt.restore(found) == 5
+        assert float(found["w"][0]) == 5
+
+
+def test_sigterm_does_not_wait_longer_than_it_may(agent_dir, tmp_path):
+    """The durable tier is not there; the process is gone all the same, and memory has its last step."""
+    (tmp_path / "durable").write_text("not a directory")
+    done = run(
+        f'durable="file://{tmp_path}/durable", durable_every=1000, grace_s=1.0', "os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert agent_pid(agent_dir) is not None
+    with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+        assert ckpt.restore({"w": torch.zeros(1000)}) == 5
+
+
+def test_sigterm_can_be_left_to_others(agent_dir):
+    done = run('on_sigterm="ignore"', "os.kill(os.getpid(), signal.SIGTERM)")
+    assert done.returncode == -signal.SIGTERM
+    with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+        assert ckpt.restore({"w": torch.zeros(1000)}) == 4
+
+
+def test_a_second_sigterm_changes_nothing(agent_dir):
+    done = run("grace_s=30.0", "[os.kill(os.getpid(), signal.SIGTERM) for _ in range(5)]")
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+        assert ckpt.restore({"w": torch.zeros(1000)}) == 5
+
+
+def test_a_handler_that_goes_on_is_called_once(agent_dir):
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("mine"))
+    try:
+        with Checkpointer(JOB, every=5) as ckpt:
+            os.kill(os.getpid(), signal.SIGTERM)
+            states = [ckpt.save(small(step), step).state for step in range(1, 7)]
+            assert seen == ["mine"]
+            assert [state is not SaveState.NOT_DUE for state in states] == [True, False, False, False, True, False]
+    finally:
+        signal.signal(signal.SIGTERM, before)
