@@ -57,6 +57,28 @@ def test_the_newest_wins_wherever_it_is(agent_dir, directory):
     job.expect(2, tiers={"durable"})
 
 
+def test_a_restore_asks_the_store_for_little(agent_dir, rclone, rclone_proxy):
+    """One manifest, two listings whatever the number of steps and shards, and only the bytes that are needed."""
+    settings = on_server(rclone, on_busy="wait")
+    behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
+    job = Job(agent_dir, behind)
+    job.save(*range(6))
+    job.lose_memory()
+    rclone_proxy.clear()
+    with job.checkpointer() as ckpt:
+        wanted = {"nested": {"half": torch.zeros(33, dtype=torch.bfloat16)}}
+        assert ckpt.restore(wanted) == 5
+        assert_same(state_at(5)["nested"]["half"], wanted["nested"]["half"])
+    asked = rclone_proxy.seen()
+    assert len([one for one in asked if "list-type" in one.query]) == 2
+    assert len([one for one in asked if one.path.endswith(".manifest")]) == 1
+    # This server answers a range with status 200, so the first one is asked for twice.
+    (span,) = {one.headers["range"] for one in asked if one.path.endswith(".safetensors")}
+    start, stop = (int(number) for number in span.removeprefix("bytes=").split("-"))
+    assert stop + 1 - start <= 1 << 20, "more than the one chunk that holds the tensor"
+    assert len(asked) <= 5
+
+
 def test_who_comes_after_a_lost_node_is_newer_than_everybody_before(agent_dir, directory):
     """An agent that starts from nothing must not count incarnations from nothing."""
     job = Job(agent_dir, directory)
