@@ -12,7 +12,12 @@ from peerstore.records import Group
 from tieredckpt.durable import names
 from tieredckpt.durable.names import Entry
 from tieredckpt.durable.store import ObjectExistsError, ObjectNotFoundError, ObjectStore
-from tieredckpt.errors import CheckpointDamagedError
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    DurableRefusedError,
+    TieredCheckpointError,
+    TierUnavailableError,
+)
 from tieredckpt.manifest import (
     Manifest,
     ShardIndex,
@@ -23,7 +28,9 @@ from tieredckpt.manifest import (
 )
 
 _FRESH_S = 5.0
-"""The ranks of a node ask at the same time; one listing serves them all."""
+"""The ranks of a node ask at the same time; one listing (or one failure to list) serves them all."""
+_PATIENCE_S = 60.0
+"""Somebody waits for a listing: a trainer that starts. What it cannot have by then, it does without, or says so."""
 _KEPT_MANIFESTS = 4
 
 
@@ -43,6 +50,7 @@ class Catalog:
         self._clock = clock
         self._lock = threading.Lock()
         self._listing: tuple[float, Listing] | None = None
+        self._failure: tuple[float, TieredCheckpointError] | None = None
         self._manifests: dict[Group, Manifest] = {}
 
     def listing(self, *, fresh: bool = False) -> Listing:
@@ -50,19 +58,28 @@ class Catalog:
         with self._lock:
             if not fresh and self._listing and self._clock() - self._listing[0] < _FRESH_S:
                 return self._listing[1]
-            found: dict[Group, Entry] = {}
-            bad = set()
-            for info in self.store.list(names.manifests(self._job)):
-                entry = names.parse_entry(info.name, self._job)
-                if entry is not None and entry.quarantine:
-                    bad.add(entry.group)
-                elif entry is not None:
-                    found[entry.group] = entry
-            objects = self.store.list(names.plain(self._job))
-            plain = {names.parse_plain(info.name, self._job) for info in objects} - {None}
-            listing = Listing(found, frozenset(bad), tuple(sorted(step for step in plain if step is not None)))
+            if self._failure and self._clock() - self._failure[0] < _FRESH_S:
+                raise type(self._failure[1])(str(self._failure[1]))
+            try:
+                listing = self._list()
+            except (TierUnavailableError, DurableRefusedError) as error:
+                self._failure = (self._clock(), error)
+                raise
             self._listing = (self._clock(), listing)
             return listing
+
+    def _list(self) -> Listing:
+        found: dict[Group, Entry] = {}
+        bad = set()
+        for info in self.store.list(names.manifests(self._job), patience_s=_PATIENCE_S):
+            entry = names.parse_entry(info.name, self._job)
+            if entry is not None and entry.quarantine:
+                bad.add(entry.group)
+            elif entry is not None:
+                found[entry.group] = entry
+        objects = self.store.list(names.plain(self._job), patience_s=_PATIENCE_S)
+        plain = {names.parse_plain(info.name, self._job) for info in objects} - {None}
+        return Listing(found, frozenset(bad), tuple(sorted(step for step in plain if step is not None)))
 
     def manifest(self, group: Group) -> Manifest:
         """One step's manifest; read once."""

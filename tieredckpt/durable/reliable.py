@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -81,9 +82,10 @@ class ReliableStore:
             for future in pending:
                 future.cancel()
 
-    def list(self, prefix: str) -> Iterable[ObjectInfo]:
+    def list(self, prefix: str, *, patience_s: float = math.inf) -> Iterable[ObjectInfo]:
         check_prefix(prefix)
-        found = self._run("listing", prefix, lambda: list(self._backend.list(prefix)))
+        retry = replace(self._retry, retry_s=min(self._retry.retry_s, patience_s))
+        found = retry.run(self._what("listing", prefix), lambda: list(self._backend.list(prefix)))
         mine = (info for info in found if info.name.startswith(prefix) and is_name(info.name))
         return sorted(mine, key=lambda info: info.name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -76,8 +77,8 @@ class ObjectStore(Protocol):
     def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[Buffer]:
         """The bytes ``[start, stop)`` of each range, in order; close ones fetched together, far ones in parallel."""
 
-    def list(self, prefix: str) -> Iterable[ObjectInfo]:
-        """Objects whose names start with ``prefix``, in name order."""
+    def list(self, prefix: str, *, patience_s: float = math.inf) -> Iterable[ObjectInfo]:
+        """Objects whose names start with ``prefix``, in name order. Tried for ``patience_s`` at most."""
 
     def delete(self, names: Sequence[str]) -> None:
         """Absent names are fine."""
