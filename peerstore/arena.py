@@ -142,13 +142,14 @@ class TmpfsArena:
             return None
         except OSError as error:
             raise ShardDamagedError(f"note {path} cannot be opened: {error}") from error
-        with os.fdopen(fd, "rb") as file:
+        try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size > _NOTE_BYTES:
-                raise ShardDamagedError(
-                    f"note {path} is damaged ({found.st_size} bytes, at most {_NOTE_BYTES} are put)"
-                )
-            return _unframed(file.read(_NOTE_BYTES), str(path))
+                raise ShardDamagedError(f"{path} is not a note: {found.st_size} bytes, at most {_NOTE_BYTES} are kept")
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                return _unframed(file.read(_NOTE_BYTES), str(path))
+        finally:
+            os.close(fd)
 
     def remove_note(self, name: str) -> None:
         path = self._note(name)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from peerstore import frames, operations
 from peerstore.errors import AgentUnreachableError, ProtocolError, RequestError, from_wire
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
-from peerstore.operations import MAX_WAIT_S
+from peerstore.operations import patience
 from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
 
 _CALL_S = 60.0
@@ -74,11 +74,11 @@ class Client:
 
     def lease(self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0) -> Lease:
         ask = operations.TakeLease(key, size_bytes, parts, wait_s)
-        return self.call("lease", ask, Lease, timeout_s=min(wait_s, MAX_WAIT_S) + _CALL_S)
+        return self.call("lease", ask, Lease, timeout_s=patience(wait_s) + _CALL_S)
 
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease:
         ask = operations.Grow(lease_id, size_bytes, wait_s)
-        return self.call("grow", ask, Lease, timeout_s=min(wait_s, MAX_WAIT_S) + _CALL_S)
+        return self.call("grow", ask, Lease, timeout_s=patience(wait_s) + _CALL_S)
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
         return self.call("relabel", operations.Relabel(lease_id, key), Lease)

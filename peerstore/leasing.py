@@ -16,7 +16,7 @@ from peerstore.owners import Owner
 from peerstore.records import Lease, ShardKey
 from peerstore.shelf import Shelf, Slot
 
-_MAX_PARTS = 1 << 20
+MAX_PARTS = 1 << 20
 
 
 class Leasing:
@@ -192,8 +192,8 @@ def check_key(key: ShardKey, size_bytes: int, parts: int) -> None:
     numbers = (key.version, key.epoch, key.attempt, key.part)
     if min(numbers) < 0 or max(numbers) >= MAX_NUMBER:
         raise RequestError(f"{key}: version, epoch, attempt and part are numbers from 0 to 2^62")
-    if not 1 <= parts <= _MAX_PARTS:
-        raise RequestError(f"{key}: a version has 1 to {_MAX_PARTS} parts, not {parts}")
+    if not 1 <= parts <= MAX_PARTS:
+        raise RequestError(f"{key}: a version has 1 to {MAX_PARTS} parts, not {parts}")
     if key.part >= parts:
         raise RequestError(f"{key}: part {key.part} of {parts}; parts are counted from 0")
     if size_bytes < 0:

@@ -165,9 +165,9 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
         "lease": Operation(
             TakeLease,
             Lease,
-            lambda a, who: store.lease(a.key, a.size_bytes, a.parts, wait_s=_patience(a.wait_s), owner=who),
+            lambda a, who: store.lease(a.key, a.size_bytes, a.parts, wait_s=patience(a.wait_s), owner=who),
         ),
-        "grow": Operation(Grow, Lease, lambda a, _: store.grow(a.lease_id, a.size_bytes, wait_s=_patience(a.wait_s))),
+        "grow": Operation(Grow, Lease, lambda a, _: store.grow(a.lease_id, a.size_bytes, wait_s=patience(a.wait_s))),
         "relabel": Operation(Relabel, Lease, lambda a, _: store.relabel(a.lease_id, a.key)),
         "seal": Operation(Seal, ShardRecord, lambda a, _: store.seal(a.lease_id, a.size_bytes, a.meta)),
         "abandon": Operation(Abandon, none, lambda a, _: store.abandon(a.lease_id)),
@@ -189,6 +189,6 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
     }
 
 
-def _patience(wait_s: float) -> float:
+def patience(wait_s: float) -> float:
     """What a client asked for, within reason (and a number)."""
     return min(max(0.0, wait_s), MAX_WAIT_S)

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 
 from peerstore.errors import ArenaFullError, RequestError
+from peerstore.leasing import MAX_PARTS
 from peerstore.names import job_name
 from peerstore.pages import populate_file
 from peerstore.records import SlotInfo, SlotState
@@ -22,12 +23,13 @@ class Warming:
         self._waiting: deque[str] = deque()
 
     def reserve(self, job: str, part: int, size_bytes: int, slots: int) -> list[SlotInfo]:
-        if part < 0 or size_bytes < 0:
+        job = job_name(job)
+        if not 0 <= part < MAX_PARTS or size_bytes < 0:
             raise RequestError(f"part {part} of job {job}: {size_bytes} bytes cannot be reserved")
         shelf = self._shelf
         with shelf.lock:
             shelf.check_open()
-            mine = [slot for slot in shelf.slots.values() if (slot.job, slot.part) == (job_name(job), part)]
+            mine = [slot for slot in shelf.slots.values() if (slot.job, slot.part) == (job, part)]
             allocated = sum(slot.size_bytes for slot in shelf.slots.values())
             want = min(slots or shelf.limits.slots, shelf.limits.slots)
             while len(mine) < want and allocated + size_bytes <= shelf.limits.budget_bytes:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
-import uuid
+import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,60 +12,481 @@ from peerstore.arena import TmpfsArena
 from peerstore.errors import (
     ArenaBusyError,
     ArenaFullError,
+    FencedError,
+    InvalidNameError,
     LeaseLostError,
     RequestError,
+    ShardNotFoundError,
 )
 from peerstore.operations import Store
-from peerstore.settings import AgentPlace, StoreSettings
+from peerstore.pages import Mapping
+from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
 from peerstore.testing import memory_store
-from tests.support.agents import agent_directory
-from tests.support.stores import MIB, client_of, content, fill, key, load, save
+from tests.support.stores import MIB, content, fill, flip, key, load, save, store_agent, store_directory
 
 Opener = Callable[[str], contextlib.AbstractContextManager[Store]]
 
 
 @contextlib.contextmanager
 def in_process(budget: str) -> Iterator[Store]:
-    directory = Path("/dev/shm") / f"peerstore-test-{uuid.uuid4().hex[:12]}"
-    arena = TmpfsArena(directory)
-    store = NodeStore(arena, StoreSettings(budget=budget))
-    try:
+    with (
+        store_directory() as directory,
+        contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget=budget))) as store,
+    ):
         yield store
-    finally:
-        store.close()
-        arena.purge()
-        directory.rmdir()
 
 
 @contextlib.contextmanager
 def behind_an_agent(budget: str) -> Iterator[Store]:
-    with agent_directory() as directory:
-        place = AgentPlace(directory)
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "peerstore.cli", "serve", "--dir", str(directory), "--budget", budget],
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            with client_of(place.socket, retry_s=20) as client:
-                yield client
-        finally:
-            agent.terminate()
-            assert agent.wait(20) == 0
+    with store_directory() as directory, store_agent(directory, "--budget", budget) as agent:
+        with agent.client(retry_s=20) as client:
+            yield client
+        assert agent.end() == 0
 
 
 KINDS: dict[str, Opener] = {"node": in_process, "memory": memory_store, "agent": behind_an_agent}
 
 
-@pytest.fixture(params=KINDS)
-def open_store(request: pytest.FixtureRequest) -> Opener:
-    return KINDS[request.param]
+@pytest.fixture(scope="module", params=KINDS)
+def shared(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with KINDS[request.param]("64MiB") as store:
+        yield store
 
 
 @pytest.fixture
-def store(open_store: Opener) -> Iterator[Store]:
-    with open_store("64MiB") as one:
-        yield one
+def store(shared: Store) -> Iterator[Store]:
+    """A store without jobs; a test's own are forgotten after it."""
+    yield shared
+    status = shared.status()
+    for job in status.jobs:
+        shared.claim(job.job, "end-of-test")  # ends what is leased
+        shared.forget(job.job)
+    assert shared.inventory() == []
+    assert shared.status().arena.allocated_bytes == 0
+
+
+# -- writing and reading ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, MIB - 1, MIB, MIB + 1, 5 * MIB + 17])
+def test_what_was_sealed_is_read_back_exactly(store, size):
+    record = save(store, key(), size, meta=b"about it")
+    assert (record.key, record.size_bytes, record.meta, len(record.checksums)) == (
+        key(),
+        size,
+        b"about it",
+        8 * -(-size // MIB),
+    )
+    assert load(store, key()) == content(key(), size)
+    assert store.verify(key()) == ()
+
+
+def test_the_inventory_names_what_is_sealed_and_nothing_else(store):
+    save(store, key(3, part=8), parts=9, meta=b"m")
+    store.lease(key(4, part=8), 10, 9)
+    (fact,) = store.inventory("job")
+    assert (fact.key, fact.parts, fact.size_bytes, fact.meta, fact.marked_whole) == (
+        key(3, part=8),
+        9,
+        MIB,
+        b"m",
+        False,
+    )
+    assert store.inventory("nobody") == []
+    assert store.inventory() == [fact]
+
+
+def test_absent_is_its_own_answer(store):
+    save(store, key(1))
+    for other in (key(2), key(1, part=1), key(1, epoch=2), key(1, job="job2"), key(1, attempt=1), key(1, name="b")):
+        with pytest.raises(ShardNotFoundError):
+            store.pin(other)
+        with pytest.raises(ShardNotFoundError):
+            store.verify(other)
+
+
+def test_fewer_bytes_than_leased_may_be_sealed_never_more(store):
+    lease = store.lease(key(), 1000, 1)
+    fill(lease, b"x" * 1000)
+    for size in (1001, -1):
+        with pytest.raises(RequestError, match="seal of"):
+            store.seal(lease.id, size)
+    store.seal(lease.id, 10)
+    assert load(store, key()) == b"x" * 10
+
+
+def test_two_writers_and_two_jobs_stay_apart(store):
+    keys = [key(part=part, job=job) for part in (0, 8, 16) for job in ("job", "job.job", "j")]
+    for of in keys:
+        save(store, of, 5000, parts=17)
+    for of in keys:
+        assert load(store, of) == content(of, 5000)
+
+
+def test_a_large_meta_is_refused_before_it_is_kept(store):
+    lease = store.lease(key(), 10, 1)
+    with pytest.raises(RequestError, match="meta has"):
+        store.seal(lease.id, 0, b"x" * ((16 << 20) + 1))
+    store.seal(lease.id, 0, b"x" * (1 << 20))
+
+
+# -- repeated calls ---------------------------------------------------------------------------------------------------
+
+
+def test_sealing_again_gives_the_same_answer(store):
+    lease = store.lease(key(), 100, 1)
+    first = store.seal(lease.id, 50, b"meta")
+    assert store.seal(lease.id, 50, b"meta") == first
+
+
+def test_leasing_again_gives_the_same_slot(store):
+    first = store.lease(key(), 100, 1)
+    again = store.lease(key(), 100, 1)
+    assert (again.slot, again.generation) == (first.slot, first.generation)
+    assert store.status().arena.leases == 1
+
+
+def test_leasing_again_for_more_stays_within_the_budget(store):
+    store.lease(key(job="other"), 40 * MIB, 1)
+    store.lease(key(), MIB, 1)
+    with pytest.raises(ArenaBusyError):
+        store.lease(key(), 40 * MIB, 1)
+    assert store.lease(key(), 20 * MIB, 1).size_bytes == 20 * MIB
+
+
+def test_a_sealed_key_is_not_written_again(store):
+    save(store, key())
+    with pytest.raises(RequestError, match="sealed already"):
+        store.lease(key(), 10, 1)
+
+
+def test_giving_back_twice_is_fine(store):
+    lease = store.lease(key(), 100, 1)
+    store.abandon(lease.id)
+    store.abandon(lease.id)
+    store.abandon("never")
+    with pytest.raises(LeaseLostError):
+        store.seal(lease.id, 10)
+    assert store.lease(key(), 100, 1).slot == lease.slot, "the slot was not free"
+
+
+def test_a_seal_from_several_threads_happens_once(store):
+    lease = store.lease(key(), 8 * MIB, 1)
+    fill(lease, content(key(), 8 * MIB))
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(store.seal(lease.id, 8 * MIB))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len({record.sealed_ns for record in found}) == 1
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_slots_take_turns_and_keep_the_newest_whole_version(store):
+    slots = []
+    for version in range(6):
+        lease = store.lease(key(version), MIB, 1)
+        slots.append(lease.slot)
+        fill(lease, content(key(version), MIB))
+        if version:
+            assert load(store, key(version - 1)) == content(key(version - 1), MIB)
+        store.seal(lease.id, MIB)
+    assert len(set(slots)) == 2
+    assert slots[0::2] == [slots[0]] * 3
+
+
+def test_the_newest_whole_version_is_never_given_up_for_unfinished_ones(store):
+    for part in (0, 1):
+        save(store, key(1, part), parts=2)
+    for version in (2, 3):
+        save(store, key(version, 0), parts=2)  # part 1 never comes
+    with pytest.raises(ArenaBusyError, match="newest whole one"):
+        store.lease(key(4, 0), MIB, 2)
+    assert load(store, key(1, 0)) == content(key(1, 0), MIB)
+
+
+def test_a_word_from_outside_makes_a_version_whole(store):
+    save(store, key(1, 0), parts=2)
+    save(store, key(2, 0), parts=2)
+    store.mark_whole("job", key(2).group)
+    assert [fact.marked_whole for fact in sorted(store.inventory("job"), key=lambda fact: fact.key)] == [False, True]
+    save(store, key(3, 0), parts=2)
+    save(store, key(4, 0), parts=2)
+    assert 1 not in {fact.key.version for fact in store.inventory("job")}
+    assert load(store, key(2, 0)) == content(key(2, 0), MIB)
+
+
+def test_what_past_incarnations_left_unfinished_does_not_lock_the_job_out(store):
+    for epoch in (1, 2, 3, 4, 5, 6):
+        save(store, key(5, 0, epoch=epoch), parts=2)
+    assert len(store.inventory("job")) <= 3
+    save(store, key(6, 1, epoch=6), parts=2)
+
+
+def test_superseded_versions_of_others_make_room(store):
+    for version in range(2):
+        save(store, key(version, job="old"), 20 * MIB)
+    save(store, key(0), 44 * MIB)
+    assert load(store, key(1, job="old")) == content(key(1, job="old"), 20 * MIB)
+
+
+def test_what_can_never_fit_says_how_much_is_needed(store):
+    save(store, key(1), 40 * MIB)
+    with pytest.raises(ArenaFullError, match=f"raise it to {80 * MIB} bytes or more"):
+        store.lease(key(2), 40 * MIB, 1)
+    with pytest.raises(ArenaFullError):
+        store.lease(key(2), 1 << 62, 1, wait_s=60)
+
+
+def test_waiting_for_a_slot_ends_when_one_comes_free(store):
+    held = store.lease(key(job="other"), 50 * MIB, 1)
+    timer = threading.Timer(0.05, store.abandon, [held.id])
+    timer.start()
+    assert store.lease(key(), 50 * MIB, 1, wait_s=60).size_bytes == 50 * MIB
+    timer.join()
+
+
+def test_slots_are_reserved_within_the_budget(store):
+    slots = store.reserve("job", 0, MIB)
+    assert len(slots) == 2
+    assert store.lease(key(), MIB, 1).slot in {slot.slot for slot in slots}
+    assert store.reserve("job", 1, 40 * MIB) == store.reserve("job", 1, 40 * MIB)
+    assert store.status().arena.allocated_bytes <= 64 * MIB
+
+
+# -- readers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_shard_never_changes(store):
+    save(store, key(0))
+    pin = store.pin(key(0))
+    for version in range(1, 6):
+        save(store, key(version))
+    with Mapping(pin.path, MIB) as mapping, mapping.view as view:
+        assert bytes(view) == content(key(0), MIB)
+    assert store.unpin(pin.id) is True
+    assert store.unpin(pin.id) is False
+    save(store, key(6))
+    save(store, key(7))
+    assert key(0) not in {fact.key for fact in store.inventory("job")}
+
+
+def test_a_pinned_shard_outlives_being_forgotten_but_is_offered_to_nobody(store):
+    save(store, key(0))
+    pin = store.pin(key(0))
+    assert store.forget("job", [key(0).group]) == 1
+    assert store.inventory("job") == []
+    with pytest.raises(ShardNotFoundError):
+        store.pin(key(0))
+    for version in range(1, 4):
+        save(store, key(version))
+    with Mapping(pin.path, MIB) as mapping, mapping.view as view:
+        assert bytes(view) == content(key(0), MIB)
+    assert store.unpin(pin.id) is True
+    assert store.status().arena.free_slots == 1
+
+
+def test_damage_is_found_reported_and_the_shard_dropped(store):
+    save(store, key(1), 3 * MIB)
+    pin = store.pin(key(1))
+    flip(pin.path, 2 * MIB)
+    assert store.verify(key(1), (0, 2)) == ()
+    assert store.verify(key(1), (1, 3)) == (2,)
+    assert store.unpin(pin.id) is False, "what was read in between has to be looked at again"
+    with pytest.raises(ShardNotFoundError):
+        store.verify(key(1))
+    assert any("job/1 part 0" in damage.what for damage in store.status().damages)
+
+
+def test_a_version_that_lost_a_part_is_not_whole_whoever_says_so(store):
+    for version in (1, 2):
+        save(store, key(version))
+        store.mark_whole("job", key(version).group)
+    store.report(key(2), "a reader saw other bytes")
+    store.mark_whole("job", key(2).group)
+    assert store.status().jobs[0].newest_whole == 1
+    for version in (3, 4):
+        save(store, key(version), parts=2)
+    with pytest.raises(ArenaBusyError):
+        store.lease(key(5), MIB, 2)
+    assert load(store, key(1)) == content(key(1), MIB)
+
+
+@pytest.mark.parametrize("chunks", [(-1, 1), (1, 0), (0, 2), (0, 1 << 60)])
+def test_chunks_that_are_not_there_are_a_wrong_request(store, chunks):
+    save(store, key())
+    with pytest.raises(RequestError, match="chunks"):
+        store.verify(key(), chunks)
+    assert store.status().arena.pins == 0
+    assert load(store, key()) == content(key(), MIB)
+
+
+# -- forgetting -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_forgotten_is_not_whole_any_more(store):
+    for version in (1, 2):
+        save(store, key(version))
+        store.mark_whole("job", key(version).group)
+    assert store.forget("job", [key(2).group]) == 1
+    assert store.status().jobs[0].newest_whole == 1
+    for version in (3, 4):
+        save(store, key(version), parts=2)
+    with pytest.raises(ArenaBusyError):
+        store.lease(key(5), MIB, 2)
+    assert load(store, key(1)) == content(key(1), MIB)
+
+
+def test_forgetting_a_job_leaves_nothing_of_it_and_all_of_the_others(store):
+    for job in ("job", "job2"):
+        save(store, key(job=job))
+        store.put_blob(job, "layout", b"x")
+    assert store.forget("job") == 1
+    assert store.forget("job") == 0
+    assert [fact.key.job for fact in store.inventory()] == ["job2"]
+    assert (store.blobs("job"), store.blobs("job2")) == ([], ["layout"])
+
+
+# -- incarnations -----------------------------------------------------------------------------------------------------
+
+
+def test_a_newer_incarnation_fences_the_older(store):
+    old = store.lease(key(1), 100, 1)
+    assert store.claim("job", "newer") == 2
+    assert store.claim("job", "newer") == 2
+    assert store.epoch("job") == 2
+    with pytest.raises(FencedError):
+        store.seal(old.id, 10)
+    with pytest.raises(FencedError, match="must stop writing"):
+        store.lease(key(2), 100, 1)
+    with pytest.raises(FencedError):
+        store.lease(key(2, epoch=2, name="pretender"), 100, 1)
+    save(store, key(2, epoch=2, name="newer"))
+
+
+def test_the_slot_of_a_fenced_writer_is_not_given_to_others_while_it_may_still_write(store):
+    old = store.lease(key(1), 4096, 1)
+    with Mapping(old.path, 4096, writable=True) as mapping, mapping.view as view:
+        record = save(store, key(1, epoch=2, name="newer"), 4096)
+        view[:] = b"z" * 4096
+        assert load(store, record.key) == content(record.key, 4096)
+
+
+def test_an_epoch_from_elsewhere_is_respected(store):
+    assert store.claim("job", "a", at_least=7) == 8
+    assert store.epoch("job") == 8
+    for number in (-1, 1 << 62):
+        with pytest.raises(RequestError):
+            store.claim("job", "b", at_least=number)
+
+
+def test_a_slot_can_be_labelled_later(store):
+    lease = store.lease(key(0, attempt=9), MIB, 1)
+    fill(lease, content(key(7), MIB))
+    assert store.relabel(lease.id, key(7)).key == key(7)
+    store.seal(lease.id, MIB)
+    assert load(store, key(7)) == content(key(7), MIB)
+    other = store.lease(key(8, attempt=9), MIB, 1)
+    for wrong in (key(7), key(9, part=1), key(9, job="other")):
+        with pytest.raises(RequestError):
+            store.relabel(other.id, wrong)
+
+
+# -- blobs ------------------------------------------------------------------------------------------------------------
+
+
+def test_blobs_are_kept_by_job(store):
+    save(store, key())
+    store.put_blob("job", "a", b"1")
+    store.put_blob("job", "a", b"2")
+    store.put_blob("job.a", "a", b"3")
+    store.put_blob("job", "a@b-c.d_E", bytes(1 << 20))
+    assert store.get_blob("job", "a") == b"2"
+    assert store.blobs("job") == ["a", "a@b-c.d_E"]
+    store.remove_blob("job", "a")
+    store.remove_blob("job", "a")
+    with pytest.raises(ShardNotFoundError):
+        store.get_blob("job", "a")
+    assert store.get_blob("job.a", "a") == b"3"
+    store.remove_blob("job.a", "a")
+
+
+def test_the_longest_names_are_kept_too(store):
+    job = "j" * 128
+    save(store, key(part=(1 << 20) - 1, job=job, name="i" * 64), 10, parts=1 << 20)
+    store.put_blob(job, "b" * 240, b"1")
+    assert store.blobs(job) == ["b" * 240]
+    store.forget(job)
+    assert store.blobs(job) == []
+
+
+def test_a_large_blob_is_refused(store):
+    with pytest.raises(RequestError, match="blob large has"):
+        store.put_blob("job", "large", bytes((48 << 20) + 1))
+
+
+# -- wrong requests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "a\0", "a b", "é", "x" * 129, "a\n"])
+def test_names_that_could_not_be_files_are_refused(store, name):
+    attempts = [
+        lambda: store.lease(key(job=name), 10, 1),
+        lambda: store.claim(name, "a"),
+        lambda: store.reserve(name, 0, 10),
+        lambda: store.put_blob(name, "a", b""),
+        lambda: store.mark_whole(name, key().group),
+        lambda: store.epoch(name),
+    ]
+    for attempt in attempts:
+        with pytest.raises(InvalidNameError, match="not allowed"):
+            attempt()
+    assert store.status().jobs == ()
+
+
+@pytest.mark.parametrize("name", ["", ".", "../a", "/etc/passwd", "a/b", "-a", ".a", "a\0", "x" * 241])
+def test_blob_names_with_tricks_are_refused(store, name):
+    for attempt in (
+        lambda: store.put_blob("job", name, b""),
+        lambda: store.get_blob("job", name),
+        lambda: store.remove_blob("job", name),
+    ):
+        with pytest.raises(InvalidNameError, match="blob name"):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "size", "parts"),
+    [
+        (key(-1), 10, 1),
+        (key(1 << 62), 10, 1),
+        (key(epoch=-1), 10, 1),
+        (key(epoch=1 << 62), 10, 1),
+        (key(attempt=1 << 62), 10, 1),
+        (key(part=-1), 10, 1),
+        (key(part=1), 10, 1),
+        (key(), 10, 0),
+        (key(), 10, (1 << 20) + 1),
+        (key(), -1, 1),
+        (key(name=""), 10, 1),
+        (key(name="a/../b"), 10, 1),
+    ],
+)
+def test_numbers_out_of_range_are_refused(store, wrong, size, parts):
+    with pytest.raises(RequestError):
+        store.lease(wrong, size, parts)
+    assert store.status().arena.slots == 0
+
+
+def test_waiting_for_not_a_number_does_not_wait(store):
+    store.lease(key(job="other"), 40 * MIB, 1)
+    with pytest.raises(ArenaBusyError):
+        store.lease(key(), 40 * MIB, 1, wait_s=float("nan"))
 
 
 # -- growing ----------------------------------------------------------------------------------------------------------

@@ -38,7 +38,9 @@ def content(of: ShardKey, size_bytes: int) -> bytes:
 
 def fill(lease: Lease, data: bytes, start: int = 0) -> None:
     """Write into a leased slot the way a trainer does: through a mapping."""
-    with Mapping(lease.path, lease.size_bytes, writable=True) as mapping, mapping.view as view:
+    if not data:
+        return
+    with Mapping(lease.path, start + len(data), writable=True) as mapping, mapping.view as view:
         view[start : start + len(data)] = data
 
 

@@ -1,0 +1,282 @@
+"""One suite over every arena; what only files on tmpfs can suffer is at the end."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from peerstore.arena import Arena, MemfdArena, TmpfsArena
+from peerstore.errors import ArenaFullError, ShardDamagedError
+from peerstore.pages import Mapping
+from tests.support.stores import flip, store_directory
+
+
+@pytest.fixture
+def directory():
+    with store_directory() as place:
+        yield place
+
+
+@pytest.fixture(params=["tmpfs", "memfd"])
+def arena(request, directory):
+    one: Arena = TmpfsArena(directory) if request.param == "tmpfs" else MemfdArena()
+    yield one
+    one.purge()
+
+
+def write(path, data, start=0):
+    with Path(path).open("r+b") as file:
+        file.seek(start)
+        file.write(data)
+
+
+def read(path):
+    return Path(path).read_bytes()
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 1 << 20, 1 << 33])
+def test_a_slot_has_exactly_the_size_asked_for(arena, size):
+    arena.create("slot.a", size)
+    assert arena.size("slot.a") == size
+    assert arena.slots() == ["slot.a"]
+    arena.remove("slot.a")
+    arena.remove("slot.a")
+    assert arena.slots() == []
+
+
+def test_a_slot_can_be_mapped_by_its_path(arena):
+    arena.create("slot.a", 8192)
+    with Mapping(arena.path("slot.a"), 8192, writable=True) as mapping, mapping.view as view:
+        view[:5] = b"hello"
+    assert read(arena.path("slot.a"))[:5] == b"hello"
+
+
+def test_resizing_keeps_what_fits(arena):
+    arena.create("slot.a", 10)
+    write(arena.path("slot.a"), b"0123456789")
+    arena.resize("slot.a", 20)
+    assert read(arena.path("slot.a")) == b"0123456789" + bytes(10)
+    arena.resize("slot.a", 5)
+    assert read(arena.path("slot.a")) == b"01234"
+    assert arena.size("slot.a") == 5
+
+
+def test_a_size_nobody_has_leaves_nothing_behind(arena):
+    arena.create("slot.b", 10)
+    for size in (1 << 63, 1 << 64):
+        with pytest.raises(ArenaFullError, match=str(size)):
+            arena.create("slot.a", size)
+        with pytest.raises(ArenaFullError, match="bytes"):
+            arena.resize("slot.b", size)
+    assert arena.slots() == ["slot.b"]
+    assert arena.size("slot.b") == 10
+
+
+def test_a_name_is_taken_once(arena):
+    arena.create("slot.a", 10)
+    write(arena.path("slot.a"), b"kept")
+    with pytest.raises(FileExistsError):
+        arena.create("slot.a", 20)
+    assert read(arena.path("slot.a"))[:4] == b"kept"
+
+
+def test_a_slot_that_is_not_there(arena):
+    for attempt in (lambda: arena.size("slot.a"), lambda: arena.resize("slot.a", 5)):
+        with pytest.raises(FileNotFoundError):
+            attempt()
+
+
+# -- notes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5000])
+@pytest.mark.parametrize("name", ["claim.job", "blob.job/layout.a@b", "n" * 251, "f" * 251 + "/" + "n" * 251])
+def test_a_note_is_read_back_exactly(arena, name, data):
+    assert arena.get_note(name) is None
+    arena.put_note(name, b"older")
+    arena.put_note(name, data)
+    assert arena.get_note(name) == data
+    arena.remove_note(name)
+    arena.remove_note(name)
+    assert arena.get_note(name) is None
+
+
+def test_notes_are_listed_by_prefix_and_folder(arena):
+    for name in ("claim.b", "claim.a", "seal.a", "blob.a/x", "blob.a/xy", "blob.a/z", "blob.ab/x"):
+        arena.put_note(name, b"")
+    assert arena.notes("claim.") == ["claim.a", "claim.b"]
+    assert arena.notes("") == ["claim.a", "claim.b", "seal.a"]
+    assert arena.notes("blob.a/") == ["blob.a/x", "blob.a/xy", "blob.a/z"]
+    assert arena.notes("blob.a/x") == ["blob.a/x", "blob.a/xy"]
+    assert arena.notes("blob.c/") == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".a", "../a", "/a", "a//b", "a/../b", "a/b/c", "a\0", "a/", "n" * 252])
+def test_names_with_tricks_are_refused(arena, name):
+    for attempt in (
+        lambda: arena.create(name, 1),
+        lambda: arena.put_note(name, b""),
+        lambda: arena.get_note(name),
+        lambda: arena.remove_note(name),
+        lambda: arena.path(name),
+        lambda: arena.remove(name),
+    ):
+        with pytest.raises(ValueError, match="is not a name"):
+            attempt()
+
+
+def test_threads_that_put_the_same_note_leave_one_of_theirs(arena):
+    """Each thread's note is whole whenever somebody looks, and nothing else stays."""
+    notes = [bytes([number]) * (1 << 14) for number in range(4)]
+    seen, errors = set(), []
+    start = threading.Barrier(len(notes) + 1)
+
+    def put(data):
+        try:
+            start.wait()
+            for _ in range(100):
+                arena.put_note("blob.job/shared", data)
+                arena.put_note("shared", data)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=put, args=(data,)) for data in notes]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    while any(thread.is_alive() for thread in threads):
+        seen.add(arena.get_note("shared"))
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert {arena.get_note("shared"), arena.get_note("blob.job/shared")} <= set(notes)
+    assert seen <= {*notes, None}
+
+
+def test_a_folder_goes_and_comes_while_others_write_into_it(arena):
+    errors = []
+
+    def churn(number):
+        try:
+            for _ in range(200):
+                arena.put_note(f"blob.job/{number}", b"x")
+                arena.remove_note(f"blob.job/{number}")
+            arena.put_note(f"blob.job/{number}", b"last")
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=churn, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert len(arena.notes("blob.job/")) == 4
+
+
+def test_purging_leaves_nothing(arena):
+    arena.create("slot.a", 10)
+    arena.put_note("blob.job/a", b"x")
+    arena.purge()
+    assert arena.get_note("blob.job/a") is None
+    with pytest.raises(FileNotFoundError):
+        arena.size("slot.a")
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 4, 11, 12, 400])
+def test_a_flipped_byte_in_a_note_is_damage(directory, at):
+    arena = TmpfsArena(directory)
+    arena.put_note("claim.job", b"x" * 500)
+    flip(directory / "notes" / "claim.job", at)
+    with pytest.raises(ShardDamagedError, match=r"claim\.job is damaged"):
+        arena.get_note("claim.job")
+
+
+@pytest.mark.parametrize("size", [0, 3, 11, 12, 100])
+def test_a_short_note_is_damage(directory, size):
+    arena = TmpfsArena(directory)
+    arena.put_note("claim.job", b"x" * 500)
+    os.truncate(directory / "notes" / "claim.job", size)
+    with pytest.raises(ShardDamagedError):
+        arena.get_note("claim.job")
+
+
+def strangers(place):
+    """Everything that could lie in a directory without being ours."""
+    (place / "a folder").mkdir()
+    (place / "slot.folder").mkdir()
+    (place / ".hidden").write_bytes(b"x")
+    (place / "with space").write_bytes(b"x")
+    (place / "slot.link").symlink_to("/etc/passwd")
+    (place / "slot.broken").symlink_to("nowhere")
+    os.mkfifo(place / "claim.fifo")
+    return sorted(path.name for path in place.iterdir())
+
+
+def test_files_of_strangers_are_neither_listed_nor_touched(directory):
+    arena = TmpfsArena(directory)
+    left = strangers(directory / "slots"), strangers(directory / "notes")
+    arena.create("slot.a", 10)
+    arena.put_note("claim.a", b"x")
+    again = TmpfsArena(directory)
+    assert (again.slots(), again.notes("")) == (["slot.a"], ["claim.a"])
+    again.remove("slot.a")
+    again.remove_note("claim.a")
+    found = [sorted(path.name for path in (directory / place).iterdir()) for place in ("slots", "notes")]
+    assert found == list(left)
+
+
+@pytest.mark.parametrize("name", ["slot.folder", "slot.link", "slot.broken", "claim.fifo"])
+def test_reading_what_is_not_a_note_is_damage_and_does_not_wait(directory, name):
+    arena = TmpfsArena(directory)
+    strangers(directory / "notes")
+    with pytest.raises(ShardDamagedError):
+        arena.get_note(name)
+
+
+def test_a_file_too_large_for_a_note_is_not_read(directory):
+    arena = TmpfsArena(directory)
+    with (directory / "notes" / "claim.job").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ShardDamagedError, match="at most"):
+        arena.get_note("claim.job")
+
+
+def test_half_written_notes_of_a_killed_process_are_swept_away(directory):
+    TmpfsArena(directory)
+    (directory / "fresh" / "0123").write_bytes(b"half")
+    TmpfsArena(directory)
+    assert list((directory / "fresh").iterdir()) == []
+
+
+def test_pages_promised_to_other_slots_count_as_taken(directory):
+    arena = TmpfsArena(directory)
+    place = os.statvfs(directory)
+    free = place.f_bavail * place.f_frsize
+    arena.create("slot.a", free * 2 // 3)
+    with pytest.raises(ArenaFullError, match=r"promised to other slots\)\. Enlarge it"):
+        arena.create("slot.b", free * 2 // 3)
+    with pytest.raises(ArenaFullError, match="promised"):
+        arena.resize("slot.a", free * 3 // 2)
+    assert arena.slots() == ["slot.a"]
+    assert arena.size("slot.a") == free * 2 // 3
+
+
+def test_only_this_user_may_look(directory):
+    arena = TmpfsArena(directory)
+    arena.create("slot.a", 10)
+    arena.put_note("claim.a", b"x")
+    arena.put_note("blob.a/b", b"x")
+    for path in [*directory.iterdir(), directory / "folders" / "blob.a"]:
+        assert path.stat().st_mode & 0o077 == 0, path
+    for path in (arena.path("slot.a"), directory / "notes" / "claim.a", directory / "folders" / "blob.a" / "b"):
+        assert Path(path).stat().st_mode & 0o777 == 0o600, path
