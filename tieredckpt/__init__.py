@@ -16,6 +16,7 @@ from tieredckpt.settings import Settings
 if TYPE_CHECKING:
     from tieredckpt.checkpointer import Checkpointer, NullCheckpointer
     from tieredckpt.reader import TieredReader
+    from tieredckpt.urls import enable_urls
     from tieredckpt.writer import TieredWriter
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "TieredCheckpointError",
     "TieredReader",
     "TieredWriter",
+    "enable_urls",
 ]
 
 _LAZY = {
@@ -36,6 +38,7 @@ _LAZY = {
     "NullCheckpointer": "tieredckpt.checkpointer",
     "TieredReader": "tieredckpt.reader",
     "TieredWriter": "tieredckpt.writer",
+    "enable_urls": "tieredckpt.urls",
 }
 
 

@@ -99,6 +99,8 @@ def line_of(view: StepView, manifest: Manifest | None, damaged: str, drain: Drai
     parts = view.parts or (manifest.parts if manifest else 0)
     durable = {shard.key.part for shard in manifest.shards} if manifest else set()
     held = [bool(view.found.get(part)) + (part in durable) for part in range(parts)]
+    if not damaged and view.damaged and not view.candidate.whole:
+        damaged = "; ".join(f"part {part}: {reason}" for part, reason in sorted(view.damaged.items()))
     saved = max((shard.meta.saved_ns for shard in manifest.shards), default=0) if manifest else 0
     return Line(
         group=view.group,

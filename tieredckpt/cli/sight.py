@@ -91,6 +91,8 @@ class Sight:
             unreachable=list(survey.unreachable),
         )
         if found.chosen is None:
+            if found.lost and Tier.DURABLE not in survey.unreachable:
+                raise CheckpointDamagedError(f"{location} cannot be used any more ({found.explain()})")
             raise nothing(location, survey, found.explain())
         group = found.chosen.group
         return next(view for view in survey.views if view.group == group)

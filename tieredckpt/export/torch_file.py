@@ -75,8 +75,8 @@ def write_torch(
         state = unflatten_state_dict(values, {name: paths[name] for name in values})
     else:
         state = {names[name]: value for name, value in values.items()}
-    with quiet(), path.open("xb") as file:  # by name, the archive's folder would be called after it
-        torch.save(state, file)
+    with quiet():
+        torch.save(state, path)  # by name: into a file object it would copy everything once more
 
 
 def _tensor(source: StepSource, name: str, advance: Callable[[int], None]) -> Any:

@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.jobs import Job, on_server
 from tieredckpt.session import close_sessions
+from tieredckpt.settings import DurableSettings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
@@ -42,6 +43,18 @@ def test_a_flipped_bit_in_memory(cli, job, slot_of, flip):
     assert results(said)[3, "durable"] == ("good", [])
     assert results(said).get((3, "memory"), ("damaged", []))[0] != "good", "the agent keeps no damaged copy as good"
     job.expect(3, tiers={"durable"})
+
+
+def test_what_was_lost_to_damage_is_damaged_and_not_absent(cli, agent_dir, slot_of, flip):
+    job = Job(agent_dir, DurableSettings(), "llama")
+    job.save(3, durable=False)
+    flip(slot_of(3))
+    assert cli("verify", "llama").code == 4
+    (line,) = cli("ls", "llama", "--json").json["steps"]
+    assert line["state"] == "damaged"
+    assert "chunks changed" in line["damaged"]
+    assert cli("inspect", "llama").code == 4
+    assert cli("inspect", "llama/step-4").code == 3
 
 
 def test_a_short_object(cli, job, shard_of):
@@ -85,8 +98,6 @@ def test_a_store_that_does_not_answer_is_unknown_not_good(cli, agent_dir, rclone
 
 def test_compressed_shards_are_verified_too(cli, agent_dir, tmp_path, flip):
     import torch
-
-    from tieredckpt.settings import DurableSettings
 
     job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable", compress="zstd"), "packed")
     with job.checkpointer() as ckpt:

@@ -1,0 +1,141 @@
+"""Plain DCP calls that name nothing but a URL, with the real agent, in one process and with two ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _storage_utils
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+import tieredckpt
+from tests.support.bits import assert_same, zeroed
+from tests.support.jobs import state_at
+from tests.support.models import build, full, put_back, state_of, train
+from tieredckpt import CheckpointNotFoundError, TieredReader, TieredWriter
+from tieredckpt.errors import MissingStepError, UsageError
+from tieredckpt.session import open_session
+from tieredckpt.settings import load_settings
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
+    pytest.mark.e2e,
+]
+
+
+@pytest.fixture
+def urls():
+    with tieredckpt.enable_urls() as enabled:
+        yield enabled
+
+
+def test_save_and_load_by_url(agent_dir, urls):
+    for step in (5, 6):
+        dcp.save(state_at(step), checkpoint_id=f"tiered://job/step-{step}", no_dist=True)
+    for url, step in (("tiered://job", 6), ("tiered://job/step-5", 5)):
+        found = zeroed(state_at(step))
+        dcp.load(found, checkpoint_id=url, no_dist=True)
+        assert_same(state_at(step), found)
+
+
+def test_our_own_writer_and_reader_are_used(agent_dir, urls):
+    assert type(_storage_utils._storage_setup(None, "tiered://job/step-1")) is TieredWriter
+    assert type(_storage_utils._storage_setup(None, "tiered://job", reader=True)) is TieredReader
+    dcp.save(state_at(1), checkpoint_id="tiered://job/step-1", no_dist=True)
+    (fact,) = open_session("job", load_settings()).node.store.inventory("job")
+    assert fact.key.version == 1
+
+
+def test_async_save(agent_dir, urls):
+    state = {"w": torch.arange(1000.0)}
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for step in range(3):
+            future = dcp.async_save(state, checkpoint_id=f"tiered://job/step-{step}")
+            state["w"] += 1  # staged already
+            future.result()
+        found = {"w": torch.zeros(1000)}
+        dcp.load(found, checkpoint_id="tiered://job")
+    finally:
+        dist.destroy_process_group()
+    assert_same({"w": torch.arange(1000.0) + 2}, found)
+
+
+def test_the_durable_tier_comes_from_the_call_or_the_settings(agent_dir, tmp_path):
+    with tieredckpt.enable_urls(durable=f"file://{tmp_path}/durable"):
+        dcp.save(state_at(3), checkpoint_id="tiered://job/step-3", no_dist=True)
+    view = open_session("job", load_settings()).node.wait_durable("job", None, 30)
+    assert view.state == "done"
+    assert list((tmp_path / "durable" / "job" / "manifests").iterdir())
+
+
+def test_other_places_go_where_they_went(agent_dir, urls, tmp_path):
+    dcp.save(state_at(1), checkpoint_id=tmp_path / "plain", no_dist=True)
+    assert (tmp_path / "plain" / ".metadata").exists()
+    found = zeroed(state_at(1))
+    dcp.load(found, checkpoint_id=str(tmp_path / "plain"), no_dist=True)
+    assert_same(state_at(1), found)
+    assert type(_storage_utils._storage_setup(None, "memory://x/y")).__name__ == "FsspecWriter"
+    assert not agent_dir.exists()
+
+
+def test_it_is_undone():
+    with tieredckpt.enable_urls():
+        second = tieredckpt.enable_urls()
+    assert _storage_utils.FileSystemWriter is not FileSystemWriter, "somebody else still needs it"
+    second.close()
+    second.close()
+    assert _storage_utils.FileSystemWriter is FileSystemWriter
+    assert _storage_utils.FileSystemReader is FileSystemReader
+
+
+def test_nothing_is_changed_by_importing(zygote):
+    assert zygote.run(untouched).result
+
+
+def untouched(_):
+    import tieredckpt.urls
+
+    return _storage_utils.FileSystemWriter is FileSystemWriter and bool(tieredckpt.urls)
+
+
+def test_a_torch_that_looks_elsewhere_is_told_so(monkeypatch):
+    monkeypatch.setattr(_storage_utils, "_storage_setup", lambda *_, **__: object())
+    with pytest.raises(UsageError, match="storage_writer=TieredWriter"):
+        tieredckpt.enable_urls()
+    assert _storage_utils.FileSystemWriter is FileSystemWriter
+
+
+def test_mistakes_are_told(agent_dir, urls):
+    with pytest.raises(CheckpointException) as failure:
+        dcp.save(state_at(1), checkpoint_id="tiered://job", no_dist=True)
+    assert isinstance(failure.value.failures[0][0], MissingStepError)
+    with pytest.raises(CheckpointException) as failure:
+        dcp.load(state_at(1), checkpoint_id="tiered://nothing", no_dist=True)
+    assert isinstance(failure.value.failures[0][0], CheckpointNotFoundError)
+    with pytest.raises(UsageError, match="after the job"):
+        dcp.save(state_at(1), checkpoint_id="tiered://job/stop-1", no_dist=True)
+
+
+def save_and_load_fsdp():
+    world = dist.get_world_size()
+    with tieredckpt.enable_urls():
+        model, optimizer = build("fsdp", world, seed=1)
+        train(model, optimizer, 2)
+        state = state_of(model, optimizer)
+        dcp.save(state, checkpoint_id="tiered://fsdp/step-2")
+        expected = full(state)
+        other, optimizer = build("fsdp", world, seed=2)
+        state = state_of(other, optimizer)
+        dcp.load(state, checkpoint_id="tiered://fsdp")
+        put_back(other, optimizer, state)
+        assert_same(expected, full(state_of(other, optimizer)))
+    return _storage_utils.FileSystemWriter is FileSystemWriter
+
+
+def test_two_ranks(agent_dir, ranks):
+    assert ranks.run(2, save_and_load_fsdp) == [True, True]
+    facts = open_session("fsdp", load_settings()).node.store.inventory("fsdp")
+    assert sorted(fact.key.part for fact in facts) == [0, 1]
