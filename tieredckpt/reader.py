@@ -430,10 +430,12 @@ class _Reading:
             if item.type is LoadItemType.BYTE_IO:
                 self._planner.load_bytes(item, io.BytesIO(self._object(item.storage_index.fqn)))
                 continue
-            target = self._planner.resolve_tensor(item).detach()
+            target = self._planner.resolve_tensor(item)
+            if target.layout is torch.strided:  # a sparse one would get its new elements in the detached copy alone
+                target = target.detach()
             self._plan_tensor(item, target)
             self._done.append((item, target))
-            size += target.nbytes
+            size += target.numel() * target.element_size()
             if size >= _WINDOW_BYTES:
                 self._flush()
                 size = 0
@@ -469,7 +471,7 @@ class _Reading:
         near = step.tier(piece.part) is Tier.MEMORY
         self.bytes_by_tier[step.tier(piece.part).value] += piece.box.volume * entry.itemsize
         if piece.item >= 0:
-            _narrow(target, relative(piece.box, wanted)).copy_(self._from_archive(piece))
+            _put(target, relative(piece.box, wanted), self._from_archive(piece), entry.fqn)
             return
         base = step.layouts[piece.part].header_bytes + entry.start
         simple = target.device.type == "cpu" and target.is_contiguous() and dtype_name(target.dtype) == entry.dtype
@@ -605,6 +607,17 @@ def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         if tensor.size(axis) != size:
             tensor = tensor.narrow(axis, offset, size)
     return tensor
+
+
+def _put(target: torch.Tensor, box: Box, saved: torch.Tensor, fqn: str) -> None:
+    """Copy a tensor out of an archive: unlike others it has a layout, which the target may or may not share."""
+    if target.layout is torch.strided:
+        _narrow(target, box).copy_(saved if saved.layout is torch.strided else saved.to_dense())
+    elif target.layout is saved.layout:
+        with torch.no_grad():
+            target.resize_as_sparse_(saved).copy_(saved)
+    else:
+        raise MismatchError(f"{fqn} was saved as {saved.layout} and is to be loaded into {target.layout}")
 
 
 def _address(data: memoryview) -> int:
