@@ -531,10 +531,10 @@ class _Reading:
         self.bytes_by_tier[self._step.tier(part).value] += span.stop - span.start
         if self._step.tier(part) is Tier.MEMORY:
             return bytes(self._pinned.view(part)[span.start : span.stop])
-        out = bytearray(span.stop - span.start)
+        out = bytearray()  # grown by what is there: its claimed size is not to be trusted with memory
         for found in from_object(self._reader.session.durable_store(), self._step.shards[part], [span]):
             low, high = max(span.start, found.start), min(span.stop, found.start + len(found.data))
-            out[low - span.start : high - span.start] = found.data[low - found.start : high - found.start]
+            out += found.data[low - found.start : high - found.start]
         return bytes(out)
 
     def _from_archive(self, piece: TensorPiece) -> torch.Tensor:
