@@ -285,7 +285,10 @@ class TieredReader(StorageReader):
         """The step in full, or ``None`` when it cannot be used after all."""
         if group not in self._steps:
             try:
-                self._steps[group] = StoredStep(self.session.node.describe(self._location.job, group))
+                step = StoredStep(self.session.node.describe(self._location.job, group))
+                for places in step.tensors.values():
+                    dtype_named(places[0].entry.dtype)
+                self._steps[group] = step
             except (CheckpointDamagedError, CheckpointNotFoundError) as error:
                 self._refuse(group, error)
                 return None
