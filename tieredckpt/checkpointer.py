@@ -460,7 +460,7 @@ class Checkpointer:
         for value in flatten(as_plain(state)).values():
             if isinstance(value, DTensor):
                 own += value._local_tensor.nbytes
-            elif isinstance(value, torch.Tensor):
+            elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 shared += value.nbytes
         self._preparing = self.session.prepare(rank, own + shared // parts)
 

@@ -16,11 +16,15 @@ import zstandard
 
 from peerstore.checksum import chunk_count
 from peerstore.records import Group, ShardKey, ShardRecord
+from tieredckpt.durable.names import parse_shard
 from tieredckpt.errors import CheckpointDamagedError, FormatVersionError
 from tieredckpt.layout import ItemEntry, Layout, TensorEntry, decode
 
 FORMAT = 1
 MAX_DECODED_BYTES = 1 << 31
+MAX_CHUNK_BYTES = 64 << 20
+"""A chunk is read whole before any of it is used, so whoever claims a large one asks for that much memory."""
+_KINDS = {"raw": "safetensors", "zstd": "safetensors.zst"}
 _MAGIC = b"TCKP"
 T = TypeVar("T")
 
@@ -74,7 +78,9 @@ class ShardIndex(msgspec.Struct, frozen=True):
     """For zstd: the stored size of each chunk, in order."""
 
     def __post_init__(self) -> None:
-        count = chunk_count(self.size_bytes, self.chunk_bytes) if self.chunk_bytes > 0 else -1
+        if not 0 < self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"chunks of {self.chunk_bytes} bytes, at most {MAX_CHUNK_BYTES} are allowed")
+        count = chunk_count(self.size_bytes, self.chunk_bytes)
         if self.size_bytes < 0 or len(self.checksums) != 8 * count:
             raise ValueError(f"{len(self.checksums) // 8} checksums for {self.size_bytes} bytes")
         if self.encoding == "zstd" and (len(self.frames) != count or min(self.frames, default=1) <= 0):
@@ -221,6 +227,13 @@ def _check_manifest(manifest: Manifest) -> None:
             raise CheckpointDamagedError(f"a manifest of {manifest.job} step {manifest.step} names {shard.key}")
         if shard.parts != manifest.parts:
             raise CheckpointDamagedError(f"a manifest of {manifest.parts} parts names {shard.key} of {shard.parts}")
+        if shard.object and parse_shard(shard.object, manifest.job) != (
+            shard.key.group,
+            shard.key.part,
+            _KINDS[shard.encoding],
+        ):
+            # Also what is deleted with the step: it must not be another's, nor anything outside.
+            raise CheckpointDamagedError(f"a manifest names {shard.object!r} as the object of {shard.key}")
         if shard.key.part in seen:
             raise CheckpointDamagedError(f"a manifest names part {shard.key.part} twice")
         if shard.meta.layout not in manifest.layouts:

@@ -285,7 +285,10 @@ class TieredReader(StorageReader):
         """The step in full, or ``None`` when it cannot be used after all."""
         if group not in self._steps:
             try:
-                self._steps[group] = StoredStep(self.session.node.describe(self._location.job, group))
+                step = StoredStep(self.session.node.describe(self._location.job, group))
+                for places in step.tensors.values():
+                    dtype_named(places[0].entry.dtype)
+                self._steps[group] = step
             except (CheckpointDamagedError, CheckpointNotFoundError) as error:
                 self._refuse(group, error)
                 return None
@@ -430,10 +433,12 @@ class _Reading:
             if item.type is LoadItemType.BYTE_IO:
                 self._planner.load_bytes(item, io.BytesIO(self._object(item.storage_index.fqn)))
                 continue
-            target = self._planner.resolve_tensor(item).detach()
+            target = self._planner.resolve_tensor(item)
+            if target.layout is torch.strided:  # a sparse one would get its new elements in the detached copy alone
+                target = target.detach()
             self._plan_tensor(item, target)
             self._done.append((item, target))
-            size += target.nbytes
+            size += target.numel() * target.element_size()
             if size >= _WINDOW_BYTES:
                 self._flush()
                 size = 0
@@ -469,7 +474,7 @@ class _Reading:
         near = step.tier(piece.part) is Tier.MEMORY
         self.bytes_by_tier[step.tier(piece.part).value] += piece.box.volume * entry.itemsize
         if piece.item >= 0:
-            _narrow(target, relative(piece.box, wanted)).copy_(self._from_archive(piece))
+            _put(target, relative(piece.box, wanted), self._from_archive(piece), entry.fqn)
             return
         base = step.layouts[piece.part].header_bytes + entry.start
         simple = target.device.type == "cpu" and target.is_contiguous() and dtype_name(target.dtype) == entry.dtype
@@ -529,10 +534,10 @@ class _Reading:
         self.bytes_by_tier[self._step.tier(part).value] += span.stop - span.start
         if self._step.tier(part) is Tier.MEMORY:
             return bytes(self._pinned.view(part)[span.start : span.stop])
-        out = bytearray(span.stop - span.start)
+        out = bytearray()  # grown by what is there: its claimed size is not to be trusted with memory
         for found in from_object(self._reader.session.durable_store(), self._step.shards[part], [span]):
             low, high = max(span.start, found.start), min(span.stop, found.start + len(found.data))
-            out[low - span.start : high - span.start] = found.data[low - found.start : high - found.start]
+            out += found.data[low - found.start : high - found.start]
         return bytes(out)
 
     def _from_archive(self, piece: TensorPiece) -> torch.Tensor:
@@ -605,6 +610,17 @@ def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         if tensor.size(axis) != size:
             tensor = tensor.narrow(axis, offset, size)
     return tensor
+
+
+def _put(target: torch.Tensor, box: Box, saved: torch.Tensor, fqn: str) -> None:
+    """Copy a tensor out of an archive: unlike others it has a layout, which the target may or may not share."""
+    if target.layout is torch.strided:
+        _narrow(target, box).copy_(saved if saved.layout is torch.strided else saved.to_dense())
+    elif target.layout is saved.layout:
+        with torch.no_grad():
+            target.resize_as_sparse_(saved).copy_(saved)
+    else:
+        raise MismatchError(f"{fqn} was saved as {saved.layout} and is to be loaded into {target.layout}")
 
 
 def _address(data: memoryview) -> int:

@@ -25,7 +25,7 @@ from tieredckpt import (
 )
 from tieredckpt.agent_node import AgentNode
 from tieredckpt.checkpointer import SaveState
-from tieredckpt.errors import StoreBusyError, UsageError
+from tieredckpt.errors import MismatchError, StoreBusyError, UsageError
 from tieredckpt.session import close_sessions, nodes_from
 from tieredckpt.settings import DurableSettings
 from tieredckpt.testing import memory_node
@@ -237,6 +237,31 @@ def test_a_checkpointer_in_a_thread_leaves_signals_alone():
     thread.join()
     assert seen == [SaveState.SEALED]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+# torch says so once per process, wherever that is
+SPARSE = pytest.mark.filterwarnings("ignore:Sparse")
+
+
+def made(dense, layout):
+    return dense.to_sparse(layout=getattr(torch, layout))
+
+
+@SPARSE
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "sparse_csc"])
+def test_sparse_tensors_come_back(agent_dir, layout):
+    saved = {"s": made(torch.eye(4), layout), "d": torch.ones(2)}
+    for target in ("same", "dense"):
+        with Checkpointer(JOB) as ckpt:
+            ckpt.save(saved, 0).wait()
+            empty = torch.zeros(4, 4) if target == "dense" else made(torch.zeros(4, 4), layout)
+            found = {"s": empty, "d": torch.zeros(2)}
+            assert ckpt.restore(found) == 0
+            assert found["s"].layout is (torch.strided if target == "dense" else saved["s"].layout)
+            assert torch.equal(found["s"].to_dense(), torch.eye(4))
+    if layout == "sparse_coo":
+        with Checkpointer(JOB) as ckpt, pytest.raises(MismatchError, match="sparse_coo"):
+            ckpt.restore({"s": torch.zeros(4, 4).to_sparse_csr()})
 
 
 # -- SIGTERM ------------------------------------------------------------------------------------------------------

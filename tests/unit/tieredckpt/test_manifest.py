@@ -11,6 +11,7 @@ from peerstore.checksum import chunk_count
 from peerstore.records import ShardKey
 from tieredckpt.agent.catalog import manifest_from
 from tieredckpt.boxes import Box
+from tieredckpt.durable.names import shard as object_name
 from tieredckpt.errors import CheckpointDamagedError, FormatVersionError
 from tieredckpt.layout import OBJECT, ItemEntry, TensorEntry, encode, lay_out
 from tieredckpt.manifest import (
@@ -59,14 +60,15 @@ def shard_files(draw):
         size, chunk = layout.size_bytes(sizes), draw(st.sampled_from([4096, 1 << 20]))
         count = chunk_count(size, chunk)
         packed = draw(st.booleans())
+        key = ShardKey(job, step, epoch, incarnation, attempt, part)
         index = ShardIndex(
-            ShardKey(job, step, epoch, incarnation, attempt, part),
+            key,
             parts,
             size,
             chunk,
             draw(st.binary(min_size=8 * count, max_size=8 * count)),
             ShardMeta(layout.digest, sizes, draw(st.none() | st.integers(-1, 99)), table.digest if table else ""),
-            "a/b.safetensors",
+            object_name(key, spread=draw(st.booleans()), compressed=packed),
             "zstd" if packed else "raw",
             (7,) * count if packed else (),
         )
@@ -165,8 +167,13 @@ def test_a_complete_one_is_fine():
         lambda: [simple(0), simple(1, key=ShardKey("j", 7, 1, "b", 0, 1))],
         lambda: [simple(0), simple(1, key=ShardKey("j", 7, 1, "a", 1, 1))],
         lambda: [simple(0), simple(1, parts=3)],
+        lambda: [simple(0), simple(1, object="../../etc/passwd")],
+        lambda: [simple(0), simple(1, object="other/steps/000000000007/000001.0.a/000001.safetensors")],
+        lambda: [simple(0), simple(1, object="j/steps/000000000007/000001.0.a/000000.safetensors")],
+        lambda: [simple(0), simple(1, object="j/steps/000000000008/000001.0.a/000001.safetensors")],
+        lambda: [simple(0), simple(1, object="j/steps/000000000007/000001.0.a/000001.index")],
     ],
-    ids=["missing", "twice", "job", "step", "epoch", "incarnation", "attempt", "parts"],
+    ids=range(13),
 )
 def test_shards_that_do_not_make_a_step(files):
     with pytest.raises(CheckpointDamagedError):
@@ -190,6 +197,7 @@ def test_shards_that_do_not_make_a_step(files):
         {"key": ShardKey("j", 7, 1, "a", 0, -1)},
         {"key": ShardKey("j", 7, 1, "a", 0, 2)},
         {"parts": 0},
+        {"chunk_bytes": 1 << 40},
     ],
     ids=str,
 )

@@ -1,0 +1,107 @@
+"""Checkpoints of every format there ever was: this release reads them, bit for bit."""
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zstandard
+from safetensors.torch import load as load_safetensors
+
+from tests.golden.write import HERE, JOB, STORED, state_of, write
+from tests.support.bits import assert_same, raw, zeroed
+from tieredckpt import Checkpointer
+from tieredckpt.agent.catalog import manifest_from
+from tieredckpt.manifest import FORMAT, decode_manifest, decode_shard_file, encode_manifest
+from tieredckpt.testing import memory_node
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+FORMATS = sorted(HERE.glob("format-*"))
+
+
+@pytest.fixture(params=FORMATS, ids=lambda path: path.name)
+def golden(request, tmp_path):
+    """A copy: readers of a damaged step would leave a mark."""
+    return Path(shutil.copytree(request.param, tmp_path / "golden"))
+
+
+def inside(path):
+    """The envelope of an index or a manifest, as any msgpack reader sees it."""
+    return msgspec.msgpack.decode(zstandard.decompress(path.read_bytes()[4:-8]))
+
+
+def form(value):
+    """Keys and types, without the values: what another reader depends on."""
+    if isinstance(value, dict):
+        known = all(isinstance(key, str) and not is_digest(key) for key in value)
+        return {key if known else "*": form(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [form(value[0])] if value else []
+    return type(value).__name__
+
+
+def is_digest(text):
+    return len(text) == 32 and set(text) <= set("0123456789abcdef")
+
+
+def test_the_newest_format_is_todays():
+    assert FORMATS[-1].name == f"format-{FORMAT}"
+
+
+@pytest.mark.parametrize("step", STORED)
+def test_it_restores_bit_for_bit(golden, step):
+    expected = state_of(step)
+    with memory_node(), Checkpointer(JOB, durable=f"file://{golden}", on_sigterm="ignore") as ckpt:
+        found = zeroed(expected)
+        assert ckpt.restore(found, step) == step
+        assert_same(expected, found)
+        assert set(ckpt.last_restore.bytes_by_tier) == {"durable"}
+        infos = {info.step: (info.tiers, info.whole, info.quarantined) for info in ckpt.steps()}
+        assert infos == dict.fromkeys(STORED, (("durable",), True, ""))
+
+
+@pytest.mark.parametrize("start", [0, 3, 5])
+def test_slices_of_it_restore(golden, start):
+    with memory_node(), Checkpointer(JOB, durable=f"file://{golden}", on_sigterm="ignore") as ckpt:
+        rows = {"model": {"rows": torch.zeros(7, 5), "wide": torch.zeros(64, dtype=torch.int16)}}
+        assert ckpt.restore(rows) == 8
+        assert raw(rows["model"]["rows"][start:]) == raw(state_of(8)["model"]["rows"][start:])
+        assert raw(rows["model"]["wide"]) == raw(state_of(8)["model"]["wide"])
+
+
+def test_its_shards_are_safetensors_files(golden):
+    parts = [load_safetensors(path.read_bytes()) for path in sorted((golden / JOB / "steps").rglob("*.safetensors"))]
+    assert sorted(name for part in parts for name in part if name.startswith("model.rows")) == [
+        "model.rows@0,0",
+        "model.rows@4,0",
+    ]
+    rows = torch.cat([part[f"model.rows@{offset},0"] for part, offset in zip(parts, (0, 4), strict=True)])
+    assert raw(rows) == raw(state_of(7)["model"]["rows"])
+
+
+def test_its_manifests_are_what_its_indexes_make(golden):
+    for path in (golden / JOB / "manifests").iterdir():
+        manifest = decode_manifest(path.read_bytes())
+        indexes = sorted((golden / JOB / "steps" / f"{manifest.step:012d}").rglob("*.index"))
+        files = [decode_shard_file(index.read_bytes()) for index in indexes]
+        assert len(files) == manifest.parts == 2
+        again = manifest_from(files, created_ns=manifest.created_ns, writer=manifest.writer)
+        assert again == manifest
+        assert decode_manifest(encode_manifest(again)) == manifest
+
+
+def test_todays_writer_writes_todays_format(tmp_path, ranks):
+    write(tmp_path, ranks)
+    today = FORMATS[-1]
+    for pattern in ("golden/manifests/*.manifest", "golden/steps/*/*/*.index"):
+        written, kept = sorted(tmp_path.glob(pattern)), sorted(today.glob(pattern))
+        assert len(written) == len(kept)
+        for new, old in zip(written, kept, strict=True):
+            assert new.read_bytes()[:4] == b"TCKP"
+            assert inside(new)["format"] == FORMAT
+            assert form(inside(new)) == form(inside(old))
+    for pattern in ("golden/steps/*/*/*.safetensors", "*/golden/steps/*/*/*.zst"):
+        sizes = [[path.stat().st_size for path in sorted(root.glob(pattern))] for root in (tmp_path, today)]
+        assert sizes[0] == pytest.approx(sizes[1], abs=64)

@@ -1,0 +1,235 @@
+"""Writes the hostile files: ``python -m tests.hostile.tieredckpt.make``.
+
+Each is a manifest, a shard's index or a layout that once fooled a reader, or could: damaged by chance, or made by
+somebody who knows the format, with every digest right.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+import zstandard
+
+from peerstore.records import ShardKey
+from tieredckpt.boxes import Box
+from tieredckpt.durable import names
+from tieredckpt.layout import OBJECT, ItemEntry, TensorEntry, encode, lay_out
+from tieredckpt.manifest import ShardIndex, ShardMeta, StateTable, TableTensor, build_manifest, encode_table
+
+FILES = Path(__file__).parent / "files"
+JOB = "victim"
+STEP = 2
+KEY = ShardKey(JOB, STEP, 1, "abc", 0, 0)
+Tree = dict[str, Any]
+
+
+def good() -> Tree:
+    """A manifest as plain values, of one shard with two tensors and an object."""
+    tensors = [
+        TensorEntry("a", "float32", (64,), Box((0,), (64,)), 4),
+        TensorEntry("b", "int64", (4, 8), Box((0, 0), (4, 8)), 8),
+    ]
+    layout = lay_out(tensors, [ItemEntry("o", OBJECT)], {"a": ("a",), "b": ("b",), "o": ("o",)})
+    table = StateTable((TableTensor("a", "float32", (64,)), TableTensor("b", "int64", (4, 8))), ("o",))
+    size = layout.size_bytes([10])
+    index = ShardIndex(
+        KEY,
+        1,
+        size,
+        1 << 20,
+        b"\0" * 8,
+        ShardMeta(layout.digest, (10,), table=table.digest),
+        names.shard(KEY, spread=False, compressed=False),
+    )
+    manifest = build_manifest(
+        [index], {layout.digest: encode(layout)}, {table.digest: encode_table(table)}, created_ns=1, writer="hostile"
+    )
+    return msgspec.to_builtins(manifest, builtin_types=(bytes,))
+
+
+def sealed(inner: bytes, *, level: int = 3) -> bytes:
+    packed = zstandard.ZstdCompressor(level=level).compress(inner)
+    return b"TCKP" + packed + xxhash.xxh3_64_digest(packed)
+
+
+def envelope(body: Any, *, form: Any = 1, kind: Any = "manifest", **more: Any) -> bytes:
+    return msgspec.msgpack.encode({"format": form, "kind": kind, "body": body, **more})
+
+
+def changed(change: Callable[[Tree], None]) -> bytes:
+    """The good manifest with one thing done to it, and every digest right again."""
+    tree = copy.deepcopy(good())
+    change(tree)
+    return sealed(envelope(tree))
+
+
+def shard(**changes: Any) -> Callable[[Tree], None]:
+    return lambda tree: tree["shards"][0].update(changes)
+
+
+def key(**changes: Any) -> Callable[[Tree], None]:
+    return lambda tree: tree["shards"][0]["key"].update(changes)
+
+
+def meta(**changes: Any) -> Callable[[Tree], None]:
+    return lambda tree: tree["shards"][0]["meta"].update(changes)
+
+
+def layout(change: Callable[[Tree], None]) -> Callable[[Tree], None]:
+    """The same with the layout, under its new digest."""
+
+    def apply(tree: Tree) -> None:
+        (data,) = tree["layouts"].values()
+        inner = msgspec.msgpack.decode(data)
+        change(inner)
+        data = msgspec.msgpack.encode(inner)
+        digest = xxhash.xxh3_128_hexdigest(data)
+        tree["layouts"] = {digest: data}
+        tree["shards"][0]["meta"]["layout"] = digest
+
+    return apply
+
+
+def columns(**changes: Any) -> Callable[[Tree], None]:
+    return layout(lambda inner: inner.update(changes))
+
+
+def numbers(*values: int) -> Callable[[Tree], None]:
+    return columns(numbers=b"".join(value.to_bytes(8, "little", signed=True) for value in values))
+
+
+def twice(tree: Tree) -> None:
+    tree["shards"] = tree["shards"] * 2
+
+
+NEST = b"\x91" * 100_000 + b"\xc0"
+"""An array in an array in an array."""
+
+
+def raw_nested() -> bytes:
+    fields = envelope(None)[1:]
+    return sealed(b"\x84" + fields + msgspec.msgpack.encode("more") + NEST)
+
+
+def flipped(at: float) -> bytes:
+    data = bytearray(sealed(envelope(good())))
+    data[int(at * (len(data) - 1))] ^= 0x10
+    return bytes(data)
+
+
+def claimed_size(size: int) -> bytes:
+    """A zstd frame that says it unpacks to ``size`` bytes and holds next to nothing."""
+    frame = b"\x28\xb5\x2f\xfd" + bytes([0b11100000]) + size.to_bytes(8, "little") + b"\x01\x00\x00"
+    return b"TCKP" + frame + xxhash.xxh3_64_digest(frame)
+
+
+def unsized() -> bytes:
+    """A frame that does not say what it unpacks to."""
+    packer = zstandard.ZstdCompressor(write_content_size=False)
+    packed = packer.compress(b"\0" * (64 << 20))
+    return b"TCKP" + packed + xxhash.xxh3_64_digest(packed)
+
+
+def cases() -> dict[str, Callable[[], bytes]]:
+    whole = sealed(envelope(good()))
+    cuts = {
+        "empty": 0,
+        "magic": 4,
+        "frame": 9,
+        "half": len(whole) // 2,
+        "digest": len(whole) - 3,
+        "one": len(whole) - 1,
+    }
+    regions = {"magic": 0.0, "frame": 0.02, "body": 0.5, "end": 0.97, "digest": 1.0}
+    far = 1 << 62
+    return {
+        **{f"cut-{name}": lambda size=size: whole[:size] for name, size in cuts.items()},
+        **{f"flip-{name}": lambda at=at: flipped(at) for name, at in regions.items()},
+        "longer": lambda: whole + b"\0",
+        "two-in-one": lambda: whole + whole,
+        "other-magic": lambda: b"PK\x03\x04" + whole[4:],
+        "pickle": lambda: b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x04true\x85R.",
+        "bomb-claimed": lambda: claimed_size(1 << 40),
+        "bomb-2-gib": lambda: claimed_size(1 << 31),
+        "bomb-unsized": unsized,
+        "bomb-real": lambda: sealed(b"\0" * (128 << 20), level=19),
+        "nested": raw_nested,
+        "nested-body": lambda: sealed(b"\x83" + envelope(None)[1:-1] + NEST),
+        "future": lambda: sealed(envelope(good(), form=2)),
+        "far-future": lambda: sealed(envelope({"everything": "else"}, form=1 << 40)),
+        "format-text": lambda: sealed(envelope(good(), form="1")),
+        "format-huge": lambda: sealed(envelope(good(), form=1.5)),
+        "other-kind": lambda: sealed(envelope(good(), kind="index")),
+        "no-map": lambda: sealed(msgspec.msgpack.encode([1, 2, 3])),
+        "array-of-4g": lambda: sealed(b"\x83" + envelope(None)[1:-1] + b"\xdd\xff\xff\xff\xff"),
+        "map-of-4g": lambda: sealed(b"\xdf\xff\xff\xff\xff"),
+        "text-of-4g": lambda: sealed(b"\x81\xdb\xff\xff\xff\xff"),
+        "name-not-utf8": lambda: sealed(envelope(good()).replace(b"\xa6victim", b"\xa6vi\xff\xfe\xfdm")),
+        "no-shards": lambda: changed(lambda tree: tree.update(shards=[])),
+        "same-part-twice": lambda: changed(twice),
+        "parts-missing": lambda: changed(lambda t: (t.update(parts=2, tables={}), shard(parts=2)(t))),
+        "parts-negative": lambda: changed(lambda t: (t.update(parts=-1), shard(parts=-1)(t))),
+        "parts-huge": lambda: changed(lambda t: (t.update(parts=far, tables={}), shard(parts=far)(t))),
+        "part-beyond": lambda: changed(key(part=7)),
+        "part-negative": lambda: changed(key(part=-1)),
+        "other-job": lambda: changed(key(job="other")),
+        "other-step": lambda: changed(key(version=3)),
+        "step-negative": lambda: changed(lambda t: (t.update(step=-1), key(version=-1)(t))),
+        "step-beyond-64-bits": lambda: changed(lambda t: t.update(step=(1 << 64) - 1)),
+        "size-negative": lambda: changed(shard(size_bytes=-1)),
+        "size-huge": lambda: changed(shard(size_bytes=far)),
+        "size-off-by-one": lambda: changed(shard(size_bytes=good()["shards"][0]["size_bytes"] + 1)),
+        "chunks-zero": lambda: changed(shard(chunk_bytes=0)),
+        "chunks-huge": lambda: changed(shard(chunk_bytes=far, size_bytes=far)),
+        "checksums-short": lambda: changed(shard(checksums=b"\0" * 7)),
+        "checksums-many": lambda: changed(shard(checksums=b"\0" * 16)),
+        "frames-negative": lambda: changed(shard(encoding="zstd", frames=[-(1 << 40)])),
+        "encoding-unknown": lambda: changed(shard(encoding="pickle")),
+        "object-outside": lambda: changed(shard(object="../../outside.safetensors")),
+        "object-absolute": lambda: changed(shard(object="/etc/passwd")),
+        "object-of-another": lambda: changed(
+            shard(object=names.shard(ShardKey("o", 1, 1, "a", 0, 0), spread=False, compressed=False))
+        ),
+        "items-too-few": lambda: changed(meta(item_sizes=[])),
+        "items-too-many": lambda: changed(meta(item_sizes=[10, 10])),
+        "item-negative": lambda: changed(meta(item_sizes=[-10])),
+        "item-huge": lambda: changed(meta(item_sizes=[far])),
+        "layout-absent": lambda: changed(lambda tree: tree.update(layouts={})),
+        "layout-of-another": lambda: changed(
+            lambda t: t.update(layouts=dict.fromkeys(t["layouts"], encode(lay_out([], [], None))))
+        ),
+        "layout-no-msgpack": lambda: changed(lambda t: t.update(layouts=dict.fromkeys(t["layouts"], b"\xc1"))),
+        "layout-nested": lambda: changed(layout(lambda inner: inner.update(more=[[[[[[]]]]]], dtype_of=b"\xff\xff"))),
+        "dtype-unknown-number": lambda: changed(columns(dtype_of=b"\x09\x09")),
+        "dtype-too-wide": lambda: changed(columns(itemsizes=bytes([8, 8]))),
+        "dtype-too-narrow": lambda: changed(columns(itemsizes=bytes([1, 8]))),
+        "dtype-unknown": lambda: changed(columns(dtypes=["float33", "int64"])),
+        "columns-short": lambda: changed(columns(ranks=b"\x01")),
+        "rank-huge": lambda: changed(columns(ranks=b"\xff\xff")),
+        "overlap": lambda: changed(numbers(0, 64, 0, 64, 128, 4, 8, 0, 0, 4, 8)),
+        "hole": lambda: changed(numbers(0, 64, 0, 64, 512, 4, 8, 0, 0, 4, 8)),
+        "start-negative": lambda: changed(numbers(-256, 64, 0, 64, 0, 4, 8, 0, 0, 4, 8)),
+        "box-outside": lambda: changed(numbers(0, 64, 1, 64, 256, 4, 8, 0, 0, 4, 8)),
+        "box-negative": lambda: changed(numbers(0, 64, -1, 64, 256, 4, 8, 0, 0, 4, 8)),
+        "size-of-box-negative": lambda: changed(numbers(0, 64, 0, -64, -256, 4, 8, 0, 0, 4, 8)),
+        "shape-huge": lambda: changed(numbers(0, far, 0, far, far, 4, 8, 0, 0, 4, 8)),
+        "item-kind-unknown": lambda: changed(columns(items=[{"fqn": "o", "kind": "pickle", "tensor": None}])),
+        "archive-of-nothing": lambda: changed(columns(items=[{"fqn": "o", "kind": "archive", "tensor": None}])),
+    }
+
+
+def main() -> None:
+    FILES.mkdir(exist_ok=True)
+    for old in FILES.iterdir():
+        old.unlink()
+    for name, make in cases().items():
+        (FILES / f"{name}.manifest").write_bytes(make())
+
+
+if __name__ == "__main__":
+    main()

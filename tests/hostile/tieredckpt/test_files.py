@@ -1,0 +1,205 @@
+"""Files that are no checkpoint, or a wrong one: a typed error, the older step, no memory taken, nothing lost."""
+
+import re
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from peerstore.records import Group
+from tests.hostile.tieredckpt.make import FILES, JOB, STEP, cases
+from tests.support.bits import assert_same, zeroed
+from tieredckpt import CheckpointDamagedError, Checkpointer
+from tieredckpt.durable import names
+from tieredckpt.errors import FormatVersionError
+from tieredckpt.manifest import decode_manifest, decode_shard_file
+from tieredckpt.node import Described
+from tieredckpt.stored import StoredStep
+from tieredckpt.testing import memory_node
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+HOSTILE = sorted(FILES.iterdir())
+FUTURE = {"future.manifest", "far-future.manifest"}
+BUILD_DEPENDENT = {"dtype-unknown.manifest"}
+"""Right in themselves: only whoever has the element types can tell."""
+GROUP = Group(1, STEP, 0, "abc")
+hostile = pytest.mark.parametrize("file", HOSTILE, ids=lambda path: path.stem)
+
+
+@pytest.fixture
+def little_memory():
+    """Whoever allocates what a file claims, fails."""
+    used = int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def state_at(step):
+    return {"a": torch.full((64,), float(step)), "b": torch.full((4, 8), step), "o": f"step {step}"}
+
+
+@pytest.fixture(scope="module")
+def good_step(tmp_path_factory):
+    """A durable tier with step 1."""
+    root = tmp_path_factory.mktemp("durable")
+    with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
+        ckpt.save(state_at(1), 1).wait("durable")
+    return root
+
+
+def test_the_files_are_those_of_the_generator():
+    assert {path.stem for path in HOSTILE} == set(cases())
+    assert sum(path.stat().st_size for path in HOSTILE) < 100_000
+
+
+def opened(data):
+    return StoredStep(Described(decode_manifest(data), {}))
+
+
+@hostile
+def test_a_hostile_manifest_is_told_from_a_good_one(file, little_memory):
+    if file.name in BUILD_DEPENDENT:
+        opened(file.read_bytes())
+        return
+    with pytest.raises(FormatVersionError if file.name in FUTURE else CheckpointDamagedError):
+        opened(file.read_bytes())
+
+
+@hostile
+def test_as_an_index_it_is_one_as_little(file, little_memory):
+    with pytest.raises((CheckpointDamagedError, FormatVersionError)):
+        decode_shard_file(file.read_bytes())
+
+
+@hostile
+def test_the_older_step_is_used(file, good_step, tmp_path, little_memory):
+    """Only a newer format ends the load: an older step may not be what the user of a newer release wants."""
+    root = Path(shutil.copytree(good_step, tmp_path / "durable"))
+    (root / names.manifest(JOB, GROUP, None)).write_bytes(file.read_bytes())
+    kept = {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
+    state = zeroed(state_at(0))
+    with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
+        if file.name in FUTURE:
+            with pytest.raises(FormatVersionError, match="upgrade tieredckpt"):
+                ckpt.restore(state)
+            assert_same(zeroed(state_at(0)), state)
+        else:
+            assert ckpt.restore(state) == 1
+            assert_same(state_at(1), state)
+    assert kept <= {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
+
+
+@hostile
+def test_alone_it_is_an_error_and_no_fresh_start(file, tmp_path, little_memory):
+    root = tmp_path / "durable"
+    path = root / names.manifest(JOB, GROUP, None)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(file.read_bytes())
+    state = state_at(9)
+    with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
+        with pytest.raises((CheckpointDamagedError, FormatVersionError)):
+            ckpt.restore(state)
+        assert_same(state_at(9), state)
+        assert ckpt.save(state, 10).wait("durable").value == "durable"  # and training goes on
+        assert ckpt.restore(zeroed(state)) == 10
+
+
+# -- names of objects that lead elsewhere -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "000000000009.000001.0.abc.manifest",  # no origin
+        "9.1.0.abc.unknown.manifest",
+        "000000000009.000001.0.a%2fb.unknown.manifest",
+        "-00000000009.000001.0.abc.unknown.manifest",
+        "000000000009.000001.0.abc.from--1.manifest",
+        "99999999999999999999.000001.0.abc.unknown.manifest",
+        "000000000009.000001.0." + "x" * 65 + ".unknown.manifest",
+        ".000000000009.000001.0.abc.unknown.manifest.0123456789abcdef.staged",
+        "readme.txt",
+        "\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661.000001.0.abc.unknown.manifest",
+    ],
+)
+def test_strangers_among_the_manifests_are_left_alone(name, good_step, tmp_path):
+    root = Path(shutil.copytree(good_step, tmp_path / "durable"))
+    stranger = root / JOB / "manifests" / name
+    stranger.write_bytes(b"mine")
+    with memory_node(), Checkpointer(JOB, durable=f"file://{root}", keep_last=1, on_sigterm="ignore") as ckpt:
+        state = zeroed(state_at(0))
+        assert ckpt.restore(state) == 1
+        assert_same(state_at(1), state)
+        for step in (2, 3):
+            ckpt.save(state_at(step), step).wait("durable")
+    assert stranger.read_bytes() == b"mine"
+
+
+# -- shards -------------------------------------------------------------------------------------------------------
+
+
+def shards(root, pattern="*.safetensors"):
+    return sorted((root / JOB / "steps").rglob(pattern))
+
+
+HARM = {
+    "empty": lambda data: b"",
+    "header only": lambda data: data[:4096],
+    "a byte short": lambda data: data[:-1],
+    "a byte long": lambda data: data + b"\0",
+    "zeros": lambda data: b"\0" * len(data),
+    "in the length": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "in the first tensor": lambda data: flip(data, 4096),
+    "in the last tensor": lambda data: flip(data, 4096 + 64 * 4 + 4 * 8 * 8 - 1),
+    "in the object": lambda data: flip(data, len(data) - 1),
+}
+
+
+def flip(data, at):
+    changed = bytearray(data)
+    changed[at] ^= 0x80
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_damaged_shard_is_never_loaded(harm, good_step, tmp_path):
+    """With an older step, that one; without, an error. Bytes nobody needs may be anything."""
+    root = Path(shutil.copytree(good_step, tmp_path / "durable"))
+    with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
+        ckpt.save(state_at(2), 2).wait("durable")
+    old, new = shards(root)
+    new.write_bytes(HARM[harm](new.read_bytes()))
+    unread = harm == "a byte long"
+    with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
+        state = zeroed(state_at(0))
+        assert ckpt.restore(state) == (2 if unread else 1)
+        assert_same(state_at(2 if unread else 1), state)
+        assert bool(ckpt.steps()[1].quarantined) is not unread
+    old.write_bytes(HARM["zeros"](old.read_bytes()))
+    if not unread:
+        with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
+            for _ in range(2):  # nor is it forgotten that there was something
+                with pytest.raises(CheckpointDamagedError):
+                    ckpt.restore(zeroed(state_at(0)))
+
+
+def test_a_header_that_lies_leads_nobody_astray(good_step, tmp_path):
+    """The layout says where tensors are; the header is for other tools. It is covered by the checksums all the same."""
+    root = Path(shutil.copytree(good_step, tmp_path / "durable"))
+    (path,) = shards(root)
+    data = path.read_bytes()
+    lie = data.replace(b'"shape":[64],"data_offsets":[0,256]', b'"shape":[64],"data_offsets":[9,265]')
+    assert lie != data
+    assert len(lie) == len(data)
+    path.write_bytes(lie)
+    with (
+        memory_node(),
+        Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt,
+        pytest.raises(CheckpointDamagedError),
+    ):
+        ckpt.restore(zeroed(state_at(0)))
