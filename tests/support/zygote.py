@@ -96,8 +96,19 @@ class Running:
             assert self._status() is None or text in self.lines(), f"ended without {text!r}: {self._read('error')}"
             time.sleep(0.005)
 
+    def wait_lines(self, count: int, timeout_s: float = 60.0) -> None:
+        """Until the process has printed so many lines, or has ended."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.lines()) < count and self._status() is None:
+            assert time.monotonic() < deadline, f"{count} lines did not come: {self.lines()}"
+            time.sleep(0.002)
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
+
+    def kill_if_alive(self) -> None:
+        if self._status() is None:
+            self.kill()
 
     def wait(self, timeout_s: float = _TIMEOUT_S) -> Ended:
         deadline = time.monotonic() + timeout_s

@@ -1,0 +1,57 @@
+"""Random kills of trainer, agent and both, at random places; a short run always, a long one in ``make soak``."""
+
+import os
+import random
+import signal
+
+import pytest
+
+from peerstore.crashpoints import POINTS
+from tests.e2e.crash.test_trainer_killed import losses, train
+from tests.support.agents import agent_directory, agent_pid, end_agent
+
+STEPS = 40
+
+
+def test_a_few_random_kills(agent_dir, zygote):
+    survive(agent_dir, zygote, seed=1, kills=8)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2, 22))
+def test_many_random_kills(agent_dir, zygote, seed):
+    survive(agent_dir, zygote, seed=seed, kills=30)
+
+
+def survive(agent_dir, zygote, *, seed, kills):
+    """However it is killed, the job ends with the losses and the weights of a run that nobody killed."""
+    reference = undisturbed(zygote)
+    rng, lines = random.Random(seed), []
+    for _ in range(kills):
+        points = [point for point in POINTS if point.startswith(("stage.", "seal.", "load."))]
+        crash = {"PEERSTORE_CRASH_AT": f"{rng.choice(points)}:{rng.randint(1, 6)}"} if rng.random() < 0.5 else {}
+        running = zygote.start(train, STEPS, environ=crash)
+        if not crash:
+            running.wait_lines(rng.randint(1, 12))
+            running.kill_if_alive()
+        if rng.random() < 0.3:
+            pid = agent_pid(agent_dir)
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+        ended = running.wait()
+        lines += ended.lines
+        if ended.status == 0:
+            break
+    ended = zygote.run(train, STEPS)
+    lines += ended.lines
+    assert ended.result == reference.result
+    assert losses(lines).items() <= losses(reference.lines).items()
+    end_agent(agent_dir)
+
+
+def undisturbed(zygote):
+    with agent_directory() as directory:
+        return zygote.run(
+            train, STEPS, environ={"TIEREDCKPT_AGENT_DIRECTORY": str(directory), "TIEREDCKPT_AGENT_BUDGET": "1GiB"}
+        )
