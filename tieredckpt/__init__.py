@@ -42,10 +42,12 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> object:
-    """Import what needs torch only when it is asked for: the node agent never does."""
-    if name in _LAZY:
-        from importlib import import_module
+if not TYPE_CHECKING:  # a checker that saw it would take any name for one of this package's
 
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        """Import what needs torch only when it is asked for: the node agent never does."""
+        if name in _LAZY:
+            from importlib import import_module
+
+            return getattr(import_module(_LAZY[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

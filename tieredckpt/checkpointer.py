@@ -257,7 +257,7 @@ class Checkpointer:
             session.observe(failed=1)
             raise
         saved._state = SaveState.SEALED
-        session.observe(seals=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)
+        session.observe(saves=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)
         if self._board is not None:
             self._board.sealed(record.key.group)
             whole = self._board.newest()
@@ -332,12 +332,12 @@ class Checkpointer:
             self._sealing = None
 
     def _observe(self, saved: Saved, blocked_s: float) -> None:
-        what = (
-            "skipped" if saved.state is SaveState.SKIPPED else "failed" if saved.state is SaveState.FAILED else "saves"
-        )
+        """What this call knows; a save that got as far as its seal is counted by whoever seals it."""
+        ended = {SaveState.SKIPPED: "skipped", SaveState.FAILED: "failed"}.get(saved.state)
+        counts = {ended: 1.0} if ended and saved._sealing is None else {}
         session = session_if_open(self._location.job, self.settings)
         if session is not None:  # else there is no agent to tell, and asking for one again takes as long as before
-            self._sealer.submit(session.observe, **{what: 1, "blocked_seconds": blocked_s})
+            self._sealer.submit(session.observe, blocked_seconds=blocked_s, **counts)
 
     # -- waiting ----------------------------------------------------------------------------------------------
 

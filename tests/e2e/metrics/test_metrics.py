@@ -1,0 +1,243 @@
+"""What the agent says about itself, against what really happened."""
+
+import contextlib
+import json
+import socket
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.agents import agent_pid, end_agent
+from tests.support.bits import zeroed
+from tests.support.jobs import Job, state_at
+from tieredckpt import Checkpointer
+from tieredckpt.checkpointer import SaveState
+from tieredckpt.settings import DurableSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Agent:
+    """A running agent's HTTP side."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    @property
+    def address(self):
+        host, _, port = (self.directory / "http").read_text().rpartition(":")
+        return host, int(port)
+
+    def get(self, path):
+        with urllib.request.urlopen("http://{}:{}{}".format(*self.address, path), timeout=20) as answer:
+            return answer.read().decode()
+
+    def status(self):
+        return json.loads(self.get("/status"))
+
+    def metrics(self):
+        """Value by name, or by (name, label values...) where there are labels."""
+        found = {}
+        for family in text_string_to_metric_families(self.get("/metrics")):
+            assert family.documentation
+            for sample in family.samples:
+                name = sample.name.removeprefix("tieredckpt_")
+                labels = tuple(sample.labels.values())
+                key = (name, *labels) if labels else name
+                assert key not in found
+                found[key] = sample.value
+        return found
+
+
+@pytest.fixture
+def agent(agent_dir):
+    return Agent(agent_dir)
+
+
+@pytest.fixture
+def durable(tmp_path):
+    return DurableSettings(url=f"file://{tmp_path}/durable", every=2)
+
+
+def test_the_numbers_are_what_happened(agent_dir, agent, durable, tmp_path):
+    job = Job(agent_dir, durable)
+    with job.checkpointer() as ckpt:
+        records = []
+        for step in range(5):
+            saved = ckpt.save(state_at(step), step)
+            saved.wait()
+            records.append(saved._sealing.result())
+            assert ckpt.wait("durable")
+        assert ckpt.restore(zeroed(state_at(0))) == 4
+        loaded = ckpt.last_restore.bytes_by_tier["memory"]
+    found = agent.metrics()
+    trainer = {key[2]: value for key, value in found.items() if key[:2] == ("trainer_total", job.name)}
+    assert trainer["saves"] == 5
+    assert trainer["loads"] == 1
+    assert trainer["loaded_memory_bytes"] == loaded
+    assert trainer.get("skipped", 0) == trainer.get("failed", 0) == 0
+    assert trainer["saved_bytes"] == found["sealed_bytes_total"] == sum(record.size_bytes for record in records)
+    assert trainer["blocked_seconds"] > 0
+    assert trainer["seal_seconds"] > 0
+    assert found["seals_total"] == 5
+    assert found["leases_total"] == 5
+    assert found["drained_steps_total"] == 3
+    stored = [path.stat().st_size for path in (tmp_path / "durable").rglob("*.safetensors")]
+    assert found["drained_bytes_total"] == sum(stored)
+    assert found["drain_seconds_total"] > 0
+    assert found["drain_lag_seconds"] >= 0
+    assert found["drain_errors_total"] == found["drain_skips_total"] == found["deleted_steps_total"] == 0
+    assert found["newest_whole_step", job.name] == 4
+    assert found["job_epoch", job.name] == 1
+    assert found["damages_total"] == found["leases_lost_total"] == found["arena_leases"] == found["arena_pins"] == 0
+
+
+def test_the_arenas_use_is_what_is_on_disk(agent_dir, agent, durable):
+    job = Job(agent_dir, durable)
+    job.save(0, 1, 2)
+    found = agent.metrics()
+    slots = [path.stat() for path in (agent_dir / "slots").iterdir()]
+    assert found["arena_slots"] == len(slots)
+    assert found["arena_allocated_bytes"] == sum(slot.st_size for slot in slots)
+    assert found["arena_budget_bytes"] == 2 << 30
+    assert 0 < found["arena_sealed_bytes"] <= found["arena_allocated_bytes"] <= found["arena_budget_bytes"]
+    assert found["seals_total"] - found["evictions_total"] + found["arena_free_slots"] == found["arena_slots"]
+
+
+def test_status_says_the_same_as_metrics(agent_dir, agent, durable):
+    job = Job(agent_dir, durable)
+    job.save(0, 1)
+    found, status = agent.metrics(), agent.status()
+    assert status["store"]["arena"]["allocated_bytes"] == found["arena_allocated_bytes"]
+    assert status["store"]["counters"]["sealed"] == found["seals_total"] == 2
+    assert status["drain"]["totals"]["steps"] == found["drained_steps_total"] == 1
+    (drained,) = status["drain"]["jobs"][job.name]
+    assert drained["state"] == "done"
+    assert drained["bytes_done"] == drained["bytes_total"] == found["drained_bytes_total"]
+    assert status["trainers"][job.name]["saves"] == 2
+    assert status["store"]["jobs"][0] | {"clients": 0, "expires_in_s": 0} == {
+        "job": job.name,
+        "epoch": 1,
+        "clients": 0,
+        "versions": 2,
+        "newest_whole": 1,
+        "expires_in_s": 0,
+    }
+
+
+def test_skipped_and_failed_saves_are_counted(agent_dir, agent, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "16MiB")
+    with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
+        for step in range(3):
+            ckpt.save(state_at(step), step).wait()
+        store = ckpt.session.node.store
+        states = []
+        for step in range(3, 7):
+            for fact in store.inventory("loop"):
+                store.pin(fact.key)
+            states.append(ckpt.save(state_at(step), step).state)
+        failed = ckpt.save({"large": torch.zeros(8 << 20)}, 7)
+    assert failed.state is SaveState.FAILED
+    skips = states.count(SaveState.SKIPPED)
+    assert skips >= 2
+    found = agent.metrics()
+    assert found["trainer_total", "loop", "skipped"] == skips
+    assert found["trainer_total", "loop", "failed"] == 1
+    assert found["trainer_total", "loop", "saves"] == 3 + len(states) - skips
+    assert found["lease_full_total"] >= 1
+    assert found["lease_busy_total"] >= skips
+
+
+def test_a_store_that_refuses_is_counted(agent_dir, agent, tmp_path):
+    (tmp_path / "durable").write_text("not a directory")
+    job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable", retry_s=0.1))
+    with job.checkpointer() as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        ckpt.wait("durable", timeout_s=2)
+    found = agent.metrics()
+    assert found["drain_errors_total"] >= 1
+    assert found["drained_steps_total"] == found["drained_bytes_total"] == 0
+    (step,) = agent.status()["drain"]["jobs"][job.name]
+    assert step["state"] in ("waiting", "failed")
+    assert step["error"]
+
+
+def test_an_agent_that_was_killed_tells_what_it_took_over(agent_dir, agent, durable):
+    job = Job(agent_dir, durable)
+    job.save(0, 1)
+    job.kill_agent()
+    job.expect(1, tiers={"memory"})
+    found = agent.metrics()
+    assert found["adoptions_total"] == 2
+    assert found["seals_total"] == 0
+    assert found["newest_whole_step", job.name] == 1
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"\x00\xff\xfe\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET //etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /metrics/../status HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /%2e%2e/slots HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"POST /metrics HTTP/1.1\r\nContent-Length: 1000000000000\r\n\r\n",
+        b"DELETE /status HTTP/1.1\r\n\r\n",
+        b"PUT /slots/x HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\n" + b"X: y\r\n" * 500 + b"\r\n",
+        b"GET /metrics HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+    ids=range(16),
+)
+def test_hostile_requests_get_an_error_and_the_agent_goes_on(agent_dir, agent, request_bytes):
+    with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
+        ckpt.save({"w": torch.ones(10)}, 0).wait()
+        pid = agent_pid(agent_dir)
+        with socket.create_connection(agent.address, timeout=20) as sock:
+            sock.sendall(request_bytes)
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                while data := sock.recv(65536):
+                    answer += data
+        assert b"root:" not in answer
+        assert b" 200 " not in answer.split(b"\r\n")[0]
+        assert json.loads(agent.get("/status"))["store"]["jobs"]
+        assert agent.get("/health").startswith("ok")
+        assert ckpt.save({"w": torch.ones(10)}, 1).wait() is SaveState.SEALED
+        assert agent_pid(agent_dir) == pid
+
+
+def test_callers_who_hang_do_not_keep_others_waiting(agent_dir, agent):
+    with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt, contextlib.ExitStack() as open_sockets:
+        ckpt.save({"w": torch.ones(10)}, 0).wait()
+        for _ in range(30):
+            sock = open_sockets.enter_context(socket.create_connection(agent.address, timeout=20))
+            sock.sendall(b"GET /metrics HT")
+        assert "arena_slots" in agent.get("/metrics")
+    end_agent(agent_dir)  # in order, although they still hang
+
+
+def test_it_can_be_switched_off_or_put_elsewhere(agent_dir, agent, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_AGENT_HTTP", "off")
+    with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
+        assert ckpt.save({"w": torch.ones(10)}, 0).wait() is SaveState.SEALED
+    assert (agent_dir / "http").read_text() == ""
+
+
+def test_unknown_paths_say_what_there_is(agent_dir, agent):
+    with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
+        ckpt.save({"w": torch.ones(10)}, 0).wait()
+    with pytest.raises(urllib.error.HTTPError, match="404") as info:
+        agent.get("/metric")
+    assert b"/metrics" in info.value.read()

@@ -1,0 +1,187 @@
+"""The public face: what type checkers see of it, its names, and what importing it does not do."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PUBLIC = {
+    "tieredckpt": {
+        "CheckpointDamagedError",
+        "CheckpointNotFoundError",
+        "Checkpointer",
+        "NullCheckpointer",
+        "SaveFailedError",
+        "Settings",
+        "TierUnavailableError",
+        "TieredCheckpointError",
+        "TieredReader",
+        "TieredWriter",
+        "enable_urls",
+    },
+    "peerstore": {
+        "AgentPlace",
+        "Client",
+        "Group",
+        "NodeStore",
+        "PeerStoreError",
+        "ShardDamagedError",
+        "ShardKey",
+        "ShardNotFoundError",
+        "ShardRecord",
+        "Store",
+        "StoreSettings",
+        "UnavailableError",
+    },
+}
+"""Frozen: a name is added here on purpose, and removed with a major release."""
+
+
+def run(*command, **more):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, env=environ, **more)
+
+
+def wrong_lines():
+    return {n for n, line in enumerate((HERE / "misuse.py").read_text().splitlines(), 1) if line.endswith("# WRONG")}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A user's own folder, with nothing of this repository's configuration."""
+    for name in ("user.py", "misuse.py"):
+        shutil.copy(HERE / name, tmp_path)
+    return tmp_path
+
+
+def mypy(folder):
+    """mypy's errors about both files, as a user's strict configuration gives them."""
+    (folder / "mypy.ini").write_text("[mypy]\nstrict = True\n[mypy-torch.*]\nimplicit_reexport = True\n")
+    done = run(sys.executable, "-m", "mypy", "--output", "json", "user.py", "misuse.py", cwd=folder)
+    assert done.returncode in (0, 1), done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(one["file"], one["line"]): one["message"] for one in found if one["severity"] == "error"}
+
+
+def pyright(folder):
+    (folder / "pyrightconfig.json").write_text(json.dumps({"include": ["."], "typeCheckingMode": "standard"}))
+    done = run(sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, cwd=folder)
+    report = json.loads(done.stdout)
+    assert report["summary"]["filesAnalyzed"] == 2
+    errors = [one for one in report["generalDiagnostics"] if one["severity"] == "error"]
+    return {(Path(one["file"]).name, one["range"]["start"]["line"] + 1): one["message"] for one in errors}
+
+
+@pytest.mark.parametrize("checker", [mypy, pyright])
+def test_a_users_code_checks_and_its_mistakes_are_found(checker, folder):
+    found = checker(folder)
+    assert {place: text for place, text in found.items() if place[0] == "user.py"} == {}
+    assert {line for name, line in found if name == "misuse.py"} == wrong_lines()
+    assert {name for name, _ in found} == {"misuse.py"}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_names_are_few_and_known(package):
+    module = __import__(package)
+    assert sorted(module.__all__) == sorted(PUBLIC[package])
+    assert len(module.__all__) <= 12
+    for name in module.__all__:
+        assert getattr(module, name).__name__ == name
+    with pytest.raises(AttributeError, match="no_such_name"):
+        module.no_such_name  # noqa: B018
+
+
+def test_the_wheel_says_that_it_is_typed(tmp_path):
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tmp_path)
+    for name in PUBLIC:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    done = run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), ".", cwd=tmp_path)
+    if done.returncode:
+        pytest.skip(f"no wheel can be built here: {done.stderr.strip().splitlines()[-1:]}")
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    assert {"tieredckpt/py.typed", "peerstore/py.typed"} <= packed
+    assert not any(name.startswith(("tests/", "benchmarks/")) for name in packed)
+    modules = {str(path.relative_to(ROOT)) for name in PUBLIC for path in (ROOT / name).rglob("*.py")}
+    assert modules <= packed
+
+
+HEAVY = {"torch", "boto3", "botocore", "obstore", "s3fs", "numpy"}
+IMPORT = """
+import json, os, signal, sys, threading, warnings
+reads = []
+class Watched(type(os.environ)):
+    def __getitem__(self, key):
+        reads.append(key)
+        return super().__getitem__(key)
+environ = os.environ
+handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+own = [f"/dev/shm/{{name}}-{{os.getuid()}}" for name in ("tieredckpt", "peerstore")]
+files = [os.path.exists(path) for path in own]
+{prepare}
+before = set(sys.modules)
+real, os.environ.__class__ = os.environ.__class__, Watched
+reads.clear()
+{module}
+os.environ.__class__ = real
+print(json.dumps({{
+    "reads": [key.decode() if isinstance(key, bytes) else key for key in reads],
+    "threads": [t.name for t in threading.enumerate()],
+    "handlers": handlers == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)],
+    "heavy": sorted(m for m in set(sys.modules) - before if m.split(".")[0] in {heavy}),
+    "files": files != [os.path.exists(path) for path in own],
+    "loggers": [type(h).__name__ for h in __import__("logging").getLogger().handlers],
+}}))
+"""
+
+
+def effects(module, prepare=""):
+    done = run(
+        sys.executable, "-W", "error", "-c", textwrap.dedent(IMPORT).format(module=module, prepare=prepare, heavy=HEAVY)
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("module", ["tieredckpt", "peerstore", "tieredckpt.agent.service", "tieredckpt.settings"])
+def test_importing_does_nothing_and_stays_light(module):
+    found = effects(f"import {module}")
+    assert [key for key in found["reads"] if key.startswith(("TIERED", "PEER", "AWS", "LOCAL_", "RANK", "WORLD"))] == []
+    assert found["threads"] == ["MainThread"]
+    assert found["handlers"]
+    assert found["heavy"] == []
+    assert (found["files"], found["loggers"]) == (False, [])
+
+
+def test_importing_the_half_with_torch_does_nothing_either():
+    prepare = "warnings.simplefilter('ignore'); import torch, torch.distributed.checkpoint, torch.distributed.tensor"
+    found = effects("from tieredckpt import Checkpointer, TieredReader, TieredWriter", prepare)
+    assert [key for key in found["reads"] if key.startswith(("TIERED", "PEER", "AWS", "LOCAL_", "RANK", "WORLD"))] == []
+    assert found["threads"] == ["MainThread"]
+    assert found["handlers"]
+    assert [name for name in found["heavy"] if name.split(".")[0] != "torch"] == []
+    assert (found["files"], found["loggers"]) == (False, [])
+
+
+def test_the_environment_is_read_in_one_module_of_each_package():
+    def reads(path):
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        return any(n.attr in ("environ", "getenv") and isinstance(n.value, ast.Name) for n in nodes)
+
+    paths = [path for package in PUBLIC for path in (ROOT / package).rglob("*.py")]
+    readers = {str(path.relative_to(ROOT)) for path in paths if reads(path)}
+    # What a launcher says about ranks, and what a child process inherits, is not configuration.
+    inherited = {"tieredckpt/board.py", "tieredckpt/agent_node.py"}
+    left = readers - inherited - {"tieredckpt/settings.py", "peerstore/settings.py"}
+    assert {name for name in left if not name.startswith(("tieredckpt/demo/", "tieredckpt/cli/"))} == set()
