@@ -19,6 +19,7 @@ from peerstore.arena import TmpfsArena
 from peerstore.errors import ArenaBusyError, ArenaFullError, FencedError, ShardNotFoundError
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
+from tests.support.leaks import own_name
 from tests.support.stores import content, fill, flip, key, load
 
 KIB = 1 << 10
@@ -29,7 +30,7 @@ PARTS = 2
 class StoreLife(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.directory = Path("/dev/shm") / f"peerstore-test-{uuid.uuid4().hex[:12]}"
+        self.directory = Path("/dev/shm") / (own_name("peerstore") + uuid.uuid4().hex[:8])
         self.store = None
         self.patch = pytest.MonkeyPatch()
         numbers = itertools.count(1 << 40)  # slots' names, so that a life can be lived again step by step
