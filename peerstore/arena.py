@@ -130,7 +130,8 @@ class TmpfsArena:
             except FileNotFoundError:
                 if not fresh.exists() or "/" not in name:
                     raise
-                final.parent.mkdir(mode=0o700, exist_ok=True)  # perhaps again: it goes with its last note
+                with contextlib.suppress(FileExistsError):  # perhaps again: it goes with its last note
+                    final.parent.mkdir(mode=0o700)
             else:
                 return
 

@@ -18,6 +18,7 @@ from peerstore.operations import patience
 from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
 
 _CALL_S = 60.0
+_LINE_S = 0.01
 _SLOWEST_BYTES_PER_S = 100e6
 _ADOPTION_S = 660.0
 T = TypeVar("T")
@@ -29,12 +30,20 @@ def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
     """A connection to the agent's socket, or :class:`AgentUnreachableError`."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
-    try:
-        sock.connect(str(path))
-    except OSError as error:
-        sock.close()
-        raise AgentUnreachableError(f"no agent answers on {path}: {error}") from error
-    return sock
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            sock.connect(str(path))
+        except BlockingIOError as error:  # more wait to be accepted than the kernel keeps in line
+            if time.monotonic() > deadline:
+                sock.close()
+                raise AgentUnreachableError(f"the agent on {path} accepts nobody for {timeout_s:.0f} s") from error
+            time.sleep(_LINE_S)
+        except OSError as error:
+            sock.close()
+            raise AgentUnreachableError(f"no agent answers on {path}: {error}") from error
+        else:
+            return sock
 
 
 class Client:

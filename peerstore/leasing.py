@@ -144,6 +144,7 @@ class Leasing:
         if not left > 0:
             self._shelf.counters["lease_busy"] += 1
             raise ArenaBusyError(refused.reason if refused else "no slot")
+        self._shelf.counters["lease_waits"] += 1
         self._shelf.changed.wait(min(left, 1.0))
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:

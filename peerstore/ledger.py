@@ -125,8 +125,8 @@ def stranded(
     return sorted(found, key=_age)
 
 
-def _age(slot: SlotView) -> tuple[Group, str]:
-    return slot.group or Group(0, 0, 0, ""), slot.name
+def _age(slot: SlotView) -> tuple[Group, int, str]:
+    return slot.group or Group(0, 0, 0, ""), slot.part, slot.name
 
 
 def choose_slot(

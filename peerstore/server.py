@@ -29,6 +29,7 @@ _GREETING_S = 10.0
 _FRAME_S = 60.0
 """How long one frame may take, once it has begun."""
 _PAUSE_S = 0.1
+_LAST_READS = 64
 _SWEEP_S = 1.0
 _FAREWELL_S = 5.0
 
@@ -171,7 +172,7 @@ class StoreServer:
         connection.settimeout(_GREETING_S)
         try:
             owner, job = self._admit(connection)
-        except PeerStoreError as error:
+        except RequestError as error:
             _tell(connection, Greeting(PROTOCOL, "", self._version, refused=str(error)))
             raise
         if owner is None:
@@ -228,9 +229,14 @@ class StoreServer:
 
 
 def _tell(connection: socket.socket, message: object) -> None:
-    """Say why, to one who may not be listening any more."""
+    """Say why the conversation ends, to one who may not be listening any more."""
     with contextlib.suppress(OSError):
         frames.send(connection, message)
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(_PAUSE_S)
+        for _ in range(_LAST_READS):  # closed with bytes unread, the kernel would throw the message away
+            if not connection.recv(1 << 16):
+                return
 
 
 def _peer(connection: socket.socket) -> Owner:

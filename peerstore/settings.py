@@ -35,7 +35,8 @@ class StoreSettings:
     """How long a job's shards are kept after its last process went away."""
 
     def __post_init__(self) -> None:
-        budget_bytes(self.budget, memory_bytes=1)
+        if not budget_bytes(self.budget, memory_bytes=1 << 40):
+            raise RequestError(f"budget {self.budget!r} keeps nothing: write for example '64GiB' or '30%'")
         if self.slots_per_part < 1 or self.burst_slots < 0:
             raise RequestError(
                 f"slots_per_part={self.slots_per_part}, burst_slots={self.burst_slots}: a writer needs at least one "
@@ -88,8 +89,6 @@ def budget_bytes(text: str, *, memory_bytes: int | None = None) -> int:
         return int((memory_bytes if memory_bytes is not None else usable_memory_bytes()) * number / 100)
     if number * _UNITS[unit] >= 1 << 63:
         raise RequestError(f"budget {text!r} is more than any machine has")
-    if int(number * _UNITS[unit]) == 0:
-        raise RequestError(f"budget {text!r} keeps nothing: write for example '64GiB' or '30%'")
     return int(number * _UNITS[unit])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,8 +25,6 @@ from peerstore.store import NodeStore
 from peerstore.testing import memory_store
 from tests.support.stores import MIB, content, fill, flip, key, load, save, store_agent, store_directory
 
-Opener = Callable[[str], contextlib.AbstractContextManager[Store]]
-
 
 @contextlib.contextmanager
 def in_process(budget: str) -> Iterator[Store]:
@@ -45,25 +43,31 @@ def behind_an_agent(budget: str) -> Iterator[Store]:
         assert agent.end() == 0
 
 
-KINDS: dict[str, Opener] = {"node": in_process, "memory": memory_store, "agent": behind_an_agent}
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def shared(request: pytest.FixtureRequest) -> Iterator[Store]:
-    with KINDS[request.param]("64MiB") as store:
+@pytest.fixture(scope="module")
+def agent_store() -> Iterator[Store]:
+    with behind_an_agent("64MiB") as store:
         yield store
 
 
-@pytest.fixture
-def store(shared: Store) -> Iterator[Store]:
-    """A store without jobs; a test's own are forgotten after it."""
-    yield shared
-    status = shared.status()
-    for job in status.jobs:
-        shared.claim(job.job, "end-of-test")  # ends what is leased
-        shared.forget(job.job)
-    assert shared.inventory() == []
-    assert shared.status().arena.allocated_bytes == 0
+@pytest.fixture(params=["node", "memory", "agent"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """A store without jobs. One agent serves all tests, each forgets what it had there."""
+    if request.param == "agent":
+        store = request.getfixturevalue("agent_store")
+        yield store
+        forget_everything(store)
+    else:
+        with (in_process if request.param == "node" else memory_store)("64MiB") as store:
+            yield store
+
+
+def forget_everything(store: Store) -> None:
+    for job in store.status().jobs:
+        store.claim(job.job, "end-of-test")  # ends what is leased
+        store.forget(job.job)
+    status = store.status()
+    assert status.jobs == ()
+    assert status.arena.slots == 0
 
 
 # -- writing and reading ----------------------------------------------------------------------------------------------

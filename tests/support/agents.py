@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from peerstore.owners import started_at
+from tests.support.leaks import own_name
 from tieredckpt.session import close_sessions
 from tieredckpt.settings import Settings, settings_from
 
@@ -45,7 +46,7 @@ def end_agent(directory: Path, number: int = signal.SIGTERM) -> None:
 
 @contextlib.contextmanager
 def agent_directory() -> Iterator[Path]:
-    directory = Path("/dev/shm") / f"tieredckpt-test-{uuid.uuid4().hex[:12]}"
+    directory = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
     try:
         yield directory
     finally:

@@ -22,6 +22,7 @@ from peerstore.records import Lease, ShardKey, ShardRecord
 from peerstore.server import StoreServer
 from peerstore.settings import AgentPlace
 from peerstore.store import NodeStore
+from tests.support.leaks import own_name
 
 MIB = 1 << 20
 
@@ -89,7 +90,7 @@ def client_of(path: Path, **options: Any) -> Iterator[Client]:
 @contextlib.contextmanager
 def store_directory() -> Iterator[Path]:
     """A directory on tmpfs for one store; gone when the block ends."""
-    directory = Path("/dev/shm") / f"peerstore-test-{uuid.uuid4().hex[:12]}"
+    directory = Path("/dev/shm") / (own_name("peerstore") + uuid.uuid4().hex[:8])
     try:
         yield directory
     finally:

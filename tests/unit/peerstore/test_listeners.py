@@ -9,6 +9,7 @@ import pytest
 from peerstore.arena import TmpfsArena
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore, SealListener
+from tests.support.leaks import own_name
 from tests.support.stores import flip, key, save
 
 
@@ -27,7 +28,7 @@ class Diary(SealListener):
 @pytest.fixture
 def place():
     """A directory that a store is opened in, again and again."""
-    directory = Path("/dev/shm") / f"peerstore-test-{uuid.uuid4().hex[:12]}"
+    directory = Path("/dev/shm") / (own_name("peerstore") + uuid.uuid4().hex[:8])
     stores = []
 
     def open_it():

@@ -1,0 +1,154 @@
+"""Writes the hostile frames: ``python -m tests.hostile.peerstore.make``.
+
+Each is what somebody sends to a node agent's socket: at once (``greeting-``), or after a proper greeting
+(``request-``). They are damaged by chance, or made by somebody who knows the protocol.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+FILES = Path(__file__).parent / "files"
+CLOSED = "closed"
+"""The agent ends the connection, and has nobody left to tell why."""
+KEY = {"job": "victim", "version": 1, "epoch": 1, "incarnation": "a", "attempt": 0, "part": 0}
+
+
+class Case(NamedTuple):
+    """What is sent, and what must come back: the error's class, or :data:`CLOSED`."""
+
+    data: bytes
+    answer: str
+
+
+def frame(value: Any, *, announced: int | None = None) -> bytes:
+    body = value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
+    return struct.pack(">I", len(body) if announced is None else announced) + body
+
+
+def request(op: str, body: Any) -> bytes:
+    return frame([op, body])
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\xc0"
+
+
+def cases() -> dict[str, Case]:
+    return {**dict(_greetings()), **dict(_frames()), **dict(_bodies())}
+
+
+def _greetings() -> Iterator[tuple[str, Case]]:
+    refused = "refused"
+    yield "greeting-empty-frame", Case(frame(b""), refused)
+    yield "greeting-http", Case(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", refused)
+    yield "greeting-random", Case(bytes(range(0, 256, 7)), refused)
+    yield "greeting-4-gib", Case(frame(b"x", announced=0xFFFFFFFF), refused)
+    yield "greeting-above-its-limit", Case(frame(b"x" * 5000), refused)
+    yield "greeting-of-the-future", Case(frame({"protocol": 2, "job": ""}), refused)
+    yield "greeting-of-the-far-future", Case(frame({"protocol": 1 << 63, "job": ""}), refused)
+    yield "greeting-protocol-as-text", Case(frame({"protocol": "1", "job": ""}), refused)
+    yield "greeting-without-protocol", Case(frame({"job": ""}), refused)
+    yield "greeting-job-with-slash", Case(frame({"protocol": 1, "job": "../../etc"}), refused)
+    yield "greeting-job-with-nul", Case(frame({"protocol": 1, "job": "a\0b"}), refused)
+    yield "greeting-job-endless", Case(frame({"protocol": 1, "job": "x" * 4000}), refused)
+    yield "greeting-nested", Case(frame(nested(4000)), refused)
+    yield "greeting-cut-length", Case(b"\0\0", CLOSED)
+    yield "greeting-cut-body", Case(frame({"protocol": 1, "job": ""})[:-3], CLOSED)
+
+
+def _frames() -> Iterator[tuple[str, Case]]:
+    yield "request-4-gib", Case(frame(b"x", announced=0xFFFFFFFF), "ProtocolError")
+    yield "request-one-byte-too-long", Case(frame(b"x", announced=(64 << 20) + 1), "ProtocolError")
+    yield "request-largest-announced", Case(frame(b"x", announced=64 << 20), CLOSED)
+    yield "request-cut", Case(request("status", {})[:-1], CLOSED)
+    yield "request-empty", Case(frame(b""), "ProtocolError")
+    yield "request-garbage", Case(frame(b"\xc1" * 100), "ProtocolError")
+    yield "request-nil", Case(frame(None), "ProtocolError")
+    yield "request-map", Case(frame({"op": "status", "body": {}}), "ProtocolError")
+    yield "request-without-body", Case(frame(["status"]), "ProtocolError")
+    yield "request-three-fields", Case(frame(["status", {}, "more"]), "ProtocolError")
+    yield "request-op-number", Case(frame([7, {}]), "ProtocolError")
+    yield "request-array-of-4g", Case(frame(b"\xdd\xff\xff\xff\xff"), "ProtocolError")
+    yield "request-text-of-4g", Case(frame(b"\x92\xdb\xff\xff\xff\xff"), "ProtocolError")
+    yield "request-body-of-4g", Case(frame(b"\x92\xa6status\xc6\xff\xff\xff\xff"), "ProtocolError")
+    yield "request-nested", Case(frame(b"\x92\xa6status" + nested(100_000)), "ProtocolError")
+    yield "request-trailing", Case(frame(msgspec.msgpack.encode(["status", {}]) + b"\0"), "ProtocolError")
+    yield "request-op-unknown", Case(request("no such thing", {}), "RequestError")
+    yield "request-op-empty", Case(request("", {}), "RequestError")
+    yield "request-op-private", Case(request("__class__", {}), "RequestError")
+    yield "request-op-long", Case(request("x" * 100_000, {}), "RequestError")
+
+
+def _bodies() -> Iterator[tuple[str, Case]]:
+    lease = {"key": KEY, "size_bytes": 10, "parts": 1}
+
+    def key(**changes: Any) -> dict[str, Any]:
+        return {**lease, "key": {**KEY, **changes}}
+
+    wrong = {
+        "lease-nil": ("lease", None),
+        "lease-list": ("lease", [1, 2, 3]),
+        "lease-nothing": ("lease", {}),
+        "lease-no-key": ("lease", {"size_bytes": 1, "parts": 1}),
+        "lease-size-text": ("lease", {**lease, "size_bytes": "10"}),
+        "lease-size-fraction": ("lease", {**lease, "size_bytes": 1.5}),
+        "lease-job-number": ("lease", key(job=7)),
+        "lease-job-bytes": ("lease", key(job=b"victim")),
+        "lease-epoch-infinite": ("lease", key(epoch=float("inf"))),
+        "inventory-list": ("inventory", {"job": ["victim"]}),
+        "verify-three-chunks": ("verify", {"key": KEY, "chunks": [1, 2, 3]}),
+        "forget-map": ("forget", {"job": "victim", "groups": {}}),
+        "forget-short-group": ("forget", {"job": "victim", "groups": [[1, 2]]}),
+        "mark-group-text": ("mark_whole", {"job": "victim", "group": "newest"}),
+        "blob-data-text": ("put_blob", {"job": "victim", "name": "a", "data": [1]}),
+    }
+    for name, (op, body) in wrong.items():
+        yield f"request-{name}", Case(request(op, body), "ProtocolError")
+    yield "request-body-nested", Case(frame(b"\x92\xa9inventory\x81\xa3job" + nested(500)), "ProtocolError")
+    refused = {
+        "lease-size-huge": ("lease", {**key(version=2), "size_bytes": (1 << 64) - 1}, "ArenaFullError"),
+        "lease-size-negative": ("lease", {**lease, "size_bytes": -1}, "RequestError"),
+        "lease-parts-huge": ("lease", {**lease, "parts": 1 << 63}, "RequestError"),
+        "lease-part-outside": ("lease", key(part=1), "RequestError"),
+        "lease-version-huge": ("lease", key(version=(1 << 64) - 1), "RequestError"),
+        "lease-epoch-huge": ("lease", key(epoch=1 << 62), "RequestError"),
+        "lease-job-path": ("lease", key(job="../../tmp/x"), "InvalidNameError"),
+        "lease-job-dots": ("lease", key(job=".."), "InvalidNameError"),
+        "lease-incarnation-path": ("lease", key(incarnation="a/b"), "InvalidNameError"),
+        "claim-epoch-huge": ("claim", {"job": "victim", "incarnation": "z", "at_least": 1 << 62}, "RequestError"),
+        "claim-epoch-negative": ("claim", {"job": "victim", "incarnation": "z", "at_least": -5}, "RequestError"),
+        "seal-unknown": ("seal", {"lease_id": "x", "size_bytes": 1 << 63}, "LeaseLostError"),
+        "seal-path": ("seal", {"lease_id": "../../x", "size_bytes": 0}, "LeaseLostError"),
+        "grow-unknown": ("grow", {"lease_id": "x", "size_bytes": 1 << 63}, "LeaseLostError"),
+        "relabel-unknown": ("relabel", {"lease_id": "x", "key": KEY}, "LeaseLostError"),
+        "reserve-negative": ("reserve", {"job": "victim", "part": 0, "size_bytes": -1}, "RequestError"),
+        "reserve-part-huge": ("reserve", {"job": "victim", "part": 1 << 40, "size_bytes": 0}, "RequestError"),
+        "reserve-job-empty": ("reserve", {"job": "", "part": 0, "size_bytes": 1}, "InvalidNameError"),
+        "verify-absent": ("verify", {"key": {**KEY, "version": 9}, "chunks": [0, 1 << 62]}, "ShardNotFoundError"),
+        "verify-chunks": ("verify", {"key": KEY, "chunks": [-1, 1 << 62]}, "RequestError"),
+        "pin-absent": ("pin", {"key": {**KEY, "job": "nobody"}}, "ShardNotFoundError"),
+        "blob-path": ("get_blob", {"job": "victim", "name": "../../../etc/passwd"}, "InvalidNameError"),
+        "blob-nul": ("put_blob", {"job": "victim", "name": "a\0b", "data": b""}, "InvalidNameError"),
+        "blob-of-nobody": ("get_blob", {"job": "nobody", "name": "a"}, "ShardNotFoundError"),
+        "mark-of-no-job": ("mark_whole", {"job": "", "group": [1, 1, 0, "a"]}, "InvalidNameError"),
+    }
+    for name, (op, body, error) in refused.items():
+        yield f"request-{name}", Case(request(op, body), error)
+
+
+def main() -> None:
+    FILES.mkdir(exist_ok=True)
+    for old in FILES.iterdir():
+        old.unlink()
+    for name, case in cases().items():
+        (FILES / f"{name}.frame").write_bytes(case.data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Frames nobody who follows the protocol would send: a typed error or a closed door, and the agent keeps serving."""
+
+import contextlib
+import re
+import socket
+import struct
+import threading
+from pathlib import Path
+
+import pytest
+
+from peerstore import frames
+from peerstore.client import connect
+from peerstore.errors import AgentUnreachableError
+from peerstore.frames import PROTOCOL, Greeting, Request, Response
+from tests.hostile.peerstore.make import CLOSED, FILES, cases
+from tests.support.stores import MIB, content, key, load, save, store_agent, store_directory
+
+HOSTILE = sorted(FILES.iterdir())
+VICTIM = key(1, job="victim")
+
+
+@pytest.fixture(scope="module")
+def agent():
+    with store_directory() as directory, store_agent(directory, "--budget", "64MiB") as one:
+        with one.client(retry_s=20) as client:
+            save(client, VICTIM)
+        yield one
+        assert one.end() == 0
+
+
+@pytest.fixture
+def knock(agent):
+    """Connections to the agent, without a client's manners."""
+    with contextlib.ExitStack() as stack:
+
+        def connection(*, greet: bool = True) -> socket.socket:
+            sock = stack.enter_context(connect(agent.place.socket, timeout_s=20))
+            if greet:
+                frames.send(sock, Greeting(PROTOCOL, ""))
+                assert not frames.receive(sock, Greeting).refused
+            return sock
+
+        yield connection
+
+
+def still_serves(agent):
+    with agent.client(retry_s=0) as client:
+        status = client.status()
+        assert status.damages == ()
+        assert (status.arena.leases, status.arena.slots, status.arena.pins) == (0, 1, 0)
+        assert [job.job for job in status.jobs] == ["victim"]
+        assert status.jobs[0].epoch == 1
+        assert load(client, VICTIM) == content(VICTIM, MIB)
+
+
+def peak_bytes(agent):
+    status = Path(f"/proc/{agent.process.pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) << 10
+
+
+def test_the_files_are_what_the_script_writes():
+    assert {path.stem: path.read_bytes() for path in HOSTILE} == {name: case.data for name, case in cases().items()}
+
+
+@pytest.mark.parametrize("file", HOSTILE, ids=lambda path: path.stem)
+def test_a_hostile_frame_gets_a_typed_error_and_costs_nothing(agent, knock, file):
+    expected = cases()[file.stem].answer
+    before = peak_bytes(agent)
+    sock = knock(greet=file.stem.startswith("request-"))
+    sock.sendall(file.read_bytes())
+    sock.shutdown(socket.SHUT_WR)
+    if expected == CLOSED:
+        assert sock.recv(1) == b""
+    elif expected == "refused":
+        assert frames.receive(sock, Greeting).refused
+        assert sock.recv(1) == b""
+    else:
+        answer = frames.receive(sock, Response)
+        assert answer.error == expected
+        assert len(frames.decode(answer.body, str)) < 200_000
+        assert sock.recv(1) == b""
+    assert peak_bytes(agent) < before + 32 * MIB
+    still_serves(agent)
+
+
+def test_a_wrong_request_does_not_cost_the_connection(agent, knock):
+    sock = knock()
+    for _ in range(3):
+        sock.sendall((FILES / "request-op-unknown.frame").read_bytes())
+        assert frames.receive(sock, Response).error == "RequestError"
+        sock.sendall((FILES / "request-lease-nothing.frame").read_bytes())
+        assert frames.receive(sock, Response).error == "ProtocolError"
+    frames.send(sock, Request("epoch", frames.encode_raw({"job": "victim"})))
+    assert frames.decode(frames.receive(sock, Response).body, int) == 1
+
+
+def test_fields_of_a_newer_client_are_passed_over(knock):
+    sock = knock(greet=False)
+    frames.send(sock, {"protocol": PROTOCOL, "job": "", "colour": "green"})
+    assert not frames.receive(sock, Greeting).refused
+    frames.send(sock, Request("epoch", frames.encode_raw({"job": "victim", "colour": "green"})))
+    assert frames.decode(frames.receive(sock, Response).body, int) == 1
+
+
+def test_many_silent_connections_do_not_keep_others_out(agent, knock):
+    """Half greetings, half frames and nothing at all, two hundred of each, all at once."""
+    for number in range(200):
+        sock = knock(greet=number % 3 == 0)
+        sock.sendall((b"", b"\0", struct.pack(">I", 64 << 20))[number % 3])
+    before = peak_bytes(agent)
+    still_serves(agent)
+    assert peak_bytes(agent) < before + 32 * MIB
+
+
+def test_more_connections_than_allowed_are_turned_away_and_come_back_later(agent):
+    with contextlib.ExitStack() as crowd:
+        for _ in range(1024):
+            crowd.enter_context(connect(agent.place.socket, timeout_s=20))
+        with pytest.raises((AgentUnreachableError, OSError)):
+            crowd.enter_context(agent.client(retry_s=0))
+    with agent.client(retry_s=20) as client:
+        assert client.epoch("victim") == 1
+
+
+def test_a_client_that_never_reads_does_not_stop_the_others(agent, knock):
+    deaf = knock()
+    deaf.settimeout(0.2)
+    ask = Request("inventory", frames.encode_raw({"job": None}))
+    with contextlib.suppress(TimeoutError):
+        while True:
+            frames.send(deaf, ask)
+    still_serves(agent)
+
+
+def test_many_at_once_who_all_misbehave(agent):
+    """Threads throw every file at the agent in their own order; a client works all the time."""
+    threads = [threading.Thread(target=throw_all, args=(agent, step)) for step in (1, 3, 7)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        still_serves_data(agent)
+    for thread in threads:
+        thread.join()
+    still_serves(agent)
+
+
+def throw_all(agent, step):
+    for number in range(len(HOSTILE)):
+        file = HOSTILE[number * step % len(HOSTILE)]
+        with connect(agent.place.socket, timeout_s=20) as sock, contextlib.suppress(ConnectionError):
+            if file.stem.startswith("request-"):
+                frames.send(sock, Greeting(PROTOCOL, ""))
+            sock.sendall(file.read_bytes())
+
+
+def still_serves_data(agent):
+    with agent.client(retry_s=20) as client:
+        assert load(client, VICTIM) == content(VICTIM, MIB)

@@ -1,0 +1,94 @@
+"""What a test leaves behind: threads, child processes, agents and arenas."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_PATIENCE_S = 5.0
+_LASTING_THREADS = ("fsspecIO",)
+"""One per process, made by a library at first use and meant to stay."""
+_LASTING_CHILDREN = (b"multiprocessing",)
+"""Rank pools are kept warm between tests and grow in any of them; their own fixtures end them."""
+
+
+def own_name(kind: str) -> str:
+    """The beginning of names on shared memory that belong to this test process: others may be running beside it."""
+    return f"{kind}-test-{os.getpid()}-"
+
+
+class Footprint(NamedTuple):
+    """What exists right now."""
+
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    places: frozenset[str]
+    """Sockets that are listened on, and directories on shared memory."""
+
+    def beyond(self, *others: Footprint) -> list[str]:
+        """What is here and in none of the others, in words."""
+        threads = self.threads.difference(*(other.threads for other in others))
+        children = self.children.difference(*(other.children for other in others))
+        places = self.places.difference(*(other.places for other in others))
+        found = [
+            f"thread {one.name}" for one in threads if one.is_alive() and not one.name.startswith(_LASTING_THREADS)
+        ]
+        for pid in children:
+            command = _command(pid)
+            if not any(word in command for word in _LASTING_CHILDREN):
+                found.append(f"process {pid} ({command.decode(errors='replace') or 'ended, and nobody waited for it'})")
+        return found + sorted(places)
+
+
+NOTHING = Footprint(frozenset(), frozenset(), frozenset())
+
+
+def footprint() -> Footprint:
+    return Footprint(frozenset(threading.enumerate()), frozenset(_children()), frozenset(_places()))
+
+
+def both(one: Footprint, other: Footprint) -> Footprint:
+    return Footprint(one.threads | other.threads, one.children | other.children, one.places | other.places)
+
+
+def added(before: Footprint, after: Footprint) -> Footprint:
+    return Footprint(after.threads - before.threads, after.children - before.children, after.places - before.places)
+
+
+def wait_clean(before: Footprint, lasting: Footprint) -> list[str]:
+    """What is left although it was given some time to go."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while left := footprint().beyond(before, lasting):
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
+    return []
+
+
+def _children() -> Iterator[int]:
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            yield from map(int, (task / "children").read_text().split())
+
+
+def _places() -> Iterator[str]:
+    own = f"-test-{os.getpid()}-"
+    yield from (f"socket {line.rpartition(' ')[2]}" for line in _unix_sockets() if own in line)
+    yield from (f"directory {path}" for path in Path("/dev/shm").iterdir() if own in path.name)
+
+
+def _unix_sockets() -> list[str]:
+    listening = " 00010000 "
+    return [line for line in Path("/proc/net/unix").read_text(errors="replace").splitlines() if listening in line]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").strip()
+    except OSError:
+        return b""

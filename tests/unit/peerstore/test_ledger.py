@@ -1,0 +1,215 @@
+"""Decisions about slots, whatever the slots are."""
+
+import math
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from peerstore.ledger import (
+    Busy,
+    CreateSlot,
+    Full,
+    Limits,
+    MakeRoom,
+    SlotView,
+    UseSlot,
+    choose_slot,
+    evictable,
+    make_room,
+    stranded,
+    whole_groups,
+)
+from peerstore.records import Group, SlotState
+
+JOBS, PARTS = ["job", "other"], [0, 8]
+
+
+def group(version, epoch=1, attempt=0):
+    return Group(epoch, version, attempt, f"i{epoch}")
+
+
+groups = st.builds(group, st.integers(0, 4), st.integers(1, 3), st.integers(0, 1))
+
+
+@st.composite
+def slot_views(draw):
+    states = draw(st.lists(st.sampled_from(list(SlotState)), max_size=10))
+    return [
+        SlotView(
+            f"s{number}",
+            state,
+            draw(st.integers(0, 40)),
+            draw(st.sampled_from(JOBS)),
+            draw(st.sampled_from(PARTS)),
+            draw(groups) if state is SlotState.SEALED else None,
+            draw(st.booleans()),
+        )
+        for number, state in enumerate(states)
+    ]
+
+
+wholes = st.dictionaries(st.sampled_from(JOBS), st.sets(groups, max_size=4))
+limits = st.builds(Limits, st.integers(1, 200), st.integers(1, 3), st.integers(0, 2))
+
+
+def given_up(decision, slots):
+    """The sealed slots that a decision costs."""
+    names = set(decision.drop) | ({decision.name} if isinstance(decision, UseSlot) else set())
+    return [slot for slot in slots if slot.name in names and slot.state is SlotState.SEALED]
+
+
+def allocated_after(decision, slots, size_bytes):
+    gone = set(decision.drop) | ({decision.name} if isinstance(decision, UseSlot) else set())
+    return sum(slot.size_bytes for slot in slots if slot.name not in gone) + size_bytes
+
+
+def check_nothing_needed_is_given_up(decision, slots, whole, job, epoch):
+    for slot in given_up(decision, slots):
+        newest = max(whole.get(slot.job, ()), default=None)
+        assert not slot.busy
+        superseded = newest is not None and slot.group < newest
+        left_behind = slot.job == job and slot.group.epoch < epoch and slot.group not in whole.get(job, ())
+        assert superseded or left_behind, (slot, newest)
+        assert slot.group != newest
+
+
+@given(slot_views(), wholes, limits, st.sampled_from(PARTS), st.integers(0, 60), st.integers(1, 4))
+def test_a_chosen_slot_fits_and_costs_nothing_anybody_needs(slots, whole, limits, part, size, epoch):
+    decision = choose_slot(slots, job="job", part=part, epoch=epoch, size_bytes=size, limits=limits, whole=whole)
+    if isinstance(decision, Busy | Full):
+        assert "part" in decision.reason
+        return
+    assert allocated_after(decision, slots, size) <= limits.budget_bytes
+    check_nothing_needed_is_given_up(decision, slots, whole, "job", epoch)
+    mine = [slot for slot in slots if (slot.job, slot.part) == ("job", part)]
+    if isinstance(decision, CreateSlot):
+        assert len(mine) < limits.slots + limits.burst
+    else:
+        chosen = next(slot for slot in slots if slot.name == decision.name)
+        assert chosen.state is not SlotState.LEASED
+        assert decision.name not in decision.drop
+        assert chosen in mine or len(mine) < limits.slots + limits.burst
+    assert all(slot.state is not SlotState.LEASED for slot in slots if slot.name in decision.drop)
+
+
+@given(slot_views(), wholes, limits, st.integers(0, 100), st.integers(1, 4), st.randoms())
+def test_room_to_grow_fits_and_costs_nothing_anybody_needs(slots, whole, limits, size, epoch, random):
+    leased = [slot for slot in slots if slot.state is SlotState.LEASED]
+    if not leased:
+        return
+    growing = random.choice(leased)
+    decision = make_room(slots, growing=growing.name, epoch=epoch, size_bytes=size, limits=limits, whole=whole)
+    if isinstance(decision, MakeRoom):
+        rest = sum(s.size_bytes for s in slots if s.name != growing.name and s.name not in decision.drop)
+        assert rest + size <= limits.budget_bytes
+        assert growing.name not in decision.drop
+        check_nothing_needed_is_given_up(decision, slots, whole, growing.job, epoch)
+
+
+@given(slot_views(), wholes, limits, st.sampled_from(PARTS), st.integers(0, 60))
+def test_full_means_that_waiting_does_not_help(slots, whole, limits, part, size):
+    """Full is said only when the newest whole versions alone leave too little room."""
+    decision = choose_slot(slots, job="job", part=part, epoch=1, size_bytes=size, limits=limits, whole=whole)
+    keep = {job: max(found, default=None) for job, found in whole.items()}
+    fixed = sum(s.size_bytes for s in slots if s.state is SlotState.SEALED and s.group == keep.get(s.job, math.nan))
+    if isinstance(decision, Full):
+        assert fixed + size > limits.budget_bytes
+    if fixed + size > limits.budget_bytes:
+        assert isinstance(decision, Full | Busy)
+
+
+@given(slot_views(), wholes)
+def test_only_what_is_older_than_a_whole_version_is_superseded(slots, whole):
+    found = evictable(slots, whole)
+    assert all(slot.group < max(whole[slot.job]) and not slot.busy for slot in found)
+    assert [slot.group for slot in found] == sorted(slot.group for slot in found)
+    for job, versions in whole.items():
+        if versions:
+            assert max(versions) not in {slot.group for slot in found if slot.job == job}
+    assert {slot.job for slot in found} <= {job for job, versions in whole.items() if versions}
+
+
+@given(slot_views(), wholes, st.integers(0, 4))
+def test_only_past_incarnations_leave_something_behind(slots, whole, epoch):
+    for slot in stranded(slots, whole, job="job", epoch=epoch):
+        assert slot.job == "job"
+        assert slot.group.epoch < epoch
+        assert slot.group not in whole.get("job", ())
+
+
+@given(
+    st.dictionaries(groups, st.sets(st.integers(0, 3)), max_size=5),
+    st.dictionaries(groups, st.sets(st.integers(0, 3)), max_size=5),
+    st.integers(1, 4),
+)
+@example({}, {group(1): set()}, 4)
+def test_whole_is_all_parts_here_or_somebodys_word_and_nothing_lost_since(here, marked, count):
+    parts = dict.fromkeys(here, count)
+    found = whole_groups(here, parts, marked)
+    for one in here.keys() | marked.keys():
+        complete = len(here.get(one, ())) >= count
+        vouched = one in marked and marked[one] <= set(here.get(one, ()))
+        assert (one in found) == (complete or vouched)
+
+
+def sealed(name, version, *, part=0, epoch=1, job="job", size=10, busy=False):
+    return SlotView(name, SlotState.SEALED, size, job, part, group(version, epoch), busy)
+
+
+def free(name, *, part=0, job="job", size=10):
+    return SlotView(name, SlotState.FREE, size, job, part)
+
+
+ROOMY = Limits(1000, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("slots", "whole", "expected"),
+    [
+        ([], {}, CreateSlot()),
+        ([free("a", size=11), free("b", size=30)], {}, UseSlot("a")),
+        ([sealed("a", 1)], {"job": {group(1)}}, CreateSlot()),
+        ([sealed("a", 1), sealed("b", 2)], {"job": {group(1), group(2)}}, UseSlot("a")),
+        ([sealed("b", 2), sealed("a", 1)], {"job": {group(1), group(2)}}, UseSlot("a")),
+        # the older one is held by an upload: an extra slot
+        ([sealed("a", 1, busy=True), sealed("b", 2)], {"job": {group(2)}}, CreateSlot()),
+        # another writer's free slot is not taken while this one may have its own
+        ([free("a", part=8)], {}, CreateSlot()),
+        # a rolled back incarnation writes lower numbers, and is still the newer one
+        ([sealed("a", 9, epoch=1), sealed("b", 3, epoch=2)], {"job": {group(9, 1), group(3, 2)}}, UseSlot("a")),
+    ],
+)
+def test_the_order_of_preference(slots, whole, expected):
+    assert choose_slot(slots, job="job", part=0, epoch=3, size_bytes=10, limits=ROOMY, whole=whole) == expected
+
+
+def test_several_old_versions_go_when_one_is_not_enough():
+    slots = [sealed("a", 1, job="old", size=30), sealed("b", 2, job="old", size=30), sealed("c", 3, job="old", size=30)]
+    whole = {"old": {group(3)}}
+    decision = choose_slot(slots, job="job", part=0, epoch=1, size_bytes=60, limits=Limits(100, 2, 1), whole=whole)
+    assert decision == CreateSlot(("a", "b"))
+
+
+def test_unfinished_versions_of_the_running_incarnation_stay():
+    slots = [sealed("a", 1, epoch=2), sealed("b", 2, epoch=2), sealed("c", 3, epoch=2)]
+    assert isinstance(choose_slot(slots, job="job", part=0, epoch=2, size_bytes=10, limits=ROOMY, whole={}), Busy)
+    assert choose_slot(slots, job="job", part=0, epoch=3, size_bytes=10, limits=ROOMY, whole={}) == UseSlot("a")
+
+
+@pytest.mark.parametrize(
+    ("slots", "whole", "said"),
+    [
+        ([SlotView("a", SlotState.LEASED, 10, "job", 0)] * 3, {}, "being written"),
+        ([sealed("a", 1, busy=True)] * 3, {"job": {group(2)}}, "being read or uploaded"),
+        ([sealed("a", 1)] * 3, {}, "no version is whole yet"),
+        ([sealed("a", 1)] * 3, {"job": {group(1)}}, "the newest whole one"),
+        ([sealed("a", 2)] * 3, {"job": {group(1)}}, "not yet whole"),
+        ([SlotView("a", SlotState.SEALED, 10, "job", 0, None, True)] * 3, {}, "given up, being read"),
+        ([SlotView("a", SlotState.LEASED, 995, "x", 0), free("b", size=0)], {}, "free, but the budget is used up"),
+    ],
+)
+def test_a_refusal_says_what_is_in_the_way(slots, whole, said):
+    decision = choose_slot(slots, job="job", part=0, epoch=1, size_bytes=10, limits=ROOMY, whole=whole)
+    assert isinstance(decision, Busy)
+    assert said in decision.reason
