@@ -14,7 +14,8 @@ from tieredckpt.errors import (
 from tieredckpt.settings import Settings
 
 if TYPE_CHECKING:
-    from tieredckpt.checkpointer import Checkpointer, NullCheckpointer
+    from tieredckpt.checkpointer import Checkpointer
+    from tieredckpt.null import NullCheckpointer
     from tieredckpt.reader import TieredReader
     from tieredckpt.urls import enable_urls
     from tieredckpt.writer import TieredWriter
@@ -35,7 +36,7 @@ __all__ = [
 
 _LAZY = {
     "Checkpointer": "tieredckpt.checkpointer",
-    "NullCheckpointer": "tieredckpt.checkpointer",
+    "NullCheckpointer": "tieredckpt.null",
     "TieredReader": "tieredckpt.reader",
     "TieredWriter": "tieredckpt.writer",
     "enable_urls": "tieredckpt.urls",

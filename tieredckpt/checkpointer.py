@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import threading
@@ -11,7 +10,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -38,12 +36,12 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.location import check_step, parse_location
-from tieredckpt.node import Survey
 from tieredckpt.plain import plain_reader, plain_steps, plain_writer
 from tieredckpt.planned import PlannedSave
 from tieredckpt.preemption import Preemption
 from tieredckpt.quiet import collector_paused
 from tieredckpt.reader import RestoreReport, TieredReader
+from tieredckpt.saved import Saved, SaveState, StepInfo, step_infos
 from tieredckpt.session import Session, Staged, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.state import ObjectArchives, as_plain, fingerprint, flatten, local_tensor
@@ -54,69 +52,6 @@ log = logging.getLogger(__name__)
 _MAX_FALLBACKS = 8
 _PLAN_TIMEOUT = timedelta(minutes=10)
 State = dict[str, Any]
-
-
-class SaveState(str, enum.Enum):
-    """How far a save has come. Each state includes the ones before it."""
-
-    NOT_DUE = "not due"
-    SKIPPED = "skipped"
-    FAILED = "failed"
-    STAGED = "staged"
-    SEALED = "sealed"
-    DURABLE = "durable"
-
-
-class Saved:
-    """One save: done with its part in the training loop, still on its way through the tiers."""
-
-    def __init__(self, step: int, state: SaveState, error: BaseException | None = None) -> None:
-        self.step = step
-        self._state = state
-        self._error = error
-        self._sealing: Future[ShardRecord] | None = None
-        self._until_durable: Callable[[Group, float], bool] | None = None
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed or was skipped."""
-        return self._error
-
-    @property
-    def state(self) -> SaveState:
-        return self._state
-
-    @property
-    def ok(self) -> bool:
-        """Whether the step is (or will be, unless :meth:`wait` says otherwise) saved."""
-        return self._state not in (SaveState.SKIPPED, SaveState.FAILED, SaveState.NOT_DUE)
-
-    def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> SaveState:
-        """Until this rank's part has reached ``tier`` (for durable: the whole step has), or raise why it did not."""
-        if self._error is not None:
-            raise self._error
-        if self._sealing is None:
-            return self._state
-        try:
-            record = self._sealing.result(timeout_s)
-        except FutureTimeoutError:
-            raise StoreBusyError(f"step {self.step} was not sealed within {timeout_s:.0f} s") from None
-        if tier == "durable" and self._until_durable is not None and self._until_durable(record.key.group, timeout_s):
-            self._state = SaveState.DURABLE
-        return self._state
-
-    def __repr__(self) -> str:
-        return f"Saved(step={self.step}, {self._state.value}{f', {self._error}' if self._error else ''})"
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """One step as :meth:`Checkpointer.steps` lists it."""
-
-    step: int
-    tiers: tuple[str, ...]
-    whole: bool
-    quarantined: str = ""
 
 
 class Checkpointer:
@@ -491,49 +426,6 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class NullCheckpointer:
-    """A :class:`Checkpointer` that keeps nothing: for ranks, tests and scripts that are to run without one."""
-
-    last_restore: RestoreReport | None = None
-
-    def save(self, state: State, step: int, *, force: bool = False) -> Saved:
-        del state, force
-        return Saved(check_step(step), SaveState.NOT_DUE)
-
-    def restore(self, state: State, step: int | None = None) -> int:
-        del state, step
-        return -1
-
-    def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:
-        del tier, timeout_s
-        return True
-
-    def steps(self) -> list[StepInfo]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> NullCheckpointer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-def step_infos(survey: Survey) -> list[StepInfo]:
-    """A survey, a line per step."""
-    lines = []
-    for view in survey.views:
-        tiers = {tier.value for where in view.found.values() for tier in where}
-        if view.durable:
-            tiers.add("durable")
-        lines.append(StepInfo(view.group.version, tuple(sorted(tiers)), view.candidate.whole, view.quarantined))
-    return sorted(lines, key=lambda line: line.step)
 
 
 def _with_arguments(settings: Settings, **sections: Mapping[str, Any]) -> Settings:

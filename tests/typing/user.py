@@ -24,8 +24,8 @@ from tieredckpt import (
     TieredWriter,
     TierUnavailableError,
 )
-from tieredckpt.checkpointer import Saved, SaveState, StepInfo
 from tieredckpt.reader import RestoreReport
+from tieredckpt.saved import Saved, SaveState, StepInfo
 
 
 def plain_dcp(state: dict[str, Any], step: int) -> int:

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tieredckpt.checkpointer import Checkpointer, NullCheckpointer
+from tieredckpt.checkpointer import Checkpointer
+from tieredckpt.null import NullCheckpointer
 
 JOB = "demo"
 CONTEXT, WIDTH, LAYERS, HEADS, BATCH = 64, 192, 4, 6, 8

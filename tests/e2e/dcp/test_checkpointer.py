@@ -18,8 +18,8 @@ from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.models import build, full, put_back, state_of, train
 from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, NullCheckpointer, TieredWriter
-from tieredckpt.checkpointer import SaveState
 from tieredckpt.errors import MismatchError, SettingsError, StoreBusyError, UsageError
+from tieredckpt.saved import SaveState
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -24,8 +24,8 @@ from tieredckpt import (
     TierUnavailableError,
 )
 from tieredckpt.agent_node import AgentNode
-from tieredckpt.checkpointer import SaveState
 from tieredckpt.errors import MismatchError, StoreBusyError, UsageError
+from tieredckpt.saved import SaveState
 from tieredckpt.session import close_sessions, nodes_from
 from tieredckpt.settings import DurableSettings
 from tieredckpt.testing import memory_node

@@ -14,9 +14,9 @@ from tests.support.faults import Answer, FlipResponseBit, Hang
 from tests.support.jobs import Job, objects, on_server, state_at
 from tests.support.s3 import BUCKET
 from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, TierUnavailableError
-from tieredckpt.checkpointer import SaveState
 from tieredckpt.errors import FormatVersionError
 from tieredckpt.manifest import decode_manifest
+from tieredckpt.saved import SaveState
 from tieredckpt.session import close_sessions
 from tieredckpt.settings import DurableSettings
 

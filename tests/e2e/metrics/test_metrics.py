@@ -14,7 +14,7 @@ from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import zeroed
 from tests.support.jobs import Job, state_at
 from tieredckpt import Checkpointer
-from tieredckpt.checkpointer import SaveState
+from tieredckpt.saved import SaveState
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -1,0 +1,44 @@
+"""Saving nothing, with the same calls."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Literal
+
+from tieredckpt.location import check_step
+from tieredckpt.reader import RestoreReport
+from tieredckpt.saved import Saved, SaveState, StepInfo
+
+State = dict[str, Any]
+
+
+class NullCheckpointer:
+    """A :class:`Checkpointer` that keeps nothing: for ranks, tests and scripts that are to run without one."""
+
+    last_restore: RestoreReport | None = None
+
+    def save(self, state: State, step: int, *, force: bool = False) -> Saved:
+        del state, force
+        return Saved(check_step(step), SaveState.NOT_DUE)
+
+    def restore(self, state: State, step: int | None = None) -> int:
+        del state, step
+        return -1
+
+    def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:
+        del tier, timeout_s
+        return True
+
+    def steps(self) -> list[StepInfo]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> NullCheckpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass

@@ -1,0 +1,211 @@
+"""One rank's reads of one step: from each piece's nearest copy straight into where it is to be."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from tieredckpt.boxes import Box, relative, runs
+from tieredckpt.copying import Move
+from tieredckpt.errors import CheckpointDamagedError, MismatchError, TierUnavailableError
+from tieredckpt.fetch import PinnedShards, from_object
+from tieredckpt.resolve import Tier
+from tieredckpt.session import Session
+from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
+from tieredckpt.tensors import dtype_name, dtype_named
+
+_WINDOW_BYTES = 256 << 20
+
+
+class Reading:
+    """One rank's reads of one step."""
+
+    def __init__(
+        self,
+        session: Session,
+        step: StoredStep,
+        pinned: PinnedShards,
+        planner: LoadPlanner,
+        pieces: Mapping[tuple[str, Box], Sequence[TensorPiece]],
+        *,
+        rank: int,
+        cast: bool,
+    ) -> None:
+        self._pieces = pieces
+        self._session = session
+        self._rank = rank
+        self._cast = cast
+        self._step = step
+        self._pinned = pinned
+        self._planner = planner
+        self._near: dict[int, list[Move]] = defaultdict(list)
+        """For shards in memory: which bytes (by their place in the shard) go to which address."""
+        self._far: dict[int, list[tuple[ByteRange, int]]] = defaultdict(list)
+        """For shards in the durable tier: which bytes go to which address."""
+        self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Targets that are filled from a buffer of their own at the end, and the buffer."""
+        self._done: list[tuple[ReadItem, torch.Tensor]] = []
+        self.bytes_by_tier: dict[str, int] = defaultdict(int)
+
+    def run(self, items: Sequence[ReadItem]) -> None:
+        size = 0
+        for item in items:
+            if item.type is LoadItemType.BYTE_IO:
+                self._planner.load_bytes(item, io.BytesIO(self._object(item.storage_index.fqn)))
+                continue
+            target = self._planner.resolve_tensor(item)
+            if target.layout is torch.strided:  # a sparse one would get its new elements in the detached copy alone
+                target = target.detach()
+            self._plan_tensor(item, target)
+            self._done.append((item, target))
+            size += target.numel() * target.element_size()
+            if size >= _WINDOW_BYTES:
+                self._flush()
+                size = 0
+        self._flush()
+
+    def _flush(self) -> None:
+        copier = self._session.copier
+        for part, moves in self._near.items():
+            try:
+                copier.read(self._pinned.file(part), moves)
+            except OSError as error:
+                raise TierUnavailableError(f"{self._step.shards[part].key} cannot be read: {error}") from error
+        for part, wanted in self._far.items():
+            self._fetch(part, wanted)
+        for target, buffer in self._after:
+            target.copy_(buffer)
+        for item, target in self._done:
+            self._planner.commit_tensor(item, target)
+        self._after, self._done = [], []
+        self._near.clear()
+        self._far.clear()
+
+    def _plan_tensor(self, item: ReadItem, target: torch.Tensor) -> None:
+        fqn, wanted = item.storage_index.fqn, item_box(item)
+        if tuple(target.shape) != wanted.sizes:
+            raise MismatchError(f"{fqn}: {wanted.sizes} elements are to be read into a tensor of {tuple(target.shape)}")
+        for piece in self._pieces.get((fqn, wanted)) or self._step.pieces(fqn, wanted):
+            self._check_dtype(fqn, piece.entry.dtype, target)
+            self._plan_piece(piece, target, wanted)
+
+    def _plan_piece(self, piece: TensorPiece, target: torch.Tensor, wanted: Box) -> None:
+        step, entry = self._step, piece.entry
+        near = step.tier(piece.part) is Tier.MEMORY
+        self.bytes_by_tier[step.tier(piece.part).value] += piece.box.volume * entry.itemsize
+        if piece.item >= 0:
+            _put(target, relative(piece.box, wanted), self._from_archive(piece), entry.fqn)
+            return
+        base = step.layouts[piece.part].header_bytes + entry.start
+        simple = target.device.type == "cpu" and target.is_contiguous() and dtype_name(target.dtype) == entry.dtype
+        if near and not simple:
+            source = self._near_tensor(piece.part, base, entry.dtype, entry.box.sizes)
+            _narrow(target, relative(piece.box, wanted)).copy_(_narrow(source, relative(piece.box, entry.box)))
+            return
+        frame = wanted
+        if not simple:
+            buffer = torch.empty(piece.box.sizes, dtype=dtype_named(entry.dtype))
+            self._after.append((_narrow(target, relative(piece.box, wanted)), buffer))
+            target, frame = buffer, piece.box
+        address = target.data_ptr()
+        found = runs(piece.box, entry.box, frame, entry.itemsize)
+        if near:
+            self._near[piece.part].extend(
+                Move(address + run.target, base + run.source, run.size_bytes) for run in found
+            )
+            return
+        for run in found:
+            at = base + run.source
+            self._far[piece.part].append((ByteRange(at, at + run.size_bytes), address + run.target))
+
+    def _near_tensor(self, part: int, start: int, dtype: str, sizes: tuple[int, ...]) -> torch.Tensor:
+        kind = dtype_named(dtype)
+        size = Box(sizes, sizes).volume * kind.itemsize
+        if not size:
+            return torch.empty(sizes, dtype=kind)
+        view = self._pinned.view(part)[start : start + size]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "not writable": nobody writes through it
+            return torch.frombuffer(view, dtype=torch.uint8).view(kind).view(sizes)
+
+    def _fetch(self, part: int, wanted: Sequence[tuple[ByteRange, int]]) -> None:
+        shard = self._step.shards[part]
+        order = sorted(wanted)
+        moves: list[Move] = []
+        keep = []
+        for found in from_object(self._session.durable_store(), shard, [one for one, _ in order]):
+            stop = found.start + len(found.data)
+            address = _address(found.data)
+            keep.append(found.data)
+            for (first, last), target in order:
+                low, high = max(first, found.start), min(last, stop)
+                if low < high:
+                    moves.append(Move(target + low - first, address + low - found.start, high - low))
+            self._session.copier.move(moves)
+            moves.clear()
+            keep.clear()
+
+    def _object(self, fqn: str) -> bytes:
+        part = self._step.object_part(fqn, self._rank)
+        return self._item(part, self._step.objects[fqn][part])
+
+    def _item(self, part: int, number: int) -> bytes:
+        span = self._step.item_range(part, number)
+        self.bytes_by_tier[self._step.tier(part).value] += span.stop - span.start
+        if self._step.tier(part) is Tier.MEMORY:
+            return bytes(self._pinned.view(part)[span.start : span.stop])
+        out = bytearray()  # grown by what is there: its claimed size is not to be trusted with memory
+        for found in from_object(self._session.durable_store(), self._step.shards[part], [span]):
+            low, high = max(span.start, found.start), min(span.stop, found.start + len(found.data))
+            out += found.data[low - found.start : high - found.start]
+        return bytes(out)
+
+    def _from_archive(self, piece: TensorPiece) -> torch.Tensor:
+        saved = torch.load(io.BytesIO(self._item(piece.part, piece.item)), map_location="cpu", weights_only=True)
+        if not isinstance(saved, torch.Tensor):
+            raise CheckpointDamagedError(f"{piece.entry.fqn}: the archive holds a {type(saved).__name__}")
+        return _narrow(saved, relative(piece.box, piece.entry.box))
+
+    def _check_dtype(self, fqn: str, saved: str, target: torch.Tensor) -> None:
+        if not self._cast and saved != dtype_name(target.dtype):
+            raise MismatchError(
+                f"{fqn} was saved as {saved} and is to be loaded into {dtype_name(target.dtype)}: load into a tensor "
+                'of the same type, or pass on_dtype_mismatch="cast" to TieredReader'
+            )
+
+
+def item_box(item: ReadItem) -> Box:
+    """What a read item wants, in global coordinates: independent of how the step it was planned against is cut."""
+    index: MetadataIndex = item.storage_index
+    start = index.offset if index.offset is not None else (0,) * len(item.lengths)
+    return Box(tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True)), tuple(item.lengths))
+
+
+def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if tensor.size(axis) != size:
+            tensor = tensor.narrow(axis, offset, size)
+    return tensor
+
+
+def _address(data: memoryview) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+
+
+def _put(target: torch.Tensor, box: Box, saved: torch.Tensor, fqn: str) -> None:
+    """Copy a tensor out of an archive: unlike others it has a layout, which the target may or may not share."""
+    if target.layout is torch.strided:
+        _narrow(target, box).copy_(saved if saved.layout is torch.strided else saved.to_dense())
+    elif target.layout is saved.layout:
+        with torch.no_grad():
+            target.resize_as_sparse_(saved).copy_(saved)
+    else:
+        raise MismatchError(f"{fqn} was saved as {saved.layout} and is to be loaded into {target.layout}")
