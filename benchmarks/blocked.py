@@ -56,9 +56,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
             return theirs.load(target)
 
         contenders = [
-            Contender(
-                COPY, "limit", lambda _: mapping.copy_in(), lambda: mapping.as_state(state), objects=False
-            ),
+            Contender(COPY, "limit", lambda _: mapping.copy_in(), lambda: mapping.as_state(state), objects=False),
             Contender(
                 OURS,
                 "ours",

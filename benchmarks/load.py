@@ -39,9 +39,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
             dcp.load(target, storage_reader=TieredReader(JOB, settings=settings), no_dist=no_dist())
 
         contenders = [
-            Contender(
-                COPY, "limit", lambda _: copy_out(), found, objects=False, note="out of the mapping"
-            ),
+            Contender(COPY, "limit", lambda _: copy_out(), found, objects=False, note="out of the mapping"),
             Contender(VERIFY, "limit", lambda _: mapping.checksum(), None, note="verification's read"),
             Contender(
                 "dcp.load(null reader)",
@@ -51,9 +49,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
                 note="planning only, no bytes",
             ),
             Contender(OURS, "ours", ours, found, note="verified"),
-            Contender(
-                "Checkpointer.restore", "ours", lambda _: checkpointer.restore(target), found, note="verified"
-            ),
+            Contender("Checkpointer.restore", "ours", lambda _: checkpointer.restore(target), found, note="verified"),
             Contender(FILES, "opponent", lambda _: files.load(target), found, note="not verified"),
             Contender("torch.load", "opponent", lambda _: pickled.load(target), found, note="then copied into place"),
             Contender(

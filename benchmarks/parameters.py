@@ -19,8 +19,10 @@ class Parameters:
     ranks: tuple[int, ...] = (1, 2)
     size_bytes: int = 1 << 30
     rounds: int = 5
-    spoil: str = ""
-    """A contender whose result gets one flipped byte before it is compared: shows that the comparison works."""
+    threads: tuple[int, ...] = ()
+    """In each rank; by default one, and a fair share of the cores."""
+    spoil: tuple[str, ...] = ()
+    """Contenders whose results get one flipped byte before they are compared: shows that the comparison works."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,13 @@ class Scene:
     rounds: int
     folder: Path
     """On tmpfs: the agent's directory, and everybody's files."""
-    spoil: str = ""
+    spoil: tuple[str, ...] = ()
+    rclone: str = ""
+    """Endpoint of a real S3 server, where the subject needs one."""
+    moto: str = ""
+    """Of another one, slow, which understands every client."""
+    null: str = ""
+    """Of a server that drops everything."""
 
     @property
     def part_bytes(self) -> int:

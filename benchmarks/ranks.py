@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing as mp
-import os
 import tempfile
 import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 _TIMEOUT_S = 1800.0
@@ -34,24 +34,37 @@ class Ranks:
             there.close()
             self._workers.append((process, here))
         with tempfile.TemporaryDirectory() as folder:
-            store = os.path.join(folder, uuid.uuid4().hex)
+            store = str(Path(folder) / uuid.uuid4().hex)
             for rank in range(world):
                 self._workers[rank][1].send((function, rank, world, store, args))
-            answers = [self._answer(rank) for rank in range(world)]
-        failed = [text for ok, text in answers if not ok]
-        if failed:
-            raise RankFailedError("\n".join(failed))
-        return [value for _, value in answers]
+            return self._answers(world)
 
-    def _answer(self, rank: int) -> tuple[bool, Any]:
-        process, pipe = self._workers[rank]
-        try:
-            if pipe.poll(_TIMEOUT_S):
-                return pipe.recv()
-        except EOFError:
+    def _answers(self, world: int) -> list[Any]:
+        """In order of ranks. When one fails the others are ended: they may wait for it in a collective."""
+        waiting = {self._workers[rank][1]: rank for rank in range(world)}
+        answers: dict[int, Any] = {}
+        problem = ""
+        while waiting and not problem:
+            ready = wait(list(waiting), _TIMEOUT_S)
+            problem = "" if ready else f"ranks {sorted(waiting.values())} did not answer within {_TIMEOUT_S:.0f} s"
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    ok, answers[rank] = pipe.recv()
+                    problem = problem if ok else answers[rank]
+                except EOFError:
+                    problem = f"rank {rank} died"
+        if problem:
+            self._end()
+            raise RankFailedError(problem)
+        return [answers[rank] for rank in range(world)]
+
+    def _end(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
             process.join()
-            return False, f"rank {rank} died with status {process.exitcode}"
-        return False, f"rank {rank} did not answer within {_TIMEOUT_S:.0f} s"
+        self._workers.clear()
 
     def close(self) -> None:
         for process, pipe in self._workers:

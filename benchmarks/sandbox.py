@@ -26,34 +26,35 @@ def sandbox() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        end_agent(folder)
+        for place in folder.glob("*/agent.lock"):
+            end_agent(place.parent)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def settings_for(scene: Scene, **durable: Any) -> Settings:
-    """Defaults, but for the place, a budget that fits, and the number of threads."""
+def settings_for(scene: Scene, place: str = "agent", **durable: Any) -> Settings:
+    """Defaults, but for the place, a budget that fits, the number of threads, and no limit to loads of one step."""
     budget = 4 * scene.size_bytes + (256 << 20)
     return settings_from(
         {
-            "agent": {"directory": str(scene.folder / "agent"), "budget": str(budget)},
-            "memory": {"copy_threads": scene.threads},
+            "agent": {"directory": str(scene.folder / place), "budget": str(budget)},
+            "memory": {"copy_threads": scene.threads, "quarantine_after": 0},
             "durable": durable,
         }
     )
 
 
-def agent_pid(folder: Path) -> int:
-    """The agent of this sandbox, 0 when there is none."""
+def agent_pid(place: Path) -> int:
+    """The agent in this directory, 0 when there is none."""
     try:
-        pid = int((folder / "agent" / "agent.lock").read_text())
+        pid = int((place / "agent.lock").read_text())
     except (OSError, ValueError):
         return 0
     return pid if started_at(pid) >= 0 else 0
 
 
-def end_agent(folder: Path) -> None:
-    """End the sandbox's agent and wait until it is gone."""
-    pid = agent_pid(folder)
+def end_agent(place: Path) -> None:
+    """End the directory's agent and wait until it is gone."""
+    pid = agent_pid(place)
     if not pid:
         return
     with contextlib.suppress(ProcessLookupError):
@@ -61,5 +62,6 @@ def end_agent(folder: Path) -> None:
     deadline = time.monotonic() + _END_S
     while started_at(pid) >= 0:
         if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)

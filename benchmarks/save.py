@@ -48,16 +48,29 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
         ),
         Contender(OURS, "ours", ours, ours_found, warm_runs=4, note="sealed: checksums included"),
         Contender(
-            FILES, "opponent", lambda _: files.save(), lambda: found_by(files), before=files.clear,
+            FILES,
+            "opponent",
+            lambda _: files.save(),
+            lambda: found_by(files),
+            before=files.clear,
             note="no checksums",
         ),
         Contender(
-            "torch.save", "opponent", lambda _: pickled.save(), lambda: found_by(pickled), before=pickled.clear,
+            "torch.save",
+            "opponent",
+            lambda _: pickled.save(),
+            lambda: found_by(pickled),
+            before=pickled.clear,
             note="a file per rank, crc32",
         ),
         Contender(
-            "safetensors save_file", "opponent", lambda _: safe.save(), lambda: found_by(safe), before=safe.clear,
-            objects=False, note="a file per rank, tensors only, no checksums",
+            "safetensors save_file",
+            "opponent",
+            lambda _: safe.save(),
+            lambda: found_by(safe),
+            before=safe.clear,
+            objects=False,
+            note="a file per rank, tensors only, no checksums",
         ),
     ]
     return measure(

@@ -1,6 +1,7 @@
 """The three states: few large tensors, many small ones, a model with its optimizer.
 
-A: 64 equal fp32 tensors. B: fp32 tensors of 256 KiB, 4,096 in 1 GiB. C: a Llama-like model of 6 layers (57 parameters) with AdamW's
+A: 64 equal fp32 tensors. B: fp32 tensors of 256 KiB, 4,096 in 1 GiB.
+C: a Llama-like model of 6 layers (57 parameters) with AdamW's
 moments and step counts, a generator's state, and a few Python objects: 229 tensors. On several ranks every tensor that
 has rows is a DTensor, ``Shard(0)``; all ranks together hold the same bytes as one.
 """
