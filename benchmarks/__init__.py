@@ -1,0 +1,7 @@
+"""Every figure of docs/benchmarks.md, measured again: ``python -m benchmarks``.
+
+The modules read in this order: ``parameters`` say what is measured, ``states`` are what is saved, ``ranks`` run it in a
+``sandbox``, ``rounds`` interleave and compare, ``limits``, ``opponents`` and ``clients`` are what we stand beside;
+``blocked``, ``save``, ``load``, ``drain``, ``planning``, ``agent_start``, ``memory`` are the subjects; ``goals`` judge
+and ``table`` shows.
+"""

@@ -1,0 +1,218 @@
+"""``python -m benchmarks``: measure everything; ``python -m benchmarks table RAW.json``: write docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import agent_start, blocked, drain, load, memory, planning, save
+from benchmarks.clients import ENVIRONMENT
+from benchmarks.goals import failed, unchecked
+from benchmarks.machine import facts
+from benchmarks.null_server import null_server
+from benchmarks.parameters import STATES, SUBJECTS, Parameters, Scene, thread_counts
+from benchmarks.ranks import Ranks, rank_processes
+from benchmarks.rounds import merge
+from benchmarks.sandbox import sandbox
+from benchmarks.table import markdown, print_group, print_verdicts, read_reasons
+from tests.support.s3 import moto_server, rclone_server
+from tieredckpt.units import parse_size
+
+_ROOT = Path(__file__).parent.parent
+Run = Callable[[int, Scene], list[dict[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """How a subject is cut into scenes."""
+
+    name: str
+    run: Run
+    title: str = ""
+    each_state: bool = False
+    each_rank_count: bool = False
+    all_threads: bool = False
+    servers: tuple[str, ...] = ()
+    share: int = 1
+    """Of the size, one in so many."""
+
+
+_SCENES = (
+    Subject("P1", blocked.run, each_state=True, each_rank_count=True, all_threads=True),
+    Subject("P2", save.run, each_state=True, each_rank_count=True, all_threads=True),
+    Subject("P3", load.run, each_state=True, each_rank_count=True, all_threads=True),
+    Subject("P7", drain.run_null, "to a server that drops everything", servers=("rclone", "moto", "null")),
+    Subject("P7", drain.run_real, "to rclone's S3 server", servers=("rclone",), share=4),
+    Subject(
+        "P7", drain.run_steps, "a training loop beside a drain to rclone's S3 server", servers=("rclone",), share=4
+    ),
+    Subject("P8", planning.run, each_rank_count=True),
+    Subject("P10", agent_start.run),
+    Subject("P11", memory.run, each_rank_count=True, servers=("rclone",)),
+)
+
+
+@contextlib.contextmanager
+def _endpoint(server: Callable[[Path], Any], folder: Path) -> Iterator[str]:
+    with server(folder) as running:
+        yield running.endpoint
+
+
+_SERVERS: dict[str, Callable[[Path], Any]] = {
+    "rclone": lambda folder: _endpoint(rclone_server, folder),
+    "moto": lambda folder: _endpoint(moto_server, folder),
+    "null": lambda _: null_server(),
+}
+
+
+def scenes(parameters: Parameters, folder: Path) -> Iterator[tuple[Subject, Scene]]:
+    """Everything that a run measures, in order."""
+    for subject in _SCENES:
+        if subject.name not in parameters.subjects:
+            continue
+        only = "C" if subject.name == "P11" else ""
+        for ranks in parameters.ranks if subject.each_rank_count else (1,):
+            for threads in (parameters.threads or thread_counts(ranks)) if subject.all_threads else (1,):
+                for state in parameters.states if subject.each_state else (only,):
+                    size = parameters.size_bytes // subject.share
+                    scene = Scene(
+                        subject.name, state, ranks, threads, size, parameters.rounds, folder, parameters.spoil
+                    )
+                    yield subject, scene
+
+
+def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
+    """One scene, in a sandbox of its own."""
+    with contextlib.ExitStack() as undo:
+        folder = undo.enter_context(sandbox())
+        scene = dataclasses.replace(scene, folder=folder)
+        endpoints = {name: undo.enter_context(_SERVERS[name](folder)) for name in subject.servers}
+        scene = dataclasses.replace(scene, **endpoints)
+        rows = merge(ranks.run(scene.ranks, subject.run, scene))
+    return {
+        "subject": subject.name,
+        "title": subject.title,
+        "state": scene.state,
+        "ranks": scene.ranks,
+        "threads": scene.threads,
+        "size_bytes": scene.size_bytes,
+        "part_bytes": scene.part_bytes,
+        "rows": rows,
+    }
+
+
+def run(parameters: Parameters) -> dict[str, Any]:
+    """All scenes; what they said, and where."""
+    os.environ.update(ENVIRONMENT, OMP_NUM_THREADS="")  # torch's threads are set by each scene
+    os.environ.pop("OMP_NUM_THREADS")
+    raw: dict[str, Any] = {"machine": facts(), "parameters": dataclasses.asdict(parameters), "groups": []}
+    todo = list(scenes(parameters, Path()))
+    with rank_processes() as ranks:
+        for number, (subject, scene) in enumerate(todo, 1):
+            what = f"{scene.subject} {subject.title} {scene.state}".replace("  ", " ").strip()
+            _say(f"[{number}/{len(todo)}] {what}, {scene.ranks} rank(s), {scene.threads} thread(s) ...")
+            began = time.monotonic()
+            raw["groups"].append(measure(ranks, subject, scene))
+            _say(f"    {time.monotonic() - began:.1f} s")
+    return raw
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def wrong(raw: dict[str, Any]) -> bool:
+    """Whether a result was not what had to be stored, or was never looked at."""
+    return any(failed(group) or unchecked(group) for group in raw["groups"])
+
+
+def write_table(source: Path, target: Path) -> None:
+    raw = json.loads(source.read_text())
+    resolved = source.resolve()
+    name = str(resolved.relative_to(_ROOT)) if resolved.is_relative_to(_ROOT) else source.name
+    target.write_text(markdown(raw, source=name, reasons=read_reasons()))
+
+
+def _listed(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        named = tuple(part.strip().upper() for part in text.split(",") if part.strip())
+        strange = [name for name in named if name not in known]
+        if strange:
+            raise argparse.ArgumentTypeError(f"{', '.join(strange)}: known are {', '.join(known)}")
+        return named
+
+    return parse
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _default_out() -> Path:
+    today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    return _ROOT / "benchmarks" / "results" / f"{today}-{platform.node() or 'machine'}.json"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", type=_listed(SUBJECTS), default=SUBJECTS, help="P1,P2,... (default: all)")
+    parser.add_argument("--size", type=parse_size, default=1 << 30, help="of each state (default: 1GiB)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=_counts, default=(1, 2), help="default: 1,2")
+    parser.add_argument("--threads", type=_counts, default=(), help="in each rank (default: 1, and all cores shared)")
+    parser.add_argument("--states", type=_listed(STATES), default=STATES, help="default: A,B,C")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-HOST.json")
+    parser.add_argument(
+        "--spoil",
+        action="append",
+        default=[],
+        metavar="ROW",
+        help="flip a byte of this row's result before it is compared",
+    )
+    return parser
+
+
+def _table_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks table", description="Write docs/benchmarks.md.")
+    parser.add_argument("raw", type=Path)
+    parser.add_argument("--to", type=Path, default=_ROOT / "docs" / "benchmarks.md")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["table"]:
+        asked = _table_parser().parse_args(arguments[1:])
+        write_table(asked.raw, asked.to)
+        return 0
+    asked = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers, agents and files go too
+    parameters = Parameters(
+        asked.only, asked.states, asked.ranks, asked.size, asked.rounds, asked.threads, tuple(asked.spoil)
+    )
+    out = asked.out or _default_out()
+    raw = run(parameters)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(raw, indent=1) + "\n")
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for group in raw["groups"]:
+        print_group(console, group)
+    print_verdicts(console, raw["groups"])
+    _say(f"every sample: {out}")
+    return 1 if wrong(raw) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,142 @@
+"""What was to be reached, and whether it was: pure functions of a run's groups of rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import agent_start, blocked, drain, load, memory, planning, save
+from benchmarks.rounds import COPY
+
+MiB = 1 << 20
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    subject: str
+    setting: str
+    what: str
+    value: float
+    goal: float
+    least: bool
+    """Whether the goal is a lower bound."""
+    unit: str
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.goal if self.least else self.value <= self.goal
+
+    @property
+    def missed_by(self) -> float:
+        """As a share of the goal; 0 when it is met."""
+        return 0.0 if self.met or not self.goal else abs(self.value - self.goal) / self.goal
+
+
+def failed(group: Group) -> list[str]:
+    """The rows whose result was not what it had to be."""
+    return [row["name"] for row in group["rows"] if row["equal"] is False]
+
+
+def unchecked(group: Group) -> list[str]:
+    """Rows that should have been compared and were not."""
+    return [row["name"] for row in group["rows"] if row.get("compared") and row["equal"] is None]
+
+
+def setting(group: Group) -> str:
+    ranks, threads = group["ranks"], group["threads"]
+    parts = [f"state {group['state']}"] if group["state"] else []
+    parts += [f"{ranks} rank{'s' * (ranks > 1)}", f"{threads} thread{'s' * (threads > 1)} each"]
+    return ", ".join(([group["title"]] if group["title"] else []) + parts)
+
+
+def row(group: Group, name: str) -> Mapping[str, Any] | None:
+    """The row, when it has anything to say."""
+    return next((one for one in group["rows"] if one["name"] == name and one["samples"]), None)
+
+
+def median(group: Group, name: str) -> float:
+    found = row(group, name)
+    return statistics.median(found["samples"]) if found else float("nan")
+
+
+def ratio(group: Group, upper: str, lower: str) -> float:
+    """The median of the ratios within each round."""
+    above, below = row(group, upper), row(group, lower)
+    if above is None or below is None:
+        return float("nan")
+    pairs = zip(above["samples"], below["samples"], strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+def judge(groups: Sequence[Group]) -> list[Verdict]:
+    return [verdict for group in groups for verdict in _JUDGES[group["subject"]](group)]
+
+
+def _p1(group: Group) -> Iterator[Verdict]:
+    where, state = setting(group), group["state"]
+    copies = {"A": 1.25, "B": 1.6, "C": 1.25}[state]
+    yield Verdict("P1", where, "trainer blocked", ratio(group, blocked.OURS, COPY), copies, False, "R")
+    times = {"A": 1.4, "B": 2.5, "C": 1.0}[state]
+    yield Verdict("P1", where, "less than async_save", ratio(group, blocked.ASYNC, blocked.OURS), times, True, "times")
+
+
+def _p2(group: Group) -> Iterator[Verdict]:
+    times = {"A": 3.5, "B": 7.0, "C": 3.5}[group["state"]]
+    value = ratio(group, save.FILES, save.OURS)
+    yield Verdict("P2", setting(group), "faster than FileSystemWriter", value, times, True, "times")
+
+
+def _p3(group: Group) -> Iterator[Verdict]:
+    where, state = setting(group), group["state"]
+    if state in ("A", "C"):
+        beyond = ratio(group, load.OURS, COPY) - ratio(group, load.VERIFY, COPY)
+        yield Verdict("P3", where, "beyond verification's read", beyond, 1.5, False, "R")
+    if state in ("A", "B"):
+        value = ratio(group, load.FILES, load.OURS)
+        yield Verdict("P3", where, "faster than FileSystemReader", value, {"A": 3.0, "B": 8.0}[state], True, "times")
+
+
+def _p7(group: Group) -> Iterator[Verdict]:
+    where = group["title"]
+    if row(group, drain.DRAINING):
+        value = ratio(group, drain.DRAINING, drain.ALONE)
+        yield Verdict("P7", where, "step while draining", value, 1.05, False, "times a step alone")
+        return
+    for ours, others in ((drain.PLAIN, drain.RAW_PLAIN), (drain.SUMMED, drain.RAW_SUMMED)):
+        there = [name for name in others if row(group, name)]
+        if there:
+            best = min(there, key=lambda name: median(group, name))
+            yield Verdict("P7", where, f"{ours}, beside {best}", ratio(group, best, ours), 0.9, True, "of its speed")
+
+
+def _p8(group: Group) -> Iterator[Verdict]:
+    found = row(group, planning.OURS)
+    if found:
+        where = f"{found['tensors']} tensors, {group['ranks']} rank{'s' * (group['ranks'] > 1)}"
+        yield Verdict("P8", where, "collectives", max(found["collectives"]), 0, False, "")
+        yield Verdict("P8", where, "planning and lease", median(group, planning.OURS) * 1e3, 20, False, "ms")
+
+
+def _p10(group: Group) -> Iterator[Verdict]:
+    yield Verdict("P10", "", "start", median(group, agent_start.START), 0.5, False, "s")
+    yield Verdict("P10", "", "idle", median(group, agent_start.IDLE) / MiB, 60, False, "MiB")
+    found = row(group, agent_start.START)
+    mapped = float(found is not None and found["note"] != "torch is not mapped")
+    yield Verdict("P10", "", "torch in the agent", mapped, 0, False, "")
+
+
+def _p11(group: Group) -> Iterator[Verdict]:
+    for stage in memory.STAGES:
+        found = row(group, stage)
+        if found:
+            buffer = group["part_bytes"] if stage == memory.STAGES[4] else 0
+            goal = (64 * MiB * group["ranks"] + buffer) / MiB
+            yield Verdict("P11", setting(group), stage, max(found["samples"]) / MiB, goal, False, "MiB")
+
+
+_JUDGES: dict[str, Callable[[Group], Iterator[Verdict]]] = {
+    "P1": _p1, "P2": _p2, "P3": _p3, "P7": _p7, "P8": _p8, "P10": _p10, "P11": _p11,
+}  # fmt: skip

@@ -1,0 +1,78 @@
+"""P3: a whole ``dcp.load`` from memory into tensors that are there already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from benchmarks.limits import NullReader, NullWriter, WarmMapping
+from benchmarks.opponents import DcpFiles, SafetensorsFile, TorchFile
+from benchmarks.parameters import Scene
+from benchmarks.rounds import COPY, Contender, measure, no_dist, use_threads
+from benchmarks.sandbox import JOB, settings_for
+from benchmarks.states import State, blank, build, wipe
+from tieredckpt import Checkpointer, TieredReader
+
+OURS, FILES, VERIFY = "dcp.load(TieredReader)", "dcp.load(FileSystemReader)", "xxh3 of the bytes, 1 thread"
+
+
+def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
+    use_threads(scene.threads)
+    state = build(scene.state, scene.size_bytes, rank=rank, world=scene.ranks)
+    target = blank(state)
+    settings = settings_for(scene)
+    mapping = WarmMapping(scene.folder / f"warm-{rank}", state)
+    mapping.copy_in()
+    copy_out = mapping.copier_out(target)
+    files, pickled, safe = (kind(scene.folder, rank, state) for kind in (DcpFiles, TorchFile, SafetensorsFile))
+    for opponent in (files, pickled, safe):
+        opponent.save()
+    metadata = dcp.save(state, storage_writer=NullWriter(), no_dist=no_dist())
+    with Checkpointer(JOB, settings=settings, on_sigterm="ignore") as checkpointer:
+        checkpointer.save(state, 1).wait()
+
+        def found() -> State:
+            return target
+
+        def ours(_: int) -> None:
+            dcp.load(target, storage_reader=TieredReader(JOB, settings=settings), no_dist=no_dist())
+
+        contenders = [
+            Contender(COPY, "limit", lambda _: copy_out(), found, objects=False, note="out of the mapping"),
+            Contender(VERIFY, "limit", lambda _: mapping.checksum(), None, note="verification's read"),
+            Contender(
+                "dcp.load(null reader)",
+                "limit",
+                lambda _: dcp.load(target, storage_reader=NullReader(metadata), no_dist=no_dist()),
+                None,
+                note="planning only, no bytes",
+            ),
+            Contender(OURS, "ours", ours, found, note="verified"),
+            Contender("Checkpointer.restore", "ours", lambda _: checkpointer.restore(target), found, note="verified"),
+            Contender(FILES, "opponent", lambda _: files.load(target), found, note="not verified"),
+            Contender("torch.load", "opponent", lambda _: pickled.load(target), found, note="then copied into place"),
+            Contender(
+                "torch.load, mmap",
+                "opponent",
+                lambda _: pickled.load(target, mapped=True),
+                found,
+                note="then copied into place, not verified",
+            ),
+            Contender(
+                "safetensors load_file",
+                "opponent",
+                lambda _: safe.load(target),
+                found,
+                objects=False,
+                note="then copied into place, not verified",
+            ),
+        ]
+        return measure(
+            contenders,
+            scene.rounds,
+            expected=state,
+            prepare=lambda _: wipe(target),
+            every_round=True,
+            spoil=scene.spoil,
+        )

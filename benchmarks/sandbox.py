@@ -1,0 +1,67 @@
+"""A folder on tmpfs with a node agent of its own, and nothing left of either."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.parameters import Scene
+from peerstore.owners import started_at
+from tieredckpt.settings import Settings, settings_from
+
+JOB = "bench"
+_END_S = 60.0
+
+
+@contextlib.contextmanager
+def sandbox() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="tieredckpt-bench-", dir="/dev/shm"))
+    try:
+        yield folder
+    finally:
+        for place in folder.glob("*/agent.lock"):
+            end_agent(place.parent)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def settings_for(scene: Scene, place: str = "agent", **durable: Any) -> Settings:
+    """Defaults, but for the place, a budget that fits, the number of threads, and no limit to loads of one step."""
+    budget = 4 * scene.size_bytes + (256 << 20)
+    return settings_from(
+        {
+            "agent": {"directory": str(scene.folder / place), "budget": str(budget)},
+            "memory": {"copy_threads": scene.threads, "quarantine_after": 0},
+            "durable": durable,
+        }
+    )
+
+
+def agent_pid(place: Path) -> int:
+    """The agent in this directory, 0 when there is none."""
+    try:
+        pid = int((place / "agent.lock").read_text())
+    except (OSError, ValueError):
+        return 0
+    return pid if started_at(pid) >= 0 else 0
+
+
+def end_agent(place: Path) -> None:
+    """End the directory's agent and wait until it is gone."""
+    pid = agent_pid(place)
+    if not pid:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _END_S
+    while started_at(pid) >= 0:
+        if time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)

@@ -1,0 +1,158 @@
+"""A run as people read it: Markdown for docs/benchmarks.md, and tables for a terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.goals import Group, Verdict, failed, judge, row, setting
+from benchmarks.rounds import COPY
+from tieredckpt.units import show_seconds, show_size
+
+REASONS = Path(__file__).parent / "reasons.yaml"
+SUBJECTS = {
+    "P1": "The trainer is blocked per save",
+    "P2": "A whole save to memory",
+    "P3": "A whole load from memory",
+    "P7": "Draining to S3",
+    "P8": "Planning in steady state",
+    "P10": "The node agent",
+    "P11": "Memory beside state and slots",
+}
+Cells = tuple[str, ...]
+
+
+def show(value: float, unit: str) -> str:
+    return show_size(value) if unit == "B" else show_seconds(value)
+
+
+def status(one: Mapping[str, Any]) -> str:
+    """What the comparison of a row said."""
+    if one["equal"] is False:
+        return "FAILED"
+    if one["equal"]:
+        return "equal"
+    if not one["samples"]:
+        return "did not run"
+    return "not compared" if one.get("compared") else "-"
+
+
+def headings(group: Group) -> Cells:
+    copies = ("x R",) if row(group, COPY) else ()
+    return ("", *copies, "beside ours", "median", "least - most", "first", "bits", "")
+
+
+def lines(group: Group) -> Iterator[Cells]:
+    """A line for every row of a group; ratios are medians of the ratios within each round."""
+    copy = row(group, COPY)
+    ours = next((one for one in group["rows"] if one["kind"] == "ours" and one["samples"]), None)
+    for one in group["rows"]:
+        samples, unit = one["samples"], one["unit"]
+        note = one["note"]
+        if one.get("collectives"):
+            note = f"{max(one['collectives'])} collectives; {note}"
+        if not samples:
+            yield (one["name"], *(("",) if copy else ()), "", "", "", "", status(one), note)
+            continue
+        cells = [one["name"]]
+        if copy:
+            cells.append(f"{_ratio(one, copy):.2f}")
+        same_unit = ours is not None and unit == ours["unit"] == "s" and len(ours["samples"]) == len(samples)
+        cells.append(f"{_ratio(one, ours):.2f}" if same_unit else "")
+        cells.append(show(statistics.median(samples), unit))
+        cells.append(f"{show(min(samples), unit)} - {show(max(samples), unit)}")
+        cells.append(show(one["first"], unit) if one["first"] is not None else "")
+        yield (*cells, status(one), note)
+
+
+def _ratio(upper: Mapping[str, Any], lower: Mapping[str, Any]) -> float:
+    return statistics.median(a / b for a, b in zip(upper["samples"], lower["samples"], strict=True))
+
+
+def verdict_cells(verdict: Verdict) -> Cells:
+    bound = "at least" if verdict.least else "at most"
+    goal = f"{bound} {verdict.goal:g} {verdict.unit}".rstrip()
+    said = "met" if verdict.met else f"missed by {verdict.missed_by:.0%}" if verdict.goal else "missed"
+    return (verdict.what, verdict.setting, f"{verdict.value:.2f} {verdict.unit}".rstrip(), goal, said)
+
+
+_VERDICT_HEADINGS = ("", "setting", "measured", "target", "")
+
+
+def print_group(console: Console, group: Group) -> None:
+    table = Table(*headings(group), title=f"{group['subject']} {setting(group)}", title_justify="left")
+    for cells in lines(group):
+        table.add_row(*cells, style="bold red" if "FAILED" in cells else None)
+    console.print(table)
+
+
+def print_verdicts(console: Console, groups: Sequence[Group]) -> None:
+    table = Table("", *_VERDICT_HEADINGS, title="Targets", title_justify="left")
+    for verdict in judge(groups):
+        table.add_row(verdict.subject, *verdict_cells(verdict))
+    console.print(table)
+    for group in groups:
+        for name in failed(group):
+            console.print(f"FAILED: {group['subject']} {setting(group)}: {name}", style="bold red")
+
+
+def markdown(raw: Mapping[str, Any], *, source: str, reasons: Mapping[str, str]) -> str:
+    """The whole of docs/benchmarks.md."""
+    groups = raw["groups"]
+    parts = [_preamble(raw, source)]
+    for subject, title in SUBJECTS.items():
+        mine = [group for group in groups if group["subject"] == subject]
+        if mine:
+            parts.append(_section(subject, title, mine, reasons.get(subject, "")))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _preamble(raw: Mapping[str, Any], source: str) -> str:
+    machine, parameters = raw["machine"], raw["parameters"]
+    packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
+    return f"""# Benchmarks
+
+Made by `python -m benchmarks table` from `{source}`; do not edit. What is said under "Why" is kept in
+`benchmarks/reasons.yaml`. Measure again with `make bench`.
+
+**R** is one single-threaded copy of the same bytes between tensors and a populated shared mapping, measured in the same
+round. All contenders of a table run in turn, {parameters["rounds"]} times; ratios are medians of the ratios within each
+round, and "beside ours" is how many times as long as the first row of ours. After its last run (loads: after every
+run) each contender's result is compared with the state bit for bit; the column "bits" says how that ended. "first" is
+the first run of all, with cold pages and plans. Threads are those of torch and of our copier alike, in each rank.
+
+States: A, 64 equal fp32 tensors; B, fp32 tensors of 256 KiB; C, a Llama-like model with AdamW, 229 tensors and a few
+Python objects. {show_size(parameters["size_bytes"])} each, over all ranks together: on 2 ranks every tensor with
+rows is a DTensor, `Shard(0)`.
+
+Machine: {machine["cpu"]}, {machine["cores"]} cores, {show_size(machine["memory_bytes"])} of memory, Linux
+{machine["kernel"]}, Python {machine["python"]}, {packages}. Revision {machine["revision"]}, {machine["date"]}, load
+before the run {machine["load_before"]:.1f}.
+"""
+
+
+def _section(subject: str, title: str, groups: Sequence[Group], reason: str) -> str:
+    parts = [f"## {subject}: {title}", ""]
+    parts += [*_table(_VERDICT_HEADINGS, map(verdict_cells, judge(groups))), ""]
+    if reason:
+        parts += [f"**Why.** {reason.strip()}", ""]
+    for group in groups:
+        parts += [f"### {subject}, {setting(group)}", "", *_table(headings(group), lines(group)), ""]
+    return "\n".join(parts)
+
+
+def _table(names: Cells, rows: Iterator[Cells]) -> Iterator[str]:
+    yield f"| {' | '.join(names)} |"
+    yield f"|{'---|' * len(names)}"
+    for cells in rows:
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def read_reasons(path: Path = REASONS) -> dict[str, str]:
+    return yaml.safe_load(path.read_text()) or {} if path.exists() else {}
