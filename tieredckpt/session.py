@@ -195,8 +195,11 @@ class Session:
     def restored(self, group: Group, rank: int) -> None:
         """This process continues from ``group``; what it saves next says so."""
         self.base = group.version
-        self.commit(group)
-        self.node.restored(self.job, group, rank)
+        try:
+            self.commit(group)
+            self.node.restored(self.job, group, rank)
+        except PeerStoreError as error:  # every byte is where it belongs: no reason to fail the load
+            log.warning("the node agent did not note that %s goes on from step %d: %s", self.job, group.version, error)
 
     def durable_store(self) -> ObjectStore:
         """The durable tier, opened by this process for reading."""

@@ -103,5 +103,5 @@ def test_todays_writer_writes_todays_format(tmp_path, ranks):
             assert inside(new)["format"] == FORMAT
             assert form(inside(new)) == form(inside(old))
     for pattern in ("golden/steps/*/*/*.safetensors", "*/golden/steps/*/*/*.zst"):
-        sizes = [[path.stat().st_size for path in sorted(root.glob(pattern))] for root in (tmp_path, today)]
+        sizes = [sorted(path.stat().st_size for path in root.glob(pattern)) for root in (tmp_path, today)]
         assert sizes[0] == pytest.approx(sizes[1], abs=64)

@@ -106,7 +106,7 @@ class NodeService(SealListener):
 
     def describe(self, job: str, group: Group) -> Described:
         here = {record.key.part: record for record in self.store.records(job, group)}
-        durable = self._durable_manifest(job, group, needed=not here)
+        durable = self._durable_manifest(job, group, needed=not self._whole_here(job, list(here.values())))
         if durable is None and not here:
             raise CheckpointNotFoundError(f"job {job} has no step {group.version} ({names.stem(group)}) here")
         shards = {shard.key.part: shard for shard in durable.shards} if durable else {}
@@ -279,6 +279,12 @@ class NodeService(SealListener):
         for group in listing.quarantined & views.keys():
             views[group] = msgspec.structs.replace(views[group], quarantined="marked in the durable tier")
         return listing.plain
+
+    def _whole_here(self, job: str, records: Sequence[ShardRecord]) -> bool:
+        """Whether memory alone will do, so that a store that is away is no reason to wait or to fail."""
+        if not records:
+            return False
+        return len(records) >= records[0].parts or self._covers(job, [decode_meta(record.meta) for record in records])
 
     def _durable_manifest(self, job: str, group: Group, *, needed: bool) -> Manifest | None:
         catalog = self.catalog(job)

@@ -156,3 +156,86 @@ def test_only_whole_steps_are_chosen_and_none_is_lost_without_a_reason(found):
 def test_a_branch_that_began_from_nothing_cannot_hide_every_step(found):
     result = resolve(found)
     assert (result.chosen is None) == (not any(c.whole for c in found))
+
+
+# -- what stands in the way: torn, quarantined, unreachable --------------------------------------------------------
+
+OBSTACLES = {
+    "absent is absent": ([], {}, None, ()),
+    "absent in memory and the durable tier away is unknown": (
+        [],
+        {"unreachable": [Tier.DURABLE]},
+        None,
+        (Tier.DURABLE,),
+    ),
+    "memory serves while the durable tier is away": (
+        [step(3)],
+        {"unreachable": [Tier.DURABLE]},
+        (3, 1),
+        (Tier.DURABLE,),
+    ),
+    "torn in memory and the rest away is not whole": (
+        [step(3, found=(0,))],
+        {"unreachable": [Tier.DURABLE]},
+        None,
+        (Tier.DURABLE,),
+    ),
+    "damaged everywhere is not absent, but nothing to choose": (
+        [step(3)],
+        {"quarantined": [Group(1, 3, 0, "a")]},
+        None,
+        (),
+    ),
+    "three parts in three tiers": (
+        [Candidate(Group(1, 5, 0, "a"), 3, {0: MEMORY, 1: (Tier.PEER,), 2: DURABLE})],
+        {},
+        (5, 1),
+        (),
+    ),
+    "a part in several tiers counts once": (
+        [Candidate(Group(1, 5, 0, "a"), 2, {0: (Tier.MEMORY, Tier.DURABLE)})],
+        {},
+        None,
+        (),
+    ),
+    "two halves of different attempts make no whole": (
+        [step(5, found=(0,)), step(5, found=(1,), epoch=2, incarnation="b")],
+        {},
+        None,
+        (),
+    ),
+    "the attempt that is whole wins over a later torn one": (
+        [step(5), step(5, found=(1,), epoch=2, incarnation="b")],
+        {},
+        (5, 1),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_obstacles(name):
+    candidates, arguments, expected, unreachable = OBSTACLES[name]
+    assert chosen(candidates, **arguments) == expected
+    found = resolve(candidates, **arguments)
+    assert found.unreachable == unreachable
+    assert found.explain()
+
+
+def test_the_tiers_a_step_would_be_read_from_are_the_nearest_ones():
+    mixed = Candidate(
+        Group(1, 5, 0, "a"), 3, {0: (Tier.MEMORY, Tier.DURABLE), 1: DURABLE, 2: (Tier.PEER, Tier.DURABLE)}
+    )
+    assert mixed.tiers == (Tier.MEMORY, Tier.PEER, Tier.DURABLE)
+    assert step(5, where=(Tier.MEMORY, Tier.DURABLE)).tiers == MEMORY
+
+
+def test_an_explanation_names_every_candidate_newest_first():
+    found = resolve([step(1), step(3, found=(0,)), step(2)], unreachable=[Tier.DURABLE])
+    assert found.explain().split("; ") == [
+        "step 3 (epoch 1): not whole",
+        "step 2 (epoch 1): chosen",
+        "step 1 (epoch 1): older than the chosen one",
+        "durable tier: could not be asked",
+    ]
+    assert resolve([]).explain() == "nothing is saved in any tier"

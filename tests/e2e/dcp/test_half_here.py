@@ -1,0 +1,42 @@
+"""Half of a step is in memory, the other half in a store that lists it and then does not answer."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.faults import Answer
+from tests.support.jobs import Job, on_server
+from tieredckpt import Checkpointer, TierUnavailableError
+from tieredckpt.settings import DurableSettings, settings_from
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save_own(name, durable):
+    with Checkpointer(name, settings=settings_from({"agent": agent(), "durable": durable})) as ckpt:
+        ckpt.save({f"own{dist.get_rank()}": torch.ones(1000)}, 4).wait("durable")
+
+
+def agent():
+    return {"directory": os.environ["TIEREDCKPT_AGENT_DIRECTORY"], "budget": "1GiB"}
+
+
+def test_what_cannot_be_read_right_now_is_unknown_not_a_mismatch(agent_dir, rclone, rclone_proxy, ranks):
+    settings = on_server(rclone, retry_s=0.3, timeout_s=1.0)
+    settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
+    job = Job(agent_dir, settings)
+    ranks.run(2, save_own, job.name, vars(settings))
+    job.kill_agent()  # the next one has not read the manifest
+    with job.checkpointer() as ckpt:
+        store = ckpt.session.node.store
+        for fact in store.inventory(job.name):
+            if fact.key.part == 1:
+                store.report(fact.key, "lost by a test")
+        away = rclone_proxy.on("GET", r"\.manifest", times=10**6)
+        away.fail(Answer(503, "SlowDown"))
+        state = {"own0": torch.zeros(1000), "own1": torch.zeros(1000)}
+        with pytest.raises(TierUnavailableError):
+            ckpt.restore(state)
+        assert float(state["own0"].sum()) == 0

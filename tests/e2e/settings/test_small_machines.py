@@ -1,0 +1,120 @@
+"""A machine that is too small: for the arena's tmpfs, for the durable tier's disk. Said clearly, nothing lost."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.agents import end_agent
+from tests.support.bits import assert_same, zeroed
+from tests.support.jobs import Job, state_at
+from tieredckpt import Checkpointer, SaveFailedError
+from tieredckpt.checkpointer import SaveState
+from tieredckpt.errors import SettingsError
+from tieredckpt.session import close_sessions
+from tieredckpt.settings import DurableSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mounts a tmpfs of a given size; unmounts it when the agent in it has ended."""
+    places = []
+
+    def mount(size):
+        place = tmp_path / f"mount{len(places)}"
+        place.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"mounting needs root and its capabilities: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    yield mount
+    close_sessions()
+    for place in places:
+        end_agent(place / "agent")
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(path):
+    """Somebody else takes all the room there is left."""
+    free = os.statvfs(path.parent)
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+    assert os.statvfs(path.parent).f_bavail == 0
+    return path
+
+
+def test_a_tmpfs_smaller_than_the_budget(agent_dir, mounted, monkeypatch):
+    place = mounted("16m")
+    monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(place / "agent"))
+    with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
+        assert ckpt.save(state_at(0), 0).wait() is SaveState.SEALED
+        large = ckpt.save({"w": torch.zeros(8 << 20)}, 1)
+        assert isinstance(large.error, SaveFailedError)
+        assert "Enlarge it" in str(large.error)
+        assert str(place) in str(large.error)
+        assert ckpt.restore(zeroed(state_at(0))) == 0
+
+
+def test_a_tmpfs_that_others_fill(agent_dir, mounted, monkeypatch):
+    place = mounted("16m")
+    monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(place / "agent"))
+    with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        other = fill(place / "other")
+        for step in range(1, 5):
+            saved = ckpt.save(state_at(step), step)
+            assert saved.ok or "Enlarge it" in str(saved.error)
+            ckpt.wait()
+        newest = ckpt.restore(zeroed(state_at(0)))
+        found = zeroed(state_at(0))
+        assert ckpt.restore(found) == newest
+        assert_same(state_at(newest), found)
+        other.unlink()
+        assert ckpt.save(state_at(9), 9).wait() is SaveState.SEALED
+
+
+def test_a_full_disk_keeps_what_was_durable_and_goes_on_when_there_is_room(agent_dir, mounted):
+    disk = mounted("8m")
+    durable = DurableSettings(url=f"file://{disk}/durable", retry_s=0.2)
+    job = Job(agent_dir, durable)
+    job.save(0)
+    other = fill(disk / "other")
+    with job.checkpointer() as ckpt:
+        for step in range(1, 4):
+            assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
+        assert not ckpt.wait("durable", timeout_s=1)
+        problem = " ".join(view.error for view in ckpt.session.node.drains(job.name))
+        assert "No space left" in problem
+        assert ckpt.restore(zeroed(state_at(0))) == 3
+        other.unlink()
+        ckpt.session.node.configure(job.name, durable)  # somebody tells the agent that it may work now
+        assert ckpt.save(state_at(4), 4).wait("durable", timeout_s=60) is SaveState.DURABLE
+    assert not list(Path(disk).rglob("*.staged"))
+    job.lose_memory()
+    job.expect(4, tiers={"durable"})
+    job.expect(0, tiers={"durable"}, named=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("TIEREDCKPT_AGENT_BUDGET", "0", "agent.budget"),
+        ("TIEREDCKPT_AGENT_DIRECTORY", "relative/place", "agent.directory"),
+        ("TIEREDCKPT_AGENT_HTTP", "nowhere", "agent.http"),
+        ("TIEREDCKPT_MEMRY_EVERY", "1", "TIEREDCKPT_MEMRY_EVERY"),
+        ("TIEREDCKPT_DURABLE_URL", "bucket", "durable.url"),
+    ],
+)
+def test_wrong_settings_are_told_before_an_agent_is_started(agent_dir, monkeypatch, name, value, said):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=said):
+        Checkpointer("tiered://loop")
+    assert not agent_dir.exists()

@@ -1,0 +1,107 @@
+"""A stored step seen for reading: pieces from near and few shards, ranges of bytes, chunks of ranges."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerstore.records import ShardKey
+from tieredckpt.agent.catalog import manifest_from
+from tieredckpt.boxes import Box
+from tieredckpt.errors import CheckpointDamagedError, MismatchError
+from tieredckpt.layout import OBJECT, ItemEntry, TensorEntry, encode, lay_out
+from tieredckpt.manifest import ShardIndex, ShardMeta
+from tieredckpt.node import Described
+from tieredckpt.resolve import Tier
+from tieredckpt.stored import ByteRange, StoredStep, chunk_ranges
+
+MEMORY, DURABLE = (Tier.MEMORY,), (Tier.DURABLE,)
+
+
+def stored(*shards, tiers=None):
+    """A step out of (tensors, objects with sizes) of each part."""
+    files = []
+    for part, (tensors, objects) in enumerate(shards):
+        layout = lay_out(tensors, [ItemEntry(name, OBJECT) for name in objects], None)
+        sizes = tuple(objects.values())
+        size = layout.size_bytes(sizes)
+        key = ShardKey("j", 1, 1, "a", 0, part)
+        sums = b"\0" * 8 * -(-size // 4096)
+        files.append(
+            (ShardIndex(key, len(shards), size, 4096, sums, ShardMeta(layout.digest, sizes)), encode(layout), b"")
+        )
+    found = dict(enumerate(tiers)) if tiers else dict.fromkeys(range(len(shards)), MEMORY)
+    return StoredStep(Described(manifest_from(files, created_ns=0, writer=""), found))
+
+
+def piece(name, shape, offsets, sizes):
+    return TensorEntry(name, "int16", shape, Box(offsets, sizes), 2)
+
+
+@st.composite
+def boxes_in(draw, shape):
+    spans = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    return Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+
+
+shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
+
+
+@given(shapes, st.data())
+def test_pieces_are_the_box_once_each_and_from_where_it_is(shape, data):
+    held = data.draw(st.lists(boxes_in(shape), min_size=1, max_size=4))
+    wanted = data.draw(boxes_in(shape))
+    tiers = [data.draw(st.sampled_from([MEMORY, DURABLE])) for _ in held]
+    step = stored(*(([piece("t", shape, *box)], {}) for box in held), tiers=tiers)
+    have, count = np.zeros(shape, bool), np.zeros(shape, int)
+
+    def cells(box):
+        return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+
+    for box in held:
+        have[cells(box)] = True
+    if not have[cells(wanted)].all():
+        with pytest.raises(CheckpointDamagedError, match="lacks"):
+            list(step.pieces("t", wanted))
+        return
+    for found in step.pieces("t", wanted):
+        assert found.entry.box == held[found.part]
+        count[cells(found.box)] += 1
+        span, full = step.tensor_range(found), step.tensor_range(found._replace(box=found.entry.box))
+        assert full.start <= span.start <= span.stop <= full.stop
+        assert span.stop - span.start >= found.box.volume * 2
+    assert (count[cells(wanted)] == 1).all()
+    assert count.sum() == wanted.volume
+
+
+def test_the_nearest_copy_is_read():
+    whole = piece("t", (4,), (0,), (4,))
+    step = stored(([whole], {"o": 3}), ([whole], {"o": 3}), tiers=[DURABLE, MEMORY])
+    assert [found.part for found in step.pieces("t", Box((0,), (4,)))] == [1]
+    assert step.object_part("o", 7) == 1
+    assert [step.object_part("o", rank) for rank in (0, 1)] == [0, 1]  # everybody's own, where everybody has one
+
+
+def test_what_is_not_there_is_a_mismatch_and_other_shapes_are_damage():
+    step = stored(([piece("t", (4,), (0,), (4,))], {}), ([piece("u", (4,), (0,), (2,))], {}))
+    for ask in (lambda: list(step.pieces("x", Box((0,), (1,)))), lambda: step.object_part("x", 0)):
+        with pytest.raises(MismatchError, match="has no"):
+            ask()
+    with pytest.raises(MismatchError, match="shape"):
+        list(step.pieces("t", Box((0, 0), (1, 1))))
+    mixed = stored(([piece("t", (4,), (0,), (4,))], {}), ([piece("t", (2, 2), (0, 0), (2, 2))], {}))
+    with pytest.raises(CheckpointDamagedError, match="several shapes"):
+        list(mixed.pieces("t", Box((0,), (3,))))
+
+
+ranges = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 20)).map(lambda t: ByteRange(t[0], t[0] + t[1])))
+
+
+@given(ranges, st.integers(1, 30))
+def test_chunks_hold_every_range_and_nothing_that_none_touches(found, chunk_bytes):
+    chunks = chunk_ranges(found, chunk_bytes)
+    wanted = {byte // chunk_bytes for start, stop in found for byte in range(start, stop)}
+    assert {chunk for first, stop in chunks for chunk in range(first, stop)} == wanted
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(chunks))
