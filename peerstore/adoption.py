@@ -7,17 +7,20 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
+
+from peerstore.checksum import chunk_count
 from peerstore.crashpoints import reach
 from peerstore.errors import PeerStoreError, ShardDamagedError, UnavailableError
 from peerstore.jobs import Jobs
-from peerstore.leasing import Leasing
-from peerstore.names import job_name
+from peerstore.leasing import Leasing, check_key
 from peerstore.notes import CLAIM, LEASE, SEAL, LeaseNote, SealNote
 from peerstore.owners import Owner
 from peerstore.records import ShardKey, ShardRecord
 from peerstore.shelf import SLOT, Shelf, Slot, Standing
 
 _WAIT_S = 600.0
+_LARGEST_CHUNK = 1 << 30
 
 
 class Adoption:
@@ -58,18 +61,20 @@ class Adoption:
             return
         held = self._shelf.notes.get(LEASE, name, LeaseNote)
         if held is not None:
-            lease = held.lease
-            slot = Slot(name, lease.generation, size, 0, job_name(lease.key.job), lease.key.part)
+            check_key(held.lease.key, held.lease.size_bytes, held.lease.parts)
+            lease = msgspec.structs.replace(held.lease, slot=name, path=self._shelf.arena.path(name))
+            slot = Slot(name, lease.generation, size, 0, lease.key.job, lease.key.part)
             self._shelf.slots[name] = slot
             self._leasing.adopt(slot, lease, Owner(*held.owner))
 
     def _adopt_sealed(self, name: str, size: int, note: SealNote) -> None:
         record = note.record
+        _check_record(record)
         if size < record.size_bytes:
             self._lose(record, f"{size} bytes of {record.size_bytes} are left")
             return
         self._shelf.notes.remove(LEASE, name)
-        slot = Slot(name, secrets.randbits(62), size, record.size_bytes, job_name(record.key.job), record.key.part)
+        slot = Slot(name, secrets.randbits(62), size, record.size_bytes, record.key.job, record.key.part)
         slot.record, slot.sealed_under, slot.standing = record, note.lease_id, Standing.ADOPTING
         self._shelf.slots[name] = slot
         self._jobs.heard_of(record.key)
@@ -141,6 +146,16 @@ class Adoption:
     def left(self, job: str | None = None) -> int:
         slots = self._shelf.slots.values()
         return sum(slot.standing is Standing.ADOPTING and (job is None or slot.job == job) for slot in slots)
+
+
+def _check_record(record: ShardRecord) -> None:
+    """A note may be intact and still not be one that this package wrote."""
+    check_key(record.key, record.size_bytes, record.parts)
+    if not 1 <= record.chunk_bytes <= _LARGEST_CHUNK:
+        raise ShardDamagedError(f"{record.key}: chunks of {record.chunk_bytes} bytes")
+    count = chunk_count(record.size_bytes, record.chunk_bytes)
+    if len(record.checksums) != 8 * count:
+        raise ShardDamagedError(f"{record.key}: {len(record.checksums)} bytes of checksums for {count} chunks")
 
 
 def start(work: Callable[[], None], name: str) -> threading.Thread:

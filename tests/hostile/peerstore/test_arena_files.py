@@ -1,0 +1,155 @@
+"""Whatever lies in an arena when an agent starts: it starts, keeps what is good and drops what is not."""
+
+import contextlib
+import os
+
+import msgspec
+import pytest
+
+from peerstore.arena import TmpfsArena
+from peerstore.errors import ShardNotFoundError
+from peerstore.notes import LeaseNote, SealNote
+from peerstore.owners import myself
+from peerstore.records import Lease, ShardRecord
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore
+from tests.support.stores import MIB, content, fill, key, load, save, store_directory
+
+GOOD, VICTIM = key(1), key(2)
+SLOT = "slot.job.0.00000000000000ff"
+
+
+def record(**changes):
+    sums = {"checksums": b"\0" * 8, "size_bytes": 10, "chunk_bytes": MIB}
+    return ShardRecord(**{"key": VICTIM, "parts": 1, "meta": b"", "sealed_ns": 0, **sums, **changes})
+
+
+def sealed(**changes):
+    return msgspec.msgpack.encode(SealNote("lease", record(**changes)))
+
+
+def leased(**changes):
+    fields = {"id": "x", "key": VICTIM, "parts": 1, "path": "/etc/passwd", "size_bytes": 10, "slot": SLOT}
+    return msgspec.msgpack.encode(
+        LeaseNote(Lease(**{**fields, "generation": 1, "warm_bytes": 0, **changes}), tuple(myself()))
+    )
+
+
+NOTES = {
+    "garbage": ("seal", b"\xc1\xc1\xc1"),
+    "empty": ("seal", b""),
+    "another kind": ("seal", msgspec.msgpack.encode({"a": 1})),
+    "nested": ("seal", b"\x91" * 100_000),
+    "bytes that do not match": ("seal", sealed()),
+    "no chunk size": ("seal", sealed(chunk_bytes=0)),
+    "negative chunk size": ("seal", sealed(chunk_bytes=-1)),
+    "endless chunk size": ("seal", sealed(chunk_bytes=1 << 62)),
+    "too few checksums": ("seal", sealed(checksums=b"")),
+    "too many checksums": ("seal", sealed(checksums=bytes(800))),
+    "negative size": ("seal", sealed(size_bytes=-10)),
+    "endless size": ("seal", sealed(size_bytes=1 << 60, checksums=b"")),
+    "job that is a path": ("seal", sealed(key=key(1, job="../../x"))),
+    "part outside": ("seal", sealed(key=key(1, part=5))),
+    "lease of a path": ("lease", leased(key=key(1, job="a/b"))),
+    "lease of too much": ("lease", leased(size_bytes=1 << 50)),
+    "lease of less than nothing": ("lease", leased(size_bytes=-1)),
+    "lease garbage": ("lease", b"\xc1"),
+}
+
+
+@pytest.fixture
+def directory():
+    with store_directory() as place:
+        with contextlib.closing(NodeStore(TmpfsArena(place), StoreSettings(budget="64MiB"))) as store:
+            save(store, GOOD)
+            store.mark_whole("job", GOOD.group)
+        yield place
+
+
+@contextlib.contextmanager
+def opened(directory):
+    with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
+        assert load(store, GOOD) == content(GOOD, MIB)
+        assert [fact.key for fact in store.inventory()] == [GOOD]
+        yield store
+        save(store, key(7))
+        assert load(store, key(7)) == content(key(7), MIB)
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_a_note_that_is_intact_but_wrong_is_damage(directory, name):
+    kind, data = NOTES[name]
+    arena = TmpfsArena(directory)
+    arena.create(SLOT, 4096)
+    arena.put_note(f"{kind}.{SLOT}", data)
+    with opened(directory) as store:
+        assert len(store.status().damages) == 1
+        assert store.status().jobs[0].newest_whole == 1
+        with pytest.raises(ShardNotFoundError):
+            store.pin(VICTIM)
+        assert not (directory / "notes" / f"{kind}.{SLOT}").exists()
+
+
+def test_a_lease_note_does_not_choose_its_file(directory):
+    """What is sealed is the slot, whatever path a note claims."""
+    arena = TmpfsArena(directory)
+    arena.create(SLOT, 10)
+    arena.put_note(f"lease.{SLOT}", leased())
+    with opened(directory) as store:
+        (path,) = {slot.path for slot in [store.lease(VICTIM, 10, 1)]}
+        assert path == arena.path(SLOT)
+        fill(store.lease(VICTIM, 10, 1), content(VICTIM, 10))
+        store.seal(store.lease(VICTIM, 10, 1).id, 10)
+        assert load(store, VICTIM) == content(VICTIM, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("claim.we@ird", b"\xc0"),
+        ("claim.job2", b"\xc1"),
+        ("claim.job2", b""),
+        ("claim.job2", b"\xdd\xff\xff\xff\xff"),
+        ("seal.slot.nowhere", b"\xc1"),
+        ("lease.slot.nowhere", sealed()),
+        ("blob.job/strange", b"\xff"),
+        ("unheard-of", b""),
+    ],
+)
+def test_notes_about_nothing_are_no_obstacle(directory, name, data):
+    TmpfsArena(directory).put_note(name, data)
+    with opened(directory):
+        pass
+
+
+def test_damage_to_who_owns_a_job_does_not_let_the_past_write(directory):
+    """The claim is lost; the sealed shards still say which incarnation was there last."""
+    with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
+        save(store, key(5, epoch=9, name="ninth"))
+    (directory / "notes" / "claim.job").write_bytes(b"damaged")
+    with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
+        assert store.epoch("job") == 9
+        assert load(store, GOOD) == content(GOOD, MIB)
+
+
+def test_things_that_are_not_files_are_left_alone(directory):
+    for place in ("slots", "notes", "folders", "fresh"):
+        (directory / place / "slot.folder").mkdir()
+        (directory / place / "slot.link").symlink_to("/etc/passwd")
+        os.mkfifo(directory / place / "claim.fifo")
+        (directory / place / "slot file").write_bytes(b"a stranger's")
+    with opened(directory) as store:
+        assert store.status().damages == ()
+    for place in ("slots", "notes", "folders", "fresh"):
+        assert (directory / place / "slot.link").is_symlink()
+        assert (directory / place / "slot.folder").is_dir()
+    assert (directory / "slots" / "slot file").read_bytes() == b"a stranger's"
+
+
+def test_slots_without_notes_are_swept_away_and_files_of_others_stay(directory):
+    (directory / "slots" / "slot.job.0.0000000000000001").write_bytes(b"x" * 100)
+    (directory / "slots" / "readme.txt").write_bytes(b"a stranger's")
+    with opened(directory) as store:
+        assert store.status().arena.slots == 1
+    assert not (directory / "slots" / "slot.job.0.0000000000000001").exists()
+    assert (directory / "slots" / "readme.txt").exists()
