@@ -115,6 +115,8 @@ class Session:
         """World size of the incarnation."""
         self.base: int | None = None
         """The step this incarnation was restored from."""
+        self._newest_written = -1
+        self._began_from: Group | None = None
         self.committed: Group | None = None
         """The newest version this process knows to be whole."""
         self._planned: list[PlannedSave] = []
@@ -182,6 +184,7 @@ class Session:
             if self.incarnation is None:
                 raise SaveFailedError(f"step {step} of {self.job}: no incarnation was agreed on before writing")
             count = (step, self.incarnation.name, part)
+            self._newest_written = max(self._newest_written, step)
             attempt = self._attempts[count]
             self._attempts[count] += 1
             return ShardKey(self.job, step, self.incarnation.epoch, self.incarnation.name, attempt, part)
@@ -194,10 +197,17 @@ class Session:
 
     def restored(self, group: Group, rank: int) -> None:
         """This process continues from ``group``; what it saves next says so."""
-        self.base = group.version
+        with self._lock:
+            self.base = group.version
+            if self.incarnation is not None and group.version < self._newest_written:
+                # What this incarnation saved after that step is of a past it leaves: a new one has to say so.
+                self.incarnation, self._newest_written = None, -1
+                self._planned.clear()
+            again, self._began_from = group == self._began_from, group
         try:
             self.commit(group)
-            self.node.restored(self.job, group, rank)
+            if not again:  # a process that loads one step twice has not been started twice
+                self.node.restored(self.job, group, rank)
         except PeerStoreError as error:  # every byte is where it belongs: no reason to fail the load
             log.warning("the node agent did not note that %s goes on from step %d: %s", self.job, group.version, error)
 

@@ -504,3 +504,22 @@ def test_a_restarted_agent_finishes_what_was_waiting(agent_dir, rclone, rclone_p
     close_sessions()
     job.lose_memory()
     job.expect(0, tiers={"durable"})
+
+
+def test_going_back_within_a_process_leaves_what_came_after(agent_dir, directory):
+    """A loop that reloads an older step after a loss spike: what it saved after that step is not its past any more."""
+    settings = DurableSettings(**{**vars(directory), "on_busy": "wait"})
+    job = Job(agent_dir, settings)
+    with job.checkpointer() as ckpt:
+        for step in range(5):
+            ckpt.save(state_at(step), step)
+        assert ckpt.wait("durable")
+        assert ckpt.restore(zeroed(state_at(0)), 2) == 2
+        ckpt.save(state_at(33), 3).wait("durable")
+    close_sessions()
+    for lose in (lambda: None, job.lose_memory):
+        lose()
+        with job.checkpointer() as ckpt:
+            found = zeroed(state_at(0))
+            assert ckpt.restore(found) == 3
+            assert_same(state_at(33), found)
