@@ -1,0 +1,34 @@
+"""Every test ends with nothing left of it. A plugin of its own: hooks of a conftest do not see session fixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support import leaks
+
+_lasting = leaks.NOTHING
+"""What fixtures of modules and of the whole session have made; they end it themselves."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any) -> Iterator[Any]:
+    global _lasting  # noqa: PLW0603 - hooks share nothing else
+    if fixturedef.scope == "function":
+        return (yield)
+    before = leaks.footprint()
+    try:
+        return (yield)
+    finally:
+        _lasting = leaks.both(_lasting, leaks.added(before, leaks.footprint()))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Every test ends with no extra thread, child process, agent or arena."""
+    before = leaks.footprint()
+    yield
+    left = leaks.wait_clean(before, _lasting)
+    assert not left, f"left behind: {'; '.join(left)}"
