@@ -25,6 +25,8 @@ MAX_DECODED_BYTES = 1 << 31
 MAX_CHUNK_BYTES = 64 << 20
 """A chunk is read whole before any of it is used, so whoever claims a large one asks for that much memory."""
 _KINDS = {"raw": "safetensors", "zstd": "safetensors.zst"}
+OPEN_ENDED = 1 << 20
+"""As the number of a step's parts: not known in advance, its table says what makes it whole."""
 _MAGIC = b"TCKP"
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -27,10 +27,19 @@ from peerstore.records import Group, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
 from tieredckpt.agent.catalog import Catalog, manifest_from
 from tieredckpt.agent.compress import compressed
+from tieredckpt.coverage import gaps
 from tieredckpt.durable import names
 from tieredckpt.durable.store import UploadCancelledError
 from tieredckpt.errors import CheckpointDamagedError, DurableRefusedError, TieredCheckpointError
-from tieredckpt.manifest import ShardIndex, decode_meta, decode_shard_file, encode_shard_file
+from tieredckpt.layout import decode
+from tieredckpt.manifest import (
+    OPEN_ENDED,
+    ShardIndex,
+    decode_meta,
+    decode_shard_file,
+    decode_table,
+    encode_shard_file,
+)
 from tieredckpt.node import DrainState, DrainView
 from tieredckpt.retention import victims
 from tieredckpt.settings import DurableSettings
@@ -249,6 +258,8 @@ class Drain(SealListener):
 
     def _make_durable(self, step: _Step, catalog: Catalog) -> bool:
         """Upload this node's shards and, when every part is there, the manifest. False: others' parts are missing."""
+        if step.parts == OPEN_ENDED:
+            self._gather(step)
         while True:
             with self._changed:
                 todo = sorted(key for key in step.shards if key not in step.done)
@@ -258,7 +269,7 @@ class Drain(SealListener):
             with self._changed:
                 step.done.add(todo[0])
         files = self._all_files(step, catalog)
-        if len(files) < step.parts:
+        if not _complete(files, step.parts):
             with self._changed:
                 if all(key in step.done for key in step.shards):
                     # A part of this node that is sealed later wakes the step up; others' are looked for again.
@@ -271,6 +282,14 @@ class Drain(SealListener):
         reach("drain.committed")
         return True
 
+    def _gather(self, step: _Step) -> None:
+        """All parts of a step that told only with its last one that it is to be durable."""
+        for record in self._store.records(step.job, step.group):
+            with self._changed:
+                if record.key not in step.shards:
+                    self._hold(record.key)
+                    step.shards[record.key] = record.size_bytes
+
     def _all_files(self, step: _Step, catalog: Catalog) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
         """Every part's index, or too few. Where several nodes have parts, the one with the first part looks first."""
         own = {}
@@ -279,7 +298,7 @@ class Drain(SealListener):
             if note is not None:
                 own[key.part] = decode_shard_file(note)
         first_look = not step.error
-        if len(own) >= step.parts or (first_look and 0 not in own):
+        if _complete(own, step.parts) or (first_look and 0 not in own):
             return own
         return {**catalog.shard_files(step.group, at_least=step.parts), **own}
 
@@ -419,6 +438,14 @@ class _Journal:
         for name in self._removed:
             self._store.remove_blob(self._job, JOURNAL + _flat(name))
         self._removed.clear()
+
+
+def _complete(files: Mapping[int, tuple[ShardIndex, bytes, bytes]], parts: int) -> bool:
+    """Whether these are all parts; of a step with an open number of them, all that its table names."""
+    if parts != OPEN_ENDED:
+        return len(files) >= parts
+    table = next((table for _, _, table in files.values() if table), b"")
+    return bool(table) and not gaps(decode_table(table), [decode(layout) for _, layout, _ in files.values()])
 
 
 def delete_step(catalog: Catalog, job: str, group: Group) -> None:

@@ -31,7 +31,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.location import Location, parse_location
-from tieredckpt.manifest import Manifest
+from tieredckpt.manifest import OPEN_ENDED, Manifest
 from tieredckpt.node import DrainView, StepView, Survey
 from tieredckpt.resolve import Tier
 from tieredckpt.units import show_size
@@ -98,7 +98,10 @@ def line_of(view: StepView, manifest: Manifest | None, damaged: str, drain: Drai
     """A survey's view and, where the step is durable, its manifest."""
     parts = view.parts or (manifest.parts if manifest else 0)
     durable = {shard.key.part for shard in manifest.shards} if manifest else set()
-    held = [bool(view.found.get(part)) + (part in durable) for part in range(parts)]
+    if parts == OPEN_ENDED:
+        parts = len(durable | view.found.keys())
+    held = [bool(view.found.get(part)) + (part in durable) for part in durable | view.found.keys()]
+    missing = len(held) < parts and not view.covered
     if not damaged and view.damaged and not view.candidate.whole:
         damaged = "; ".join(f"part {part}: {reason}" for part, reason in sorted(view.damaged.items()))
     saved = max((shard.meta.saved_ns for shard in manifest.shards), default=0) if manifest else 0
@@ -109,7 +112,7 @@ def line_of(view: StepView, manifest: Manifest | None, damaged: str, drain: Drai
         durable=view.durable,
         # A manifest that cannot be read does not make a step whole; its parts in memory may.
         whole=(view.covered or len(view.found) >= parts > 0) if damaged else view.candidate.whole,
-        copies=min((count for count in held if count), default=0),
+        copies=0 if missing else min(held, default=0),
         size_bytes=sum(shard.size_bytes for shard in manifest.shards) if manifest else view.size_bytes,
         saved_ns=saved or view.saved_ns,
         quarantined=view.quarantined,
@@ -142,8 +145,9 @@ def _steps(screen: Screen, sight: Sight, location: Location) -> Exit:
     with screen.waiting(f"looking for steps of {location.job}"):
         survey = sight.survey(location.job)
         lines = lines_of(sight, location, survey)
+        files = _file_lines(sight, location)
     plain = [step for step in survey.plain if location.step in (None, step)]
-    if not lines and not plain:
+    if not lines and not plain and not files:
         raise nothing(location, survey)
     now = time.time_ns()
     url = survey.durable.url if survey.durable else ""
@@ -153,9 +157,10 @@ def _steps(screen: Screen, sight: Sight, location: Location) -> Exit:
             "durable": url or None,
             "unreachable": {tier.value: text for tier, text in survey.unreachable.items()},
             "steps": [line.as_json(now) for line in lines],
+            "file_steps": [line.as_json(now) for line in files],
             "plain_steps": plain,
         },
-        lambda out: _show(out, location, survey, lines, plain),
+        lambda out: _show(out, location, survey, [(location.job, lines), (_space(location.job), files)], plain),
     )
     return Exit.UNAVAILABLE if Tier.DURABLE in survey.unreachable else Exit.OK
 
@@ -193,9 +198,40 @@ def lines_of(sight: Sight, location: Location, survey: Survey) -> list[Line]:
     return sorted(lines, key=lambda line: (line.group.version, *line.group))
 
 
-def _show(out: Console, location: Location, survey: Survey, lines: Sequence[Line], plain: Sequence[int]) -> None:
+def _space(job: str) -> str:
+    """Where the steps are that were written as files (``tieredckpt.files``, which imports torch)."""
+    return f".{job}"
+
+
+def _file_lines(sight: Sight, location: Location) -> list[Line]:
+    """Steps that were written through ``tiered://`` as a file system."""
+    with contextlib.suppress(UsageError):  # a name that is too long for one more letter has none
+        space = parse_location(_space(location.job))
+        beside = Location(space.job, location.step)
+        return lines_of(sight, beside, sight.survey(space.job))
+    return []
+
+
+def _show(
+    out: Console,
+    location: Location,
+    survey: Survey,
+    blocks: Sequence[tuple[str, Sequence[Line]]],
+    plain: Sequence[int],
+) -> None:
     url = survey.durable.url if survey.durable else ""
     out.print(f"[bold]{escape(location.job)}[/]" + (f"  durable tier {escape(url)}" if url else "  no durable tier"))
+    for name, lines in blocks:
+        if not lines and (name != location.job or not plain):
+            continue
+        if name != location.job:
+            out.print(f"written as files; other commands know them as {escape(name)}/step-N")
+        _show_block(out, lines, plain if name == location.job else ())
+    for tier, text in survey.unreachable.items():
+        out.print(f"[yellow]{tier.value} tier not asked:[/] {escape(text)}")
+
+
+def _show_block(out: Console, lines: Sequence[Line], plain: Sequence[int]) -> None:
     steps = [line.group.version for line in lines]
     twice = len(set(steps)) < len(steps)
     columns = ["STEP", *(["ATTEMPT"] if twice else []), "STATE", "MEMORY", "DURABLE", "COPIES", "SIZE", "AGE", "NOTE"]
@@ -220,8 +256,6 @@ def _show(out: Console, location: Location, survey: Survey, lines: Sequence[Line
         [str(step), *([""] if twice else []), "plain", "-", "yes", "1", "-", "-", "DCP's own files"] for step in plain
     ]
     out.print(table(columns, rows, right=("STEP", "COPIES", "SIZE", "AGE")))
-    for tier, text in survey.unreachable.items():
-        out.print(f"[yellow]{tier.value} tier not asked:[/] {escape(text)}")
 
 
 def _durable_cell(line: Line) -> str:

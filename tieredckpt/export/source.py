@@ -58,7 +58,7 @@ class StepSource:
                 saved = self._archived(piece)
                 target.copy_(_cut(saved.to_dense(), relative(piece.box, piece.entry.box)).view(out.dtype))
             elif target.is_contiguous() and piece.box == piece.entry.box:
-                self._read_into(raw_bytes(target), piece.part, self.step.tensor_range(piece))
+                self.read_into(raw_bytes(target), piece.part, self.step.tensor_range(piece))
             else:
                 target.copy_(self._strided(piece))
         return out.view(dtype_named(entry.dtype))
@@ -67,6 +67,15 @@ class StepSource:
         """An object as the planner wrote it; where several ranks wrote one, the first one's."""
         part = self.step.object_part(name, 0)
         return self._item(part, self.step.objects[name][part])
+
+    def read_into(self, target: memoryview, part: int, span: ByteRange) -> None:
+        """Exactly the bytes of ``span`` of a shard, or an error."""
+        done = span.start
+        for start in range(span.start, span.stop, _WINDOW_BYTES):
+            window = ByteRange(start, min(span.stop, start + _WINDOW_BYTES))
+            for data in self._window(part, window):
+                target[done - span.start : done - span.start + len(data)] = data
+                done += len(data)
 
     def close(self) -> None:
         if self._pinned is not None:
@@ -79,7 +88,7 @@ class StepSource:
         entry = piece.entry
         span = self.step.tensor_range(piece)
         buffer = torch.empty(span.stop - span.start, dtype=torch.uint8)
-        self._read_into(raw_bytes(buffer), piece.part, span)
+        self.read_into(raw_bytes(buffer), piece.part, span)
         strides = [math.prod(entry.box.sizes[axis + 1 :]) for axis in range(len(entry.box.sizes))]
         return torch.as_strided(buffer.view(_carrier(entry.itemsize)), piece.box.sizes, strides)
 
@@ -92,16 +101,8 @@ class StepSource:
     def _item(self, part: int, number: int) -> bytes:
         span = self.step.item_range(part, number)
         out = bytearray(span.stop - span.start)
-        self._read_into(memoryview(out), part, span)
+        self.read_into(memoryview(out), part, span)
         return bytes(out)
-
-    def _read_into(self, target: memoryview, part: int, span: ByteRange) -> None:
-        done = span.start
-        for start in range(span.start, span.stop, _WINDOW_BYTES):
-            window = ByteRange(start, min(span.stop, start + _WINDOW_BYTES))
-            for data in self._window(part, window):
-                target[done - span.start : done - span.start + len(data)] = data
-                done += len(data)
 
     def _window(self, part: int, window: ByteRange) -> Iterator[memoryview]:
         shard, tiers = self.step.shards[part], self.step.found[part]

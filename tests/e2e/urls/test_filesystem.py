@@ -1,0 +1,303 @@
+"""DCP's own file writer and reader on ``tiered://``, unmodified and without ``enable_urls()``."""
+
+import signal
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _storage_utils
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.support.agents import end_agent
+from tests.support.bits import assert_same, zeroed
+from tests.support.jobs import Job, state_at
+from tests.support.models import build, full, put_back, state_of, train
+from tieredckpt import CheckpointNotFoundError
+from tieredckpt.errors import SaveFailedError, UsageError
+from tieredckpt.files import FileSpace, place_of
+from tieredckpt.session import close_sessions
+from tieredckpt.settings import DurableSettings
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+    pytest.mark.e2e,
+]
+
+
+def save(step, value=None, job="job"):
+    dcp.save(state_at(step if value is None else value), checkpoint_id=f"tiered://{job}/step-{step}", no_dist=True)
+
+
+def load(step, value=None, job="job"):
+    expected = state_at(step if value is None else value)
+    found = zeroed(expected)
+    dcp.load(found, checkpoint_id=f"tiered://{job}/step-{step}", no_dist=True)
+    assert_same(expected, found)
+
+
+@pytest.fixture
+def durable(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", f"file://{tmp_path}/durable")
+    return DurableSettings(url=f"file://{tmp_path}/durable")
+
+
+def wait_durable(job="job"):
+    view = FileSpace(job).session.node.wait_durable(f".{job}", None, 30)
+    assert view.state == "done", view
+
+
+def test_dcps_own_writer_is_used(agent_dir):
+    assert type(_storage_utils._storage_setup(None, "tiered://job/step-1")).__name__ == "FsspecWriter"
+    assert isinstance(fsspec.filesystem("tiered"), fsspec.AbstractFileSystem)
+    assert not agent_dir.exists(), "nothing is started before something is written"
+
+
+def test_save_and_load(agent_dir):
+    for step in (1, 2, 3):
+        save(step)
+    load(3)
+    load(2)
+
+
+def test_many_steps_do_not_fill_the_arena(agent_dir):
+    for step in range(12):
+        save(step)
+    load(11)
+    status = FileSpace("job").session.node.store.status()
+    assert status.arena.allocated_bytes < 64 << 20
+
+
+def test_a_file_larger_than_its_first_slot(agent_dir):
+    state = {"big": torch.arange(12 << 20, dtype=torch.int32), "small": torch.ones(3)}
+    dcp.save(state, checkpoint_id="tiered://job/step-0", no_dist=True)
+    found = zeroed(state)
+    dcp.load(found, checkpoint_id="tiered://job/step-0", no_dist=True)
+    assert_same(state, found)
+
+
+def test_a_step_written_again_is_the_new_one(agent_dir, durable):
+    save(1, 10)
+    wait_durable()
+    save(1, 20)
+    load(1, 20)
+    wait_durable()
+    Job(agent_dir, durable, "job").lose_memory()
+    load(1, 20)
+    save(1, 30)
+    load(1, 30)
+    wait_durable()
+    Job(agent_dir, durable, "job").lose_memory()
+    load(1, 30)
+
+
+def test_it_survives_the_agent_and_the_node(agent_dir, durable):
+    save(1)
+    save(2)
+    wait_durable()
+    end_agent(agent_dir, signal.SIGKILL)
+    load(2)
+    close_sessions()
+    Job(agent_dir, durable, "job").lose_memory()
+    load(2)
+    load(1)
+
+
+def test_damage_is_found_and_never_loaded(agent_dir, durable, tmp_path):
+    save(1)
+    wait_durable()
+    Job(agent_dir, durable, "job").lose_memory()
+    for path in (tmp_path / "durable" / ".job" / "steps").rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[4200] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(CheckpointException) as failure:
+        load(1)
+    assert "CheckpointDamagedError" in repr(failure.value.failures) or "not what was saved" in str(failure.value)
+
+
+class BreaksInTheMiddle:
+    def __reduce__(self):
+        raise RuntimeError("cannot be pickled")
+
+
+def test_a_failed_save_leaves_the_step_as_it_was(agent_dir):
+    save(1)
+    for _ in range(4):
+        with pytest.raises(CheckpointException):
+            dcp.save({**state_at(9), "z": BreaksInTheMiddle()}, checkpoint_id="tiered://job/step-1", no_dist=True)
+    load(1)
+    with pytest.raises(CheckpointException):
+        load(2)
+    save(1, 7)
+    load(1, 7)
+
+
+def write_and_die(say):
+    from tieredckpt.files import FileSpace
+
+    space = FileSpace("job")
+    space.begin(5)
+    with space.writer(5, "__0_0.distcp") as file:
+        file.write(b"x" * 100_000)
+    open_file = space.writer(5, "__1_0.distcp")
+    open_file.write(b"y" * 100)
+    say("written")
+    signal.pause()
+
+
+def test_a_writer_killed_before_the_end(agent_dir, zygote):
+    save(4)
+    running = zygote.start(write_and_die)
+    running.wait_line("written")
+    running.kill()
+    running.wait()
+    with pytest.raises(CheckpointException):
+        load(5)
+    load(4)
+    save(5)
+    load(5)
+
+
+def test_metadata_that_names_files_which_are_not_here_completes_nothing(agent_dir, monkeypatch):
+    original = FileSpace.place
+
+    def forgetful(self, step, name, final):
+        if final == ".metadata":
+            store = self.session.node.store
+            store.forget(self.space, [fact.key.group for fact in store.inventory(self.space)])
+        original(self, step, name, final)
+
+    monkeypatch.setattr(FileSpace, "place", forgetful)
+    with pytest.raises(CheckpointException) as failure:
+        save(1)
+    error = failure.value.failures[0][0]
+    assert isinstance(error, SaveFailedError)
+    assert "__0_0.distcp" in str(error)
+    assert "enable_urls" in str(error)
+
+
+def save_and_load_two_ranks(url):
+    world = dist.get_world_size()
+    model, optimizer = build("fsdp", world, seed=1)
+    train(model, optimizer, 2)
+    state = state_of(model, optimizer)
+    for step in (1, 2, 2):
+        dcp.save(state, checkpoint_id=f"tiered://fsdp/step-{step}")
+    expected = full(state)
+    other, optimizer = build("fsdp", world, seed=2)
+    state = state_of(other, optimizer)
+    dcp.load(state, checkpoint_id="tiered://fsdp/step-2")
+    put_back(other, optimizer, state)
+    assert_same(expected, full(state_of(other, optimizer)))
+    return sorted(FileSpace("fsdp").files(2))
+
+
+def test_two_ranks(agent_dir, ranks, durable):
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert ranks.run(2, save_and_load_two_ranks, durable.url) == [files, files]
+    wait_durable("fsdp")
+    assert ranks.run(1, load_one_rank) == [True]
+
+
+def load_one_rank():
+    model, optimizer = build("plain", 1, seed=3)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id="tiered://fsdp/step-2")
+    return True
+
+
+def test_async_save(agent_dir):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for step in range(3):
+            dcp.async_save(state_at(step), checkpoint_id=f"tiered://job/step-{step}").result()
+        found = zeroed(state_at(2))
+        dcp.load(found, checkpoint_id="tiered://job/step-2")
+    finally:
+        dist.destroy_process_group()
+    assert_same(state_at(2), found)
+
+
+def test_as_a_file_system(agent_dir, durable):
+    fs = fsspec.filesystem("tiered")
+    assert not fs.exists("tiered://job/step-1")
+    save(1)
+    save(2)
+    assert fs.ls("tiered://job", detail=False) == ["job/step-1", "job/step-2"]
+    assert fs.ls("tiered://job/step-2", detail=False) == ["job/step-2/.metadata", "job/step-2/__0_0.distcp"]
+    assert fs.exists("tiered://job/step-2/.metadata")
+    assert not fs.exists("tiered://job/step-2/other")
+    assert not fs.exists("tiered://job/step-3/.metadata")
+    assert fs.isdir("tiered://job/step-2")
+    size = fs.info("tiered://job/step-2/__0_0.distcp")["size"]
+    data = fs.cat_file("tiered://job/step-2/__0_0.distcp")
+    assert len(data) == size
+    with fs.open("tiered://job/step-2/__0_0.distcp") as file:
+        file.seek(1000)
+        assert file.read(77) == data[1000:1077]
+        file.seek(-10, 2)
+        assert file.read() == data[-10:]
+    wait_durable()
+    fs.rm("tiered://job/step-1", recursive=True)
+    assert fs.ls("tiered://job", detail=False) == ["job/step-2"]
+    with pytest.raises(NotImplementedError):
+        fs.rm_file("tiered://job/step-2/__0_0.distcp")
+    with pytest.raises(NotImplementedError):
+        fs.open("tiered://job/step-2/x", "ab")
+    load(2)
+
+
+def test_the_two_kinds_of_steps_never_mix(agent_dir, durable):
+    job = Job(agent_dir, durable, "job")
+    job.save(7)
+    save(8)
+    wait_durable()
+    job.expect(7, tiers={"memory"})
+    load(8)
+    with pytest.raises(CheckpointException):
+        load(7)
+    with pytest.raises(FileNotFoundError):
+        FileSpace("job").session and fsspec.filesystem("tiered").info("tiered://job/step-7")
+    with pytest.raises(CheckpointNotFoundError):
+        FileSpace("other").files(1)
+
+
+def test_the_command_line_sees_them(agent_dir, durable, capsys):
+    import json
+
+    from tieredckpt.cli import main
+
+    save(3)
+    wait_durable()
+    assert main(["ls", "job", "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)["file_steps"]
+    assert (line["step"], line["whole"], line["parts"], line["tiers"]) == (3, True, 2, ["memory", "durable"])
+    assert line["copies"] == 2
+    assert main(["ls", "job"]) == 0
+    assert "2 of 2" in capsys.readouterr().out
+    assert main(["verify", ".job", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["checks"]) == 4
+    assert main(["inspect", ".job", "--json"]) == 0
+    assert [o["name"] for o in json.loads(capsys.readouterr().out)["objects"]] == [".metadata", "__0_0.distcp"]
+
+
+def test_without_collectives_it_is_refused_before_anything_is_lost(agent_dir, ranks):
+    assert ranks.run(2, save_without_collectives) == ["refused", "refused"]
+
+
+def save_without_collectives():
+    try:
+        dcp.save({"x": torch.ones(3)}, checkpoint_id="tiered://job/step-1", use_collectives=False)
+    except (UsageError, CheckpointException) as error:
+        return "refused" if "enable_urls" in str(error) + repr(getattr(error, "failures", "")) else str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("path", ["job/step-1/a/b", "job/stop-1", "../x", "job/step-1/../../x", ""])
+def test_paths_that_are_none(path):
+    with pytest.raises(UsageError):
+        place_of(path)
