@@ -74,6 +74,7 @@ class FileSpace:
         parse_location(self.space)  # a name that is one character longer may be too long
         self._settings = settings
         self._lock = threading.RLock()
+        self._last: Session | None = None
         self._begun: dict[int, Group] = {}
         """The attempt this process writes, by step."""
         self._open: dict[tuple[int, str], SlotWriter] = {}
@@ -83,13 +84,26 @@ class FileSpace:
 
     @property
     def session(self) -> Session:
-        return open_session(self.space, self._settings or load_settings())
+        session = open_session(self.space, self._settings or load_settings())
+        with self._lock:
+            if session is not self._last:  # what was begun with another agent is not known to this one
+                writers, self._open = list(self._open.values()), {}
+                self._begun.clear()
+                self._chosen.clear()
+                self._last = session
+                for writer in writers:
+                    writer.let_go()
+        return session
 
     # -- writing ----------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """A new attempt at ``step``. What earlier ones left without becoming whole is given up."""
         session = self.session
+        with self._lock:
+            unfinished = [name for at, name in self._open if at == step]
+        for name in unfinished:
+            self.drop(step, name)
         with _told(f"step {step} of {self.job} cannot be begun"):
             store = session.node.store
             incarnation = f"files-{store.arena_id}"
@@ -150,8 +164,11 @@ class FileSpace:
                 f"{final}: metadata per rank (use_collectives=False) is not kept as files; write it with "
                 "TieredWriter or after tieredckpt.enable_urls()"
             )
-        table = self._table(step, writer) if final == METADATA else None
-        writer.seal(final, table)
+        try:
+            writer.seal(final, self._table(step, writer) if final == METADATA else None)
+        except BaseException:
+            self.drop(step, name)
+            raise
         with self._lock:
             self._open.pop((step, name), None)
         if final == METADATA:
@@ -282,6 +299,7 @@ class SlotWriter(io.RawIOBase):
         self._lease = lease
         self._start = layout_of(name.removesuffix(_PENDING)).header_bytes
         self._at = self._size = 0
+        self._sealed = False
         self._fd = os.open(lease.path, os.O_RDWR | os.O_CLOEXEC)
 
     @property
@@ -317,8 +335,9 @@ class SlotWriter(io.RawIOBase):
         with memoryview(data) as view, view.cast("B") as flat:  # type: ignore[arg-type]
             self._require(self._start + self._at + len(flat))
             done = 0
-            while done < len(flat):
-                done += os.pwrite(self._fd, flat[done:], self._start + self._at + done)
+            with _told(f"{self.name} of step {self.step} cannot be written"):
+                while done < len(flat):
+                    done += os.pwrite(self._fd, flat[done:], self._start + self._at + done)
             self._at += done
             self._size = max(self._size, self._at)
             return done
@@ -351,13 +370,14 @@ class SlotWriter(io.RawIOBase):
                     saved_ns=time.time_ns(),
                 )
                 store.seal(self._lease.id, total, encode_meta(meta))
+                self._sealed = True
         finally:
-            self._let_go()
+            self.let_go()
 
     def discard(self) -> None:
         """Give the slot back."""
-        if self._fd >= 0:
-            self._let_go()
+        self.let_go()
+        if not self._sealed:
             with contextlib.suppress(PeerStoreError):  # the lease would expire anyway
                 self._session.node.store.abandon(self._lease.id)
 
@@ -370,7 +390,8 @@ class SlotWriter(io.RawIOBase):
         except Exception as error:
             raise UsageError(f"{METADATA} of step {self.step} is not what DCP writes: {error}") from error
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Nothing more is written; the lease ends with the connection it was given on."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -485,5 +506,5 @@ def _told(what: str) -> Iterator[None]:
         raise StoreBusyError(f"{what}: {error}") from error
     except UnavailableError as error:
         raise TierUnavailableError(f"{what}: {error}") from error
-    except PeerStoreError as error:
+    except (PeerStoreError, OSError) as error:
         raise SaveFailedError(f"{what}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from tieredckpt.units import parse_size, show_seconds, show_size
 
 if TYPE_CHECKING:
     from tieredckpt.export.source import StepSource
+
+_M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def export(
     from tieredckpt.export.source import StepSource, wanted_names
 
     began = time.monotonic()
+    _give_memory_back()
     wish = Wish(destination, kind, _most_bytes(max_shard_size), force, allow_pickle)
     with open_sight(settings_for(agent_dir, durable)) as sight:
         location = parse_location(target)
@@ -138,6 +142,12 @@ def _write(source: StepSource, names: dict[str, str], wish: Wish, advance: Advan
     check_folder(wish.destination, force=wish.force)
     with whole_folder(wish.destination, force=wish.force) as folder:
         return write_folder(folder, source, tensors, wish.most_bytes, advance)
+
+
+def _give_memory_back() -> None:
+    """Have large buffers returned when they are freed: glibc by itself keeps and fragments them, up to the model."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _most_bytes(text: str) -> int:

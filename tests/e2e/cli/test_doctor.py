@@ -44,9 +44,12 @@ def test_a_running_agent_and_a_directory(cli, job, tmp_path):
     assert "if this is lost" in cli("doctor").out.lower()
 
 
-@pytest.mark.parametrize("server", ["rclone", "moto"])
-def test_a_bucket(cli, agent_dir, request, server):
-    server = request.getfixturevalue(server)
+@pytest.fixture(params=["rclone", "moto"])
+def server(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_a_bucket(cli, agent_dir, server):
     job = Job(agent_dir, on_server(server))
     job.save(1)
     said = cli("doctor", "--bandwidth", "--size", "6MiB", "--json")

@@ -77,9 +77,12 @@ def test_a_refused_store_is_named(cli, agent_dir, rclone, monkeypatch):
     assert [line["step"] for line in said.json["steps"]] == [1]
 
 
-@pytest.mark.parametrize("server", ["rclone", "moto"])
-def test_a_bucket_without_agent(cli, agent_dir, request, server, monkeypatch):
-    server = request.getfixturevalue(server)
+@pytest.fixture(params=["rclone", "moto"])
+def server(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_a_bucket_without_agent(cli, agent_dir, server, monkeypatch):
     job = Job(agent_dir, on_server(server))
     job.save(7)
     job.lose_memory()
