@@ -19,6 +19,7 @@ from tieredckpt.cli.sight import open_sight
 from tieredckpt.errors import CheckpointNotFoundError
 from tieredckpt.layout import TensorEntry
 from tieredckpt.location import parse_location
+from tieredckpt.manifest import OPEN_ENDED
 from tieredckpt.stored import StoredStep
 from tieredckpt.units import show_size
 
@@ -65,7 +66,7 @@ def _summary(step: StoredStep) -> dict[str, Any]:
         "epoch": manifest.epoch,
         "incarnation": manifest.incarnation,
         "attempt": manifest.attempt,
-        "parts": manifest.parts,
+        "parts": len(step.shards) if manifest.parts == OPEN_ENDED else manifest.parts,
         "saved": iso(max((shard.meta.saved_ns for shard in manifest.shards), default=0)),
         "size_bytes": sum(shard.size_bytes for shard in manifest.shards),
         "shards": [

@@ -282,7 +282,9 @@ def test_the_command_line_sees_them(agent_dir, durable, capsys):
     assert main(["verify", ".job", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["checks"]) == 4
     assert main(["inspect", ".job", "--json"]) == 0
-    assert [o["name"] for o in json.loads(capsys.readouterr().out)["objects"]] == [".metadata", "__0_0.distcp"]
+    seen = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in seen["objects"]] == [".metadata", "__0_0.distcp"]
+    assert seen["parts"] == 2
 
 
 def test_without_collectives_it_is_refused_before_anything_is_lost(agent_dir, ranks):
