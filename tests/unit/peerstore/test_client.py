@@ -82,3 +82,34 @@ def test_a_client_without_an_agent_says_so():
 
     with pytest.raises(AgentUnreachableError, match="nowhere"):
         Client(nobody, retry_s=0)
+
+
+def test_time_is_lost_once_for_an_agent_that_is_gone():
+    """Calls of a loop that goes on without its agent are tried once each, until one gets through."""
+    agent, tries, there = ScriptedAgent(), [], True
+
+    def connect():
+        tries.append(1)
+        if not there:
+            raise AgentUnreachableError("nobody")
+        return agent.connect()
+
+    client = Client(connect, retry_s=0.3)
+    there = False
+    client._idle.pop().close()
+    with pytest.raises(AgentUnreachableError):
+        client.epoch("job")
+    assert len(tries) > 3
+    for _ in range(3):
+        before = len(tries)
+        with pytest.raises(AgentUnreachableError):
+            client.epoch("job")
+        assert len(tries) == before + 1
+    there = True
+    caller = threading.Thread(target=client.epoch, args=("job",))
+    caller.start()
+    agent.request(end=-1)
+    agent.answer(7, end=-1)
+    caller.join()
+    client.close()
+    agent.close()
