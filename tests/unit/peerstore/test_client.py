@@ -86,16 +86,16 @@ def test_a_client_without_an_agent_says_so():
 
 def test_time_is_lost_once_for_an_agent_that_is_gone():
     """Calls of a loop that goes on without its agent are tried once each, until one gets through."""
-    agent, tries, there = ScriptedAgent(), [], True
+    agent, tries = ScriptedAgent(), []
+    waiting = [agent.connect()]
 
     def connect():
         tries.append(1)
-        if not there:
+        if not waiting:
             raise AgentUnreachableError("nobody")
-        return agent.connect()
+        return waiting.pop()
 
     client = Client(connect, retry_s=0.3)
-    there = False
     client._idle.pop().close()
     with pytest.raises(AgentUnreachableError):
         client.epoch("job")
@@ -105,11 +105,8 @@ def test_time_is_lost_once_for_an_agent_that_is_gone():
         with pytest.raises(AgentUnreachableError):
             client.epoch("job")
         assert len(tries) == before + 1
-    there = True
-    caller = threading.Thread(target=client.epoch, args=("job",))
-    caller.start()
-    agent.request(end=-1)
+    waiting.append(agent.connect())
     agent.answer(7, end=-1)
-    caller.join()
+    assert client.epoch("job") == 7
     client.close()
     agent.close()
