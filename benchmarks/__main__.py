@@ -28,8 +28,8 @@ from benchmarks.ranks import Ranks, rank_processes
 from benchmarks.rounds import merge
 from benchmarks.sandbox import sandbox
 from benchmarks.table import markdown, print_group, print_verdicts, read_reasons
+from peerstore.units import parse_size
 from tests.support.s3 import moto_server, rclone_server
-from tieredckpt.units import parse_size
 
 _ROOT = Path(__file__).parent.parent
 Run = Callable[[int, Scene], list[dict[str, Any]]]

@@ -18,6 +18,7 @@ from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
 from peerstore.records import StoreStatus
 from peerstore.serve import detach, serve
 from peerstore.settings import AgentPlace, StoreSettings, default_place
+from peerstore.units import show_size
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 
@@ -119,9 +120,9 @@ def _status(args: argparse.Namespace, place: AgentPlace) -> int:
 def describe(status: StoreStatus) -> str:
     """The status as a person reads it."""
     arena = status.arena
-    used = f"{_size(arena.sealed_bytes)} sealed, {_size(arena.allocated_bytes)} in {arena.slots} slots"
+    used = f"{show_size(arena.sealed_bytes)} sealed, {show_size(arena.allocated_bytes)} in {arena.slots} slots"
     state = f"{arena.free_slots} free, {arena.leases} being written"
-    lines = [f"arena   {used} ({state}), budget {_size(arena.budget_bytes)}"]
+    lines = [f"arena   {used} ({state}), budget {show_size(arena.budget_bytes)}"]
     for job in status.jobs:
         newest = "no whole version" if job.newest_whole is None else f"newest whole version {job.newest_whole}"
         left = "" if job.expires_in_s is None else f", forgotten in {max(0.0, job.expires_in_s):.0f} s"
@@ -132,14 +133,6 @@ def describe(status: StoreStatus) -> str:
     if status.adopting:
         lines.append(f"        still verifying {status.adopting} shards of the last agent")
     return "\n".join(lines)
-
-
-def _size(size_bytes: float) -> str:
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size_bytes >= 1024 and len(units) > 1:
-        size_bytes /= 1024
-        units.pop(0)
-    return f"{size_bytes:.0f} B" if units[0] == "B" else f"{size_bytes:.1f} {units[0]}"
 
 
 def _version() -> str:

@@ -50,7 +50,8 @@ class Client:
     """A :class:`~peerstore.operations.Store` behind a socket.
 
     Any thread may call; each call has a connection to itself. When the agent dies in the middle of a call, the
-    call is repeated on a new connection (``connector`` may start a new agent) for up to ``retry_s``.
+    call is repeated on a new connection (``connector`` may start a new agent) for up to ``retry_s``. After that has
+    been in vain, calls are tried once until one gets through: who waits in them loses that time only once.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Client:
         self._errors = dict(errors or {})
         self._idle: list[socket.socket] = []
         self._closed = False
+        self._given_up = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.server_version = ""
@@ -203,9 +205,12 @@ class Client:
         pause = 0.02
         while True:
             try:
-                return self._greet(self._connector())
+                sock = self._greet(self._connector())
+                self._given_up = False
+                return sock
             except (AgentUnreachableError, OSError):
-                if time.monotonic() + pause >= deadline:
+                if self._given_up or time.monotonic() + pause >= deadline:
+                    self._given_up = True
                     raise
                 time.sleep(pause)
                 pause = min(pause * 2, 1.0)

@@ -10,13 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peerstore.errors import RequestError
+from peerstore.units import parse_size
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]i?B?|B|%)?\s*", re.IGNORECASE | re.ASCII)
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("kmgt", 1)
-    for suffix, base in (("", 1024), ("i", 1024), ("ib", 1024), ("b", 1000))
-}
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -79,17 +75,16 @@ def default_place(environ: Mapping[str, str] = os.environ) -> AgentPlace:
 
 def budget_bytes(text: str, *, memory_bytes: int | None = None) -> int:
     """``text`` ("64GiB", "30%", "123") in bytes; a share is of the memory this process may use."""
-    match = _SIZE.fullmatch(text)
-    if not match:
-        raise RequestError(f"budget {text!r} is not a size: write for example '64GiB' or '30%'")
-    number, unit = float(match[1]), (match[2] or "").lower()
-    if unit == "%":
-        if not 0 < number <= 100:
-            raise RequestError(f"budget {text!r}: a share is above 0% and at most 100%")
-        return int((memory_bytes if memory_bytes is not None else usable_memory_bytes()) * number / 100)
-    if number * _UNITS[unit] >= 1 << 63:
-        raise RequestError(f"budget {text!r} is more than any machine has")
-    return int(number * _UNITS[unit])
+    share = _SHARE.fullmatch(text)
+    if share is None:
+        try:
+            return parse_size(text)
+        except ValueError as error:
+            raise RequestError(f"budget {error}, or 30%") from error
+    percent = float(share[1])
+    if not 0 < percent <= 100:
+        raise RequestError(f"budget {text!r}: a share is above 0% and at most 100%")
+    return int((memory_bytes if memory_bytes is not None else usable_memory_bytes()) * percent / 100)
 
 
 def usable_memory_bytes() -> int:

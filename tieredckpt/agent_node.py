@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from peerstore.client import Client, connect
+from peerstore.client import Client, Connector, connect
+from peerstore.errors import AgentUnreachableError
 from peerstore.launch import connect_or_launch
 from peerstore.records import Group
 from peerstore.settings import AgentPlace
@@ -28,6 +30,8 @@ from tieredckpt.node import Described, DrainView, Survey
 from tieredckpt.settings import DurableSettings, Settings
 
 _ADOPTION_S = 660.0
+_RETRY_S = 20.0
+_WAIT_AGAIN_S = 300.0
 
 
 class AgentNode:
@@ -36,13 +40,14 @@ class AgentNode:
     def __init__(self, settings: Settings, job: str) -> None:
         place = AgentPlace(settings.agent_directory)
         self.place = place
-        if settings.agent.embedded:
-            command, environ = agent_command(settings), _agent_environment()
-            self.store = Client(
-                lambda: connect_or_launch(place, command, environ=environ), job=job, errors=wire_errors()
-            )
-        else:
-            self.store = Client(lambda: connect(place.socket), job=job, errors=wire_errors())
+        command, environ = agent_command(settings), _agent_environment()
+        self.store = _client(
+            place,
+            (lambda: connect_or_launch(place, command, environ=environ))
+            if settings.agent.embedded
+            else (lambda: connect(place.socket)),
+            job,
+        )
 
     def configure(self, job: str, durable: DurableSettings) -> None:
         self.store.call("configure", Configure(job, durable), type(None))
@@ -76,6 +81,22 @@ class AgentNode:
 
     def close(self) -> None:
         self.store.close()
+
+
+_unreachable: dict[Path, float] = {}
+"""Sockets that nobody answered on when this process waited for it, and when that was."""
+
+
+def _client(place: AgentPlace, connector: Connector, job: str) -> Client:
+    """A client, waited for once: a training loop that tries again with every save must not wait every time."""
+    waited = time.monotonic() - _unreachable.get(place.socket, -math.inf) < _WAIT_AGAIN_S
+    try:
+        client = Client(connector, job=job, errors=wire_errors(), retry_s=0.0 if waited else _RETRY_S)
+    except AgentUnreachableError:
+        _unreachable[place.socket] = time.monotonic()
+        raise
+    _unreachable.pop(place.socket, None)
+    return client
 
 
 def agent_command(settings: Settings, *, detach: bool = True, linger: bool = True) -> list[str]:

@@ -313,7 +313,8 @@ class Checkpointer:
         """Fill ``state`` from the newest whole step (or ``step``) and return which one it was.
 
         Returns -1 only when every tier was asked and there is nothing to restore. A damaged step is reported and the
-        next older whole one is used; a tier that cannot be asked and nothing in the others is an error.
+        next older whole one is used; a tier that cannot be asked and nothing in the others is an error. After an error
+        ``state`` may hold parts of what was being read: do not train on it.
         """
         if not self.settings.enabled:
             return self._restore_plain(state, step)

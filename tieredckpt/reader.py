@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import time
 from collections import defaultdict
@@ -190,7 +191,9 @@ class TieredReader(StorageReader):
         step = self._described(decision.group)
         if step is not None:
             asked = {item.storage_index.fqn for plan in plans for item in plan.items}
-            self.unused = tuple(sorted({*step.tensors, *step.objects} - asked))
+            # A tensor without elements is asked for by nobody.
+            held = (fqn for fqn in step.tensors if math.prod(step.tensors[fqn][0].entry.shape))
+            self.unused = tuple(sorted({*held, *step.objects} - asked))
         return [dataclasses.replace(plan, storage_data=decision) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -19,8 +19,8 @@ import yaml
 
 from peerstore.errors import RequestError
 from peerstore.settings import StoreSettings, budget_bytes
+from peerstore.units import parse_size
 from tieredckpt.errors import SettingsError
-from tieredckpt.units import parse_size
 
 Busy = Literal["wait", "skip"]
 

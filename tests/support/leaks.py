@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PATIENCE_S = 5.0
-_LASTING_THREADS = ("fsspecIO",)
-"""One per process, made by a library at first use and meant to stay."""
+_LASTING_THREADS = ("fsspecIO", "asyncio_")
+"""Made by a library at first use and meant to stay: the loop that fsspec has, and who resolves names for it."""
 _LASTING_CHILDREN = (b"multiprocessing",)
 """Rank pools are kept warm between tests and grow in any of them; their own fixtures end them."""
 

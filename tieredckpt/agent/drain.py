@@ -190,11 +190,14 @@ class Drain(SealListener):
         steps = [step for (owner, found), step in self._steps.items() if owner == job and group in (None, found)]
         return sorted(steps, key=lambda step: step.group)
 
-    def close(self) -> None:
-        """Stop between two parts; the next agent goes on from there."""
+    def stop(self) -> None:
+        """Begin nothing new, and stop between two parts; the next agent goes on from there."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
+
+    def close(self) -> None:
+        self.stop()
         self._thread.join()
 
     # -- the thread -------------------------------------------------------------------------------------------
@@ -207,6 +210,7 @@ class Drain(SealListener):
             try:
                 self._drain(step)
             except Exception as error:  # the thread must outlive any one step
+                self.totals.errors += 1
                 log.exception("draining %s step %d failed unexpectedly", step.job, step.group.version)
                 self._settle(step, "failed", f"internal error: {type(error).__name__}: {error}")
 
@@ -260,6 +264,7 @@ class Drain(SealListener):
         """Upload this node's shards and, when every part is there, the manifest. False: others' parts are missing."""
         if step.parts == OPEN_ENDED:
             self._gather(step)
+        step.bytes_done = sum(step.shards[key] for key in step.done)
         while True:
             with self._changed:
                 todo = sorted(key for key in step.shards if key not in step.done)

@@ -186,6 +186,12 @@ class NodeService(SealListener):
                 counter[name] += value  # type: ignore[assignment]
 
     def close(self) -> None:
+        self.drain.stop()
+        with self._lock:
+            opened = list(self._catalogs.values())
+        for catalog in opened:
+            if catalog is not None:
+                catalog.store.interrupt()
         self.drain.close()
         with self._lock:
             catalogs, self._catalogs = self._catalogs, {}

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from peerstore.records import Group
+from peerstore.units import show_size
 from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.drain import JOURNAL, delete_step
 from tieredckpt.cli.exits import Exit
@@ -20,7 +21,6 @@ from tieredckpt.cli.sight import Sight, open_sight
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, UsageError
 from tieredckpt.location import parse_location
 from tieredckpt.retention import victims
-from tieredckpt.units import show_size
 
 _HOUR_S = 3600.0
 

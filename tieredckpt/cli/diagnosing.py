@@ -23,6 +23,7 @@ from peerstore.client import connect
 from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
 from peerstore.server import private_directory
 from peerstore.settings import AgentPlace, budget_bytes
+from peerstore.units import parse_size, show_size
 from tieredckpt.agent_node import AgentNode
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.findings import Finding, Memory, Verdict, about_memory, about_skew, bad, good, note, survivals
@@ -32,7 +33,6 @@ from tieredckpt.durable.open import open_store
 from tieredckpt.durable.store import ObjectStore
 from tieredckpt.errors import DurableRefusedError, SettingsError, TieredCheckpointError, TierUnavailableError
 from tieredckpt.settings import DurableSettings, Settings, override
-from tieredckpt.units import parse_size, show_size
 
 _PATIENCE_S = 10.0
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -13,13 +13,13 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from peerstore.units import parse_size, show_seconds, show_size
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Advance, Screen, count
 from tieredckpt.cli.sight import open_sight
 from tieredckpt.errors import UsageError
 from tieredckpt.location import parse_location
-from tieredckpt.units import parse_size, show_seconds, show_size
 
 if TYPE_CHECKING:
     from tieredckpt.export.source import StepSource

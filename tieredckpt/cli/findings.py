@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from peerstore.units import show_size
 from tieredckpt.settings import Settings
-from tieredckpt.units import show_size
 
 _MOST_SKEW_S, _REFUSED_SKEW_S = 60.0, 900.0
 _MUCH_OF_MEMORY = 0.8

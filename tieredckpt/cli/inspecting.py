@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from peerstore.units import show_size
 from tieredckpt.boxes import Box
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
@@ -21,7 +22,6 @@ from tieredckpt.layout import TensorEntry
 from tieredckpt.location import parse_location
 from tieredckpt.manifest import OPEN_ENDED
 from tieredckpt.stored import StoredStep
-from tieredckpt.units import show_size
 
 
 @click.command("inspect", short_help="Tensors and objects of a step.")

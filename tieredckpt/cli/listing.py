@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from peerstore.records import Group
+from peerstore.units import show_size
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Screen, iso, show_age, table
@@ -34,7 +35,6 @@ from tieredckpt.location import Location, parse_location
 from tieredckpt.manifest import OPEN_ENDED, Manifest
 from tieredckpt.node import DrainView, StepView, Survey
 from tieredckpt.resolve import Tier
-from tieredckpt.units import show_size
 
 _READERS = 8
 _MANIFEST = re.compile(r"([A-Za-z0-9._-]{1,128})/manifests/([0-9]{12,19})\..*\.manifest")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from peerstore.records import Group
+from peerstore.units import show_size
 from tieredckpt.agent.catalog import Catalog, manifest_from
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
@@ -24,7 +25,6 @@ from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError
 from tieredckpt.fetch import damaged_chunks
 from tieredckpt.location import Location
 from tieredckpt.manifest import Manifest, decode_table
-from tieredckpt.units import show_size
 
 _SHOWN = 5
 

@@ -14,6 +14,7 @@ from rich.markup import escape
 from peerstore.checksum import chunk_count
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
 from peerstore.records import ShardFact
+from peerstore.units import show_size
 from tieredckpt.agent_node import AgentNode
 from tieredckpt.cli.exits import Exit, worst
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
@@ -26,7 +27,6 @@ from tieredckpt.location import Location, parse_location
 from tieredckpt.manifest import Manifest, ShardIndex
 from tieredckpt.node import StepView
 from tieredckpt.resolve import Tier
-from tieredckpt.units import show_size
 
 _SHOWN_CHUNKS = 16
 

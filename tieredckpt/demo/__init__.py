@@ -21,9 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from peerstore.units import show_seconds, show_size
 from tieredckpt.demo.bucket import Bucket, free_port, local_bucket
 from tieredckpt.errors import UsageError
-from tieredckpt.units import show_seconds, show_size
 
 WORLD = 2
 PHASES = (12, 24, 30)

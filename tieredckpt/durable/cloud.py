@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer
 
+from peerstore.units import parse_size
 from tieredckpt.durable.failures import Meaning, classify
 from tieredckpt.durable.object_names import folder
 from tieredckpt.durable.parts import part_size_for
 from tieredckpt.durable.store import ObjectInfo
 from tieredckpt.durable.wire import CONNECT_S
 from tieredckpt.errors import UsageError
-from tieredckpt.units import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

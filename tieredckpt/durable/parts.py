@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from peerstore.units import show_size
 from tieredckpt.errors import UsageError
-from tieredckpt.units import show_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

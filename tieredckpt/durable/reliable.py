@@ -44,7 +44,8 @@ class ReliableStore:
         self, backend: Backend, *, retry: Retry, bandwidth: Bandwidth, fetch_bytes: int, fetch_threads: int
     ) -> None:
         self._backend = backend
-        self._retry = replace(retry, renew=backend.renew)
+        self._stop = Stop()
+        self._retry = replace(retry, renew=backend.renew, sleep=self._stop.wait)
         self._bandwidth = bandwidth
         self._fetch_bytes = fetch_bytes
         self._lock = threading.Lock()
@@ -135,6 +136,9 @@ class ReliableStore:
             if self._capabilities is None:
                 self._capabilities = Capabilities(self._probe_conditional_put(), self._backend.resumes)
             return self._capabilities
+
+    def interrupt(self) -> None:
+        self._stop.set()
 
     def close(self) -> None:
         self._readers.shutdown(cancel_futures=True)

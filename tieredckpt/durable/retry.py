@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from peerstore.units import show_seconds
 from tieredckpt.durable.failures import Failure, Meaning, classify
 from tieredckpt.durable.store import ObjectExistsError
 from tieredckpt.errors import (
@@ -17,7 +18,6 @@ from tieredckpt.errors import (
     TieredCheckpointError,
     TierUnavailableError,
 )
-from tieredckpt.units import show_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer
 
+from peerstore.units import parse_size
 from tieredckpt.durable.account import Account, S3Options
 from tieredckpt.durable.multipart import Uploader
 from tieredckpt.durable.object_names import join
 from tieredckpt.durable.store import ObjectInfo
-from tieredckpt.units import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -51,7 +51,7 @@ class Stop:
     def check(self) -> None:
         if self._event.is_set():
             raise UploadCancelledError(
-                "the upload was cancelled; a later one goes on after the parts that are finished"
+                "cancelled, because the process ends; a later upload goes on after the parts that are finished"
             )
 
     @contextlib.contextmanager

@@ -106,4 +106,7 @@ class ObjectStore(Protocol):
     def capabilities(self) -> Capabilities:
         """Probed once, by trying."""
 
+    def interrupt(self) -> None:
+        """Whoever waits for a store that is away waits no longer: :class:`UploadCancelledError`. For good."""
+
     def close(self) -> None: ...

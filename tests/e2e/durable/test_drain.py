@@ -17,7 +17,7 @@ from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundE
 from tieredckpt.errors import FormatVersionError
 from tieredckpt.manifest import decode_manifest
 from tieredckpt.saved import SaveState
-from tieredckpt.session import close_sessions
+from tieredckpt.session import Incarnation, close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -523,3 +523,16 @@ def test_going_back_within_a_process_leaves_what_came_after(agent_dir, directory
             found = zeroed(state_at(0))
             assert ckpt.restore(found) == 3
             assert_same(state_at(33), found)
+
+
+def test_an_agent_ends_at_once_while_the_store_is_away(agent_dir, rclone, rclone_proxy):
+    settings = on_server(rclone, retry_s=300.0, timeout_s=1.0)
+    behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
+    rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
+    rclone_proxy.on("PUT", times=10**6).fail(Answer(503, "SlowDown"))
+    with Job(agent_dir, behind).checkpointer() as ckpt:
+        ckpt.session.incarnation = Incarnation(1, "known")  # or the first save would ask the store
+        ckpt.save(state_at(0), 0).wait()
+        rclone_proxy.wait_for(lambda proxy: len(proxy.seen()) > 2)
+        close_sessions()
+        end_agent(agent_dir)  # waits 20 s, and would not be enough for what is left of 60

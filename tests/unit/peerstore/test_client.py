@@ -82,3 +82,31 @@ def test_a_client_without_an_agent_says_so():
 
     with pytest.raises(AgentUnreachableError, match="nowhere"):
         Client(nobody, retry_s=0)
+
+
+def test_time_is_lost_once_for_an_agent_that_is_gone():
+    """Calls of a loop that goes on without its agent are tried once each, until one gets through."""
+    agent, tries = ScriptedAgent(), []
+    waiting = [agent.connect()]
+
+    def connect():
+        tries.append(1)
+        if not waiting:
+            raise AgentUnreachableError("nobody")
+        return waiting.pop()
+
+    client = Client(connect, retry_s=0.3)
+    client._idle.pop().close()
+    with pytest.raises(AgentUnreachableError):
+        client.epoch("job")
+    assert len(tries) > 3
+    for _ in range(3):
+        before = len(tries)
+        with pytest.raises(AgentUnreachableError):
+            client.epoch("job")
+        assert len(tries) == before + 1
+    waiting.append(agent.connect())
+    agent.answer(7, end=-1)
+    assert client.epoch("job") == 7
+    client.close()
+    agent.close()

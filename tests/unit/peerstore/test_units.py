@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from peerstore.errors import RequestError
 from peerstore.settings import budget_bytes
-from tieredckpt.units import parse_size, show_seconds, show_size
+from peerstore.units import parse_size, show_seconds, show_size
 
 SIZES = [
     ("0", 0),
