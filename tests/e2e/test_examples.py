@@ -36,6 +36,10 @@ def test_fsdp2_goes_on_at_another_world_size(agent_dir, second):
     assert f"{second} ranks found step 4; now steps up to 9" in run(*launch, str(second), EXAMPLES / "fsdp2.py")
 
 
+def test_a_framework_that_knows_only_urls(agent_dir):
+    assert "equal bit for bit: True" in run("-W", "ignore", EXAMPLES / "by_url.py")
+
+
 def test_the_configuration_is_one():
     settings = load_settings({"TIEREDCKPT_CONFIG": str(EXAMPLES / "cluster.yaml")})
     assert settings.durable.every == 200
