@@ -115,7 +115,6 @@ class Session:
         """World size of the incarnation."""
         self.base: int | None = None
         """The step this incarnation was restored from."""
-        self._newest_written = -1
         self._began_from: Group | None = None
         self.committed: Group | None = None
         """The newest version this process knows to be whole."""
@@ -184,7 +183,6 @@ class Session:
             if self.incarnation is None:
                 raise SaveFailedError(f"step {step} of {self.job}: no incarnation was agreed on before writing")
             count = (step, self.incarnation.name, part)
-            self._newest_written = max(self._newest_written, step)
             attempt = self._attempts[count]
             self._attempts[count] += 1
             return ShardKey(self.job, step, self.incarnation.epoch, self.incarnation.name, attempt, part)
@@ -199,9 +197,10 @@ class Session:
         """This process continues from ``group``; what it saves next says so."""
         with self._lock:
             self.base = group.version
-            if self.incarnation is not None and group.version < self._newest_written:
-                # What this incarnation saved after that step is of a past it leaves: a new one has to say so.
-                self.incarnation, self._newest_written = None, -1
+            if self.incarnation is not None:
+                # What this incarnation saved after that step is of a past it leaves, and a new one has to say so.
+                # Whether it saved anything may differ between ranks, that it restores does not.
+                self.incarnation = None
                 self._planned.clear()
             again, self._began_from = group == self._began_from, group
         try:

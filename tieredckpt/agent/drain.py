@@ -124,10 +124,10 @@ class Drain(SealListener):
             meta = decode_meta(record.meta)
         except CheckpointDamagedError:
             return  # a shard of somebody else's
-        if not meta.durable:
-            return
         key = record.key
         with self._changed:
+            if not meta.durable and (key.job, key.group) not in self._steps:
+                return
             step = self._steps.setdefault((key.job, key.group), _Step(key.job, key.group, record.parts, meta.base))
             if step.state in ("done", "skipped"):
                 return
@@ -262,8 +262,7 @@ class Drain(SealListener):
 
     def _make_durable(self, step: _Step, catalog: Catalog) -> bool:
         """Upload this node's shards and, when every part is there, the manifest. False: others' parts are missing."""
-        if step.parts == OPEN_ENDED:
-            self._gather(step)
+        self._gather(step)
         step.bytes_done = sum(step.shards[key] for key in step.done)
         while True:
             with self._changed:
@@ -288,7 +287,11 @@ class Drain(SealListener):
         return True
 
     def _gather(self, step: _Step) -> None:
-        """All parts of a step that told only with its last one that it is to be durable."""
+        """All parts of the step that are here, also those that did not ask for it.
+
+        The parts of a preempted rank's last step do not all know that it is the last one; of a step of files only the
+        last one knows whether it is to be durable.
+        """
         for record in self._store.records(step.job, step.group):
             with self._changed:
                 if record.key not in step.shards:

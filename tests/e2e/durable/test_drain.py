@@ -536,3 +536,25 @@ def test_an_agent_ends_at_once_while_the_store_is_away(agent_dir, rclone, rclone
         rclone_proxy.wait_for(lambda proxy: len(proxy.seen()) > 2)
         close_sessions()
         end_agent(agent_dir)  # waits 20 s, and would not be enough for what is left of 60
+
+
+@pytest.mark.parametrize("wanting", [0, 1])
+def test_one_rank_that_wants_a_step_durable_is_enough(agent_dir, directory, ranks, wanting):
+    """A preempted rank's last step: the others may not have heard the signal yet when they saved the same step."""
+    job = Job(agent_dir, directory)
+    ranks.run(2, save_as, job.name, directory.url, wanting)
+    with job.checkpointer() as ckpt:
+        assert ckpt.wait("durable", timeout_s=30)
+    job.lose_memory()
+    with job.checkpointer() as ckpt:
+        found = {"own0": torch.zeros(1000), "own1": torch.zeros(1000)}
+        assert ckpt.restore(found) == 7
+        assert [float(found[f"own{rank}"].mean()) for rank in range(2)] == [0.0 + 7, 1.0 + 7]
+
+
+def save_as(name, url, wanting):
+    import torch.distributed as dist
+
+    me = dist.get_rank()
+    with Checkpointer(f"tiered://{name}", durable=url, durable_every=7 if me == wanting else 1000) as ckpt:
+        ckpt.save({f"own{me}": torch.full((1000,), me + 7.0)}, 7).wait()
