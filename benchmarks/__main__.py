@@ -27,6 +27,7 @@ from benchmarks.parameters import STATES, SUBJECTS, Parameters, Scene, thread_co
 from benchmarks.ranks import Ranks, rank_processes
 from benchmarks.rounds import merge
 from benchmarks.sandbox import sandbox
+from benchmarks.summary import put_into, readme_table
 from benchmarks.table import markdown, print_group, print_verdicts, read_reasons
 from peerstore.units import parse_size
 from tests.support.s3 import moto_server, rclone_server
@@ -189,6 +190,7 @@ def _table_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks table", description="Write docs/benchmarks.md.")
     parser.add_argument("raw", type=Path)
     parser.add_argument("--to", type=Path, default=_ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--readme", action="store_true", help="also the few lines of README.md; needs a whole run")
     return parser
 
 
@@ -196,6 +198,9 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["table"]:
         asked = _table_parser().parse_args(arguments[1:])
         write_table(asked.raw, asked.to)
+        if asked.readme:
+            raw = json.loads(asked.raw.read_text())
+            put_into(_ROOT / "README.md", readme_table(raw, str(asked.raw)))
         return 0
     asked = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers, agents and files go too

@@ -1,0 +1,81 @@
+"""The few lines of a run that the README shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import agent_start, blocked, drain, load, planning, save
+from benchmarks.goals import MiB, median, ratio, row
+from benchmarks.rounds import COPY
+
+Group = Mapping[str, Any]
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+_STATES = ("A", "B", "C")
+
+
+def readme_table(raw: Mapping[str, Any], source: str) -> str:
+    """Between the markers in README.md: one rank with the machine's cores, the rest as it comes."""
+    groups, machine = raw["groups"], raw["machine"]
+    lines = [
+        f"| 1 GiB, one rank, {machine['cores']} threads | A: 64 tensors | B: 4,096 tensors | C: Llama-like, AdamW |",
+        "|---|---|---|---|",
+        *(f"| {' | '.join(cells)} |" for cells in _by_state(groups, machine["cores"])),
+        "",
+        *_others(groups),
+        "",
+        f"R is one copy of the same bytes on one thread, in the same round. Made by `make bench` (`{source}`),",
+        "bit for bit equal in every row; [all figures](docs/benchmarks.md), also where a target was missed, and why.",
+    ]
+    return "\n".join(lines)
+
+
+def _by_state(groups: Sequence[Group], threads: int) -> Iterator[list[str]]:
+    def find(subject: str, state: str) -> Group:
+        return next(
+            group
+            for group in groups
+            if (group["subject"], group["state"], group["ranks"], group["threads"]) == (subject, state, 1, threads)
+        )
+
+    def cells(subject: str, show: str, upper: str, lower: str) -> list[str]:
+        return [show.format(ratio(find(subject, state), upper, lower)) for state in _STATES]
+
+    yield ["training waits for a save", *cells("P1", "{:.2f} R", blocked.OURS, COPY)]
+    yield ["… `dcp.async_save`, its stager kept", *cells("P1", "{:.2f} R", blocked.ASYNC, COPY)]
+    yield ["`dcp.save` to memory, checksummed", *cells("P2", "{:.2f} R", save.OURS, COPY)]
+    yield ["… `FileSystemWriter` on tmpfs", *cells("P2", "{:.2f} R", save.FILES, COPY)]
+    yield ["`dcp.load` from memory, verified", *cells("P3", "{:.2f} R", load.OURS, COPY)]
+    yield ["… `FileSystemReader` on tmpfs, not verified", *cells("P3", "{:.2f} R", load.FILES, COPY)]
+
+
+def _others(groups: Sequence[Group]) -> Iterator[str]:
+    null, real = (
+        next(group for group in groups if row(group, drain.PLAIN) and server in group["title"])
+        for server in ("drops", "rclone")
+    )
+    steps = next(group for group in groups if row(group, drain.DRAINING))
+    plans = next(group for group in groups if row(group, planning.OURS) and group["ranks"] == 2)
+    agent = next(group for group in groups if row(group, agent_start.START))
+    found = row(plans, planning.OURS)
+    calls = max(found["collectives"]) if found else 0
+    dropped, kept = (ratio(group, drain.RAW_PLAIN[0], drain.PLAIN) for group in (null, real))
+    beside, plan_ms = ratio(steps, drain.DRAINING, drain.ALONE), median(plans, planning.OURS) * 1e3
+    yield f"- Uploads have {dropped:.2f} of obstore's speed to a server that drops everything, {kept:.2f} to a real one;"
+    yield f"  a training step beside a drain takes {beside:.2f} times as long as one alone."
+    yield f"- A save of 4,096 tensors on 2 ranks plans in {plan_ms:.0f} ms with {calls} collectives."
+    yield (
+        f"- The agent answers {median(agent, agent_start.START) * 1e3:.0f} ms after its start and takes "
+        f"{median(agent, agent_start.IDLE) / MiB:.0f} MiB beside its shards."
+    )
+
+
+def put_into(page: Path, table: str) -> None:
+    """Replace what stands between the markers."""
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not rest or not after:
+        raise ValueError(f"{page} has no {BEGIN} … {END}")
+    page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
