@@ -62,7 +62,7 @@ def _others(groups: Sequence[Group]) -> Iterator[str]:
     calls = max(found["collectives"]) if found else 0
     dropped, kept = (ratio(group, drain.RAW_PLAIN[0], drain.PLAIN) for group in (null, real))
     beside, plan_ms = ratio(steps, drain.DRAINING, drain.ALONE), median(plans, planning.OURS) * 1e3
-    yield f"- Uploads have {dropped:.2f} of obstore's speed to a server that drops everything, {kept:.2f} to a real one;"
+    yield f"- Uploads have {dropped:.2f} of obstore's speed to a server that drops all, {kept:.2f} to a real one;"
     yield f"  a training step beside a drain takes {beside:.2f} times as long as one alone."
     yield f"- A save of 4,096 tensors on 2 ranks plans in {plan_ms:.0f} ms with {calls} collectives."
     yield (
