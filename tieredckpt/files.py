@@ -14,49 +14,38 @@ Until ``.metadata`` is there, readers see the step as it was before.
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
-import pickle
 import re
 import threading
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import xxhash
 
-from peerstore.errors import ArenaBusyError, PeerStoreError, ShardNotFoundError, UnavailableError
-from peerstore.records import Group, Lease, ShardFact, ShardKey
+from peerstore.errors import ShardNotFoundError
+from peerstore.records import Group, ShardFact, ShardKey
 from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.drain import delete_step
-from tieredckpt.agent.messages import LAYOUT, TABLE
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
     SaveFailedError,
-    StoreBusyError,
-    TieredCheckpointError,
     TierUnavailableError,
     UsageError,
 )
 from tieredckpt.export.source import StepSource
-from tieredckpt.layout import OBJECT, ItemEntry, Layout, encode
 from tieredckpt.location import Location, parse_location
-from tieredckpt.manifest import OPEN_ENDED, ShardMeta, StateTable, encode_meta, encode_table
+from tieredckpt.manifest import OPEN_ENDED, StateTable
 from tieredckpt.node import Described, StepView, Survey
 from tieredckpt.resolve import resolve
 from tieredckpt.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings
-from tieredckpt.stored import ByteRange, StoredStep
+from tieredckpt.slot_files import METADATA, PENDING, SlotReader, SlotWriter, told
+from tieredckpt.stored import StoredStep
 
-METADATA = ".metadata"
-_PENDING = ".tmp"
 _DCP_FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
 _RANKS = 1024
 _ATTEMPT = "attempt."
 _FIRST_BYTES = 16 << 20
-_MOST_GROWTH = 1 << 30
 _READ_BYTES = 8 << 20
 
 
@@ -104,7 +93,7 @@ class FileSpace:
             unfinished = [name for at, name in self._open if at == step]
         for name in unfinished:
             self.drop(step, name)
-        with _told(f"step {step} of {self.job} cannot be begun"):
+        with told(f"step {step} of {self.job} cannot be begun"):
             store = session.node.store
             incarnation = f"files-{store.arena_id}"
             # The first process asks what other arenas of this job have counted to; to the others it is given.
@@ -129,28 +118,28 @@ class FileSpace:
         """A file to write; it takes its place when it is closed, or renamed when its name ends in ``.tmp``."""
         if not self.has_begun(step):
             self.begin(step)
-        session, final = self.session, name.removesuffix(_PENDING)
+        session, final = self.session, name.removesuffix(PENDING)
         with self._lock:
             known = self._open.pop((step, name), None)
-            others = {part_of(other.removesuffix(_PENDING)) for at, other in self._open if at == step}
+            others = {part_of(other.removesuffix(PENDING)) for at, other in self._open if at == step}
             group = self._begun[step]
         if known is not None:
             known.discard()
         if part_of(final) in others:
             raise UsageError(f"{name} of step {step} cannot be told from another file: give it another name")
         key = ShardKey(self.space, step, group.epoch, group.incarnation, group.attempt, part_of(final))
-        with _told(f"{name} of step {step} cannot be written"):
+        with told(f"{name} of step {step} cannot be written"):
             store, wait_s = session.node.store, session.settings.memory.wait_s
             before = [fact.size_bytes for fact in store.inventory(self.space) if fact.key.part == key.part]
             lease = store.lease(key, max(before, default=_FIRST_BYTES), OPEN_ENDED, wait_s=wait_s)
-        writer = SlotWriter(self, session, lease, name)
+        writer = SlotWriter(self.closed, self.space, session, lease, name)
         with self._lock:
             self._open[step, name] = writer
         return writer
 
     def closed(self, writer: SlotWriter) -> None:
         """The writer has written everything."""
-        if not writer.name.endswith(_PENDING):
+        if not writer.name.endswith(PENDING):
             self.place(writer.step, writer.name, writer.name)
 
     def place(self, step: int, name: str, final: str) -> None:
@@ -177,7 +166,7 @@ class FileSpace:
     def is_pending(self, step: int, name: str) -> bool:
         """Whether ``name`` is about to be replaced."""
         with self._lock:
-            return (step, name + _PENDING) in self._open
+            return (step, name + PENDING) in self._open
 
     def drop(self, step: int, name: str) -> bool:
         """Give up a file that is being written; False when there is none."""
@@ -190,7 +179,7 @@ class FileSpace:
     def _table(self, step: int, writer: SlotWriter) -> StateTable:
         """The files of the step, by what its metadata says."""
         names = sorted(writer.referenced())
-        with _told(f"step {step} of {self.job} cannot be completed"):
+        with told(f"step {step} of {self.job} cannot be completed"):
             facts = self.session.node.store.inventory(self.space)
         here = {fact.key.part for fact in facts if fact.key.group == writer.group}
         missing = [name for name in names if part_of(name) not in here]
@@ -204,7 +193,7 @@ class FileSpace:
 
     def _commit(self, step: int, writer: SlotWriter) -> None:
         session = self.session
-        with _told(f"step {step} of {self.job} cannot be completed"):
+        with told(f"step {step} of {self.job} cannot be completed"):
             session.node.store.mark_whole(self.space, writer.group)
             kept = {fact.key.version for fact in session.node.store.inventory(self.space)} | {step}
             for name in session.node.store.blobs(self.space):
@@ -251,14 +240,14 @@ class FileSpace:
             for view in views:
                 if view.durable:
                     delete_step(catalog, self.space, view.group)
-        with _told(f"step {step} of {self.job} cannot be deleted"):
+        with told(f"step {step} of {self.job} cannot be deleted"):
             session.node.store.forget(self.space, [view.group for view in views])
             session.node.survey(self.space, fresh=True)
         with self._lock:
             self._chosen.pop(step, None)
 
     def _survey(self) -> Survey:
-        with _told(f"{self.job} cannot be looked up"):
+        with told(f"{self.job} cannot be looked up"):
             return self.session.node.survey(self.space, fresh=True)
 
     def _described(self, step: int, *, fresh: bool) -> Described:
@@ -267,7 +256,7 @@ class FileSpace:
         if known is not None and not fresh:
             return known
         view = self._choose(step)
-        with _told(f"step {step} of {self.job} cannot be read"):
+        with told(f"step {step} of {self.job} cannot be read"):
             described = self.session.node.describe(self.space, view.group)
         with self._lock:
             self._chosen[step] = described
@@ -286,164 +275,6 @@ class FileSpace:
             raise CheckpointNotFoundError(f"there is no {where} made of files ({found.explain()})")
         group = found.chosen.group
         return next(view for view in survey.views if view.group == group)
-
-
-class SlotWriter(io.RawIOBase):
-    """Bytes into a leased slot, from where the file begins in its shard."""
-
-    def __init__(self, space: FileSpace, session: Session, lease: Lease, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self._space = space
-        self._session = session
-        self._lease = lease
-        self._start = layout_of(name.removesuffix(_PENDING)).header_bytes
-        self._at = self._size = 0
-        self._sealed = False
-        self._fd = os.open(lease.path, os.O_RDWR | os.O_CLOEXEC)
-
-    @property
-    def step(self) -> int:
-        return self._lease.key.version
-
-    @property
-    def group(self) -> Group:
-        return self._lease.key.group
-
-    # -- io.RawIOBase -----------------------------------------------------------------------------------------
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        if start + offset < 0:
-            raise ValueError(f"position {start + offset}")
-        self._at = start + offset
-        return self._at
-
-    def write(self, data: object, /) -> int:
-        with memoryview(data) as view, view.cast("B") as flat:  # type: ignore[arg-type]
-            self._require(self._start + self._at + len(flat))
-            done = 0
-            with _told(f"{self.name} of step {self.step} cannot be written"):
-                while done < len(flat):
-                    done += os.pwrite(self._fd, flat[done:], self._start + self._at + done)
-            self._at += done
-            self._size = max(self._size, self._at)
-            return done
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        super().close()
-        if self._fd >= 0:
-            self._space.closed(self)
-
-    # -- for the space ----------------------------------------------------------------------------------------
-
-    def seal(self, final: str, table: StateTable | None) -> None:
-        session, store = self._session, self._session.node.store
-        layout, sizes = layout_of(final), (self._size,)
-        total = layout.size_bytes(sizes)
-        try:
-            with _told(f"{final} of step {self.step} was not sealed"):
-                self._require(total)
-                os.pwrite(self._fd, layout.header(sizes), 0)
-                store.put_blob(self._space.space, LAYOUT + layout.digest, encode(layout))
-                if table is not None:
-                    store.put_blob(self._space.space, TABLE + table.digest, encode_table(table))
-                meta = ShardMeta(
-                    layout=layout.digest,
-                    item_sizes=sizes,
-                    table=table.digest if table else "",
-                    durable=table is not None and session.is_durable(self.step),
-                    saved_ns=time.time_ns(),
-                )
-                store.seal(self._lease.id, total, encode_meta(meta))
-                self._sealed = True
-        finally:
-            self.let_go()
-
-    def discard(self) -> None:
-        """Give the slot back."""
-        self.let_go()
-        if not self._sealed:
-            with contextlib.suppress(PeerStoreError):  # the lease would expire anyway
-                self._session.node.store.abandon(self._lease.id)
-
-    def referenced(self) -> set[str]:
-        """The files that this one, DCP's metadata just written by this process, says the step consists of."""
-        data = os.pread(self._fd, self._size, self._start)
-        try:
-            stored = pickle.loads(data).storage_data  # noqa: S301 - this process pickled it a moment ago
-            return {str(info.relative_path) for info in stored.values()}
-        except Exception as error:
-            raise UsageError(f"{METADATA} of step {self.step} is not what DCP writes: {error}") from error
-
-    def let_go(self) -> None:
-        """Nothing more is written; the lease ends with the connection it was given on."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def _require(self, size_bytes: int) -> None:
-        if size_bytes <= self._lease.size_bytes:
-            return
-        wanted = min(max(size_bytes, 2 * self._lease.size_bytes), size_bytes + _MOST_GROWTH)
-        with _told(f"{self.name} of step {self.step} cannot grow"):
-            wait_s = self._session.settings.memory.wait_s
-            self._lease = self._session.node.store.grow(self._lease.id, wanted, wait_s=wait_s)
-
-
-class SlotReader(io.RawIOBase):
-    """A file of a stored step, verified as it is read."""
-
-    def __init__(self, source: StepSource, name: str) -> None:
-        super().__init__()
-        self._source = source
-        self._part = source.step.object_part(name, 0)
-        self._span = source.step.item_range(self._part, source.step.objects[name][self._part])
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        size = self._span.stop - self._span.start
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: size}[whence]
-        if start + offset < 0:
-            raise ValueError(f"position {start + offset}")
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: object, /) -> int:
-        with memoryview(buffer) as view, view.cast("B") as flat:  # type: ignore[arg-type]
-            start = min(self._span.start + self._at, self._span.stop)
-            stop = min(start + len(flat), self._span.stop)
-            self._source.read_into(flat[: stop - start], self._part, ByteRange(start, stop))
-            self._at += stop - start
-            return stop - start
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self._source.close()
 
 
 @dataclass(frozen=True)
@@ -479,10 +310,6 @@ def part_of(name: str) -> int:
     return 1 + xxhash.xxh3_64_intdigest(name.encode()) % (OPEN_ENDED - 1)
 
 
-def layout_of(name: str) -> Layout:
-    return Layout((), (ItemEntry(name, OBJECT),), None)
-
-
 def _groups(facts: list[ShardFact]) -> set[Group]:
     return {fact.key.group for fact in facts}
 
@@ -493,18 +320,3 @@ def _sizes(stored: StoredStep) -> dict[str, int]:
         for name, parts in stored.objects.items()
         for part, number in parts.items()
     }
-
-
-@contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
-    """The store's errors as this package's."""
-    try:
-        yield
-    except TieredCheckpointError:
-        raise
-    except ArenaBusyError as error:
-        raise StoreBusyError(f"{what}: {error}") from error
-    except UnavailableError as error:
-        raise TierUnavailableError(f"{what}: {error}") from error
-    except (PeerStoreError, OSError) as error:
-        raise SaveFailedError(f"{what}: {error}") from error

@@ -5,6 +5,7 @@ Slower than :class:`~tieredckpt.writer.TieredWriter` (DCP pickles every tensor) 
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
         """Give a file that this process has just written its final name."""
         old, new = self._place(path1), self._place(path2)
         if (old.job, old.step) != (new.job, new.step) or old.step is None or not old.name or not new.name:
-            raise NotImplementedError(f"{path1} to {path2}: only a file that was just written, within its step")
+            raise io.UnsupportedOperation(f"{path1} to {path2}: only a file that was just written, within its step")
         _space(old).place(old.step, old.name, new.name)
 
     mv = rename
@@ -76,11 +77,11 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
     def rm_file(self, path: str) -> None:
         place = self._place(path)
         if place.step is None or not place.name:
-            raise NotImplementedError(f"{path}: only whole steps and files that are being written are removed")
+            raise io.UnsupportedOperation(f"{path}: only whole steps and files that are being written are removed")
         space = _space(place)
         # What is about to be replaced stays until then, so that the step never is without.
         if not space.drop(place.step, place.name) and not space.is_pending(place.step, place.name):
-            raise NotImplementedError(f"{path}: the files of a step are removed with their step")
+            raise io.UnsupportedOperation(f"{path}: the files of a step are removed with their step")
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:  # noqa: FBT002
         for one in path if isinstance(path, list) else [path]:
@@ -88,7 +89,7 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
             if place.name:
                 self.rm_file(one)
             elif place.step is None or not recursive:
-                raise NotImplementedError(f"{one}: only whole steps are removed, recursively")
+                raise io.UnsupportedOperation(f"{one}: only whole steps are removed, recursively")
             else:
                 _space(place).remove(place.step)
 
@@ -105,7 +106,7 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
                 raise FileNotFoundError(str(error)) from error
         if mode in ("wb", "xb"):
             return _space(place).writer(place.step, place.name)
-        raise NotImplementedError(f"{path}: mode {mode!r}; files are read and written as a whole (rb, wb)")
+        raise io.UnsupportedOperation(f"{path}: mode {mode!r}; files are read and written as a whole (rb, wb)")
 
     # -- inside -----------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ place.
 
 from __future__ import annotations
 
+import abc
 import copy
 import threading
 from collections.abc import Mapping
@@ -40,8 +41,8 @@ class Stager:
         self._holding = False
 
     @property
-    def session(self) -> Session:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def session(self) -> Session: ...
 
     @property
     def should_synchronize_after_execute(self) -> bool:

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredckpt.errors import UsageError
-from tieredckpt.files import METADATA, layout_of, part_of, place_of
+from tieredckpt.files import part_of, place_of
 from tieredckpt.manifest import OPEN_ENDED
+from tieredckpt.slot_files import METADATA, layout_of
 
 
 def test_what_dcp_calls_its_files_never_meets():

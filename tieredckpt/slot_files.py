@@ -1,0 +1,210 @@
+"""A file as bytes of a slot: written into a lease that grows, read out of any copy, verified."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+
+from peerstore.errors import ArenaBusyError, PeerStoreError, UnavailableError
+from peerstore.records import Group, Lease
+from tieredckpt.agent.messages import LAYOUT, TABLE
+from tieredckpt.errors import (
+    SaveFailedError,
+    StoreBusyError,
+    TieredCheckpointError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.export.source import StepSource
+from tieredckpt.layout import OBJECT, ItemEntry, Layout, encode
+from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table
+from tieredckpt.session import Session
+from tieredckpt.stored import ByteRange
+
+METADATA = ".metadata"
+PENDING = ".tmp"
+_MOST_GROWTH = 1 << 30
+
+
+class SlotWriter(io.RawIOBase):
+    """Bytes into a leased slot, from where the file begins in its shard."""
+
+    def __init__(
+        self, closed: Callable[[SlotWriter], None], space: str, session: Session, lease: Lease, name: str
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self._closed = closed
+        self._space = space
+        self._session = session
+        self._lease = lease
+        self._start = layout_of(name.removesuffix(PENDING)).header_bytes
+        self._at = self._size = 0
+        self._sealed = False
+        self._fd = os.open(lease.path, os.O_RDWR | os.O_CLOEXEC)
+
+    @property
+    def step(self) -> int:
+        return self._lease.key.version
+
+    @property
+    def group(self) -> Group:
+        return self._lease.key.group
+
+    # -- io.RawIOBase -----------------------------------------------------------------------------------------
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if start + offset < 0:
+            raise ValueError(f"position {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def write(self, data: object, /) -> int:
+        with memoryview(data) as view, view.cast("B") as flat:  # type: ignore[arg-type]
+            self._require(self._start + self._at + len(flat))
+            done = 0
+            with told(f"{self.name} of step {self.step} cannot be written"):
+                while done < len(flat):
+                    done += os.pwrite(self._fd, flat[done:], self._start + self._at + done)
+            self._at += done
+            self._size = max(self._size, self._at)
+            return done
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        if self._fd >= 0:
+            self._closed(self)
+
+    # -- for the space ----------------------------------------------------------------------------------------
+
+    def seal(self, final: str, table: StateTable | None) -> None:
+        session, store = self._session, self._session.node.store
+        layout, sizes = layout_of(final), (self._size,)
+        total = layout.size_bytes(sizes)
+        try:
+            with told(f"{final} of step {self.step} was not sealed"):
+                self._require(total)
+                os.pwrite(self._fd, layout.header(sizes), 0)
+                store.put_blob(self._space, LAYOUT + layout.digest, encode(layout))
+                if table is not None:
+                    store.put_blob(self._space, TABLE + table.digest, encode_table(table))
+                meta = ShardMeta(
+                    layout=layout.digest,
+                    item_sizes=sizes,
+                    table=table.digest if table else "",
+                    durable=table is not None and session.is_durable(self.step),
+                    saved_ns=time.time_ns(),
+                )
+                store.seal(self._lease.id, total, encode_meta(meta))
+                self._sealed = True
+        finally:
+            self.let_go()
+
+    def discard(self) -> None:
+        """Give the slot back."""
+        self.let_go()
+        if not self._sealed:
+            with contextlib.suppress(PeerStoreError):  # the lease would expire anyway
+                self._session.node.store.abandon(self._lease.id)
+
+    def referenced(self) -> set[str]:
+        """The files that this one, DCP's metadata just written by this process, says the step consists of."""
+        data = os.pread(self._fd, self._size, self._start)
+        try:
+            stored = pickle.loads(data).storage_data  # noqa: S301 - this process pickled it a moment ago
+            return {str(info.relative_path) for info in stored.values()}
+        except Exception as error:
+            raise UsageError(f"{METADATA} of step {self.step} is not what DCP writes: {error}") from error
+
+    def let_go(self) -> None:
+        """Nothing more is written; the lease ends with the connection it was given on."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _require(self, size_bytes: int) -> None:
+        if size_bytes <= self._lease.size_bytes:
+            return
+        wanted = min(max(size_bytes, 2 * self._lease.size_bytes), size_bytes + _MOST_GROWTH)
+        with told(f"{self.name} of step {self.step} cannot grow"):
+            wait_s = self._session.settings.memory.wait_s
+            self._lease = self._session.node.store.grow(self._lease.id, wanted, wait_s=wait_s)
+
+
+class SlotReader(io.RawIOBase):
+    """A file of a stored step, verified as it is read."""
+
+    def __init__(self, source: StepSource, name: str) -> None:
+        super().__init__()
+        self._source = source
+        self._part = source.step.object_part(name, 0)
+        self._span = source.step.item_range(self._part, source.step.objects[name][self._part])
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        size = self._span.stop - self._span.start
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: size}[whence]
+        if start + offset < 0:
+            raise ValueError(f"position {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: object, /) -> int:
+        with memoryview(buffer) as view, view.cast("B") as flat:  # type: ignore[arg-type]
+            start = min(self._span.start + self._at, self._span.stop)
+            stop = min(start + len(flat), self._span.stop)
+            self._source.read_into(flat[: stop - start], self._part, ByteRange(start, stop))
+            self._at += stop - start
+            return stop - start
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._source.close()
+
+
+def layout_of(name: str) -> Layout:
+    return Layout((), (ItemEntry(name, OBJECT),), None)
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """The store's errors as this package's."""
+    try:
+        yield
+    except TieredCheckpointError:
+        raise
+    except ArenaBusyError as error:
+        raise StoreBusyError(f"{what}: {error}") from error
+    except UnavailableError as error:
+        raise TierUnavailableError(f"{what}: {error}") from error
+    except (PeerStoreError, OSError) as error:
+        raise SaveFailedError(f"{what}: {error}") from error
