@@ -169,6 +169,10 @@ class Drain(SealListener):
         with self._changed:
             return any(step.open for step in self._steps.values())
 
+    def knows(self, job: str, group: Group) -> bool:
+        with self._changed:
+            return (job, group) in self._steps
+
     def views(self, job: str) -> tuple[DrainView, ...]:
         with self._changed:
             return tuple(step.view for (owner, _), step in sorted(self._steps.items()) if owner == job)

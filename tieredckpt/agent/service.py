@@ -174,9 +174,11 @@ class NodeService(SealListener):
             self._began[job] = []
 
     def drains(self, job: str) -> tuple[DrainView, ...]:
+        self._tell_drain(job)
         return self.drain.views(job)
 
     def wait_durable(self, job: str, group: Group | None, timeout_s: float) -> DrainView | None:
+        self._tell_drain(job)
         return self.drain.wait(job, group, timeout_s)
 
     def observe(self, job: str, values: Mapping[str, float]) -> None:
@@ -229,6 +231,13 @@ class NodeService(SealListener):
         return index, layout, self._blob(job, TABLE + index.meta.table) or b"" if index.meta.table else b""
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _tell_drain(self, job: str) -> None:
+        """What a killed agent left is drained once it is verified; that nothing is to do would be wrong until then."""
+        unknown = {fact.key.group for fact in self.store.inventory(job) if not self.drain.knows(job, fact.key.group)}
+        for group in sorted(unknown):
+            for record in self.store.records(job, group):
+                self.drain.sealed(record)
 
     def _memory_views(self, job: str) -> list[StepView]:
         groups: dict[Group, list[ShardFact]] = defaultdict(list)
