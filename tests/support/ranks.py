@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 _TIMEOUT_S = 120.0
+_OURS = ("TIEREDCKPT_", "AWS_")
+"""Environment that tests set for their ranks."""
 
 
 def _worker(pipe: Connection) -> None:
@@ -30,6 +32,8 @@ def _worker(pipe: Connection) -> None:
         if task is None:
             return
         function, rank, world, store, environ, args = task
+        for name in [name for name in os.environ if name.startswith(_OURS)]:
+            del os.environ[name]  # what an earlier test had set, or this process was started with
         os.environ.update(environ)
         try:
             pipe.send((True, _run(function, rank, world, store, args)))
@@ -66,7 +70,7 @@ class RankPool:
         self._grow(world)
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / uuid.uuid4().hex)
-            inherited = {k: v for k, v in os.environ.items() if k.startswith(("TIEREDCKPT_", "AWS_"))} | (environ or {})
+            inherited = {k: v for k, v in os.environ.items() if k.startswith(_OURS)} | (environ or {})
             for rank in range(world):
                 self._workers[rank][1].send((function, rank, world, store, inherited, args))
             answers = [self._answer(rank) for rank in range(world)]

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 
 _TIMEOUT_S = 120.0
+_OURS = ("TIEREDCKPT_", "AWS_")
+"""Environment that tests set for their processes."""
 
 
 class Ended(NamedTuple):
@@ -50,6 +52,8 @@ def _fork(function: Callable[..., Any], args: Sequence[Any], environ: dict[str, 
     status = 1
     try:
         os.setsid()
+        for name in [name for name in os.environ if name.startswith(_OURS)]:
+            del os.environ[name]  # this process may have been started with what an earlier test had set
         os.environ.update(environ)
         with (Path(folder) / "result").open("wb") as file:
             file.write(pickle.dumps(_run(function, args, folder, world)))
@@ -155,7 +159,7 @@ class Zygote:
         self, function: Callable[..., Any], *args: Any, environ: dict[str, str] | None = None, world: Any = None
     ) -> Running:
         folder = tempfile.TemporaryDirectory()
-        inherited = {k: v for k, v in os.environ.items() if k.startswith(("TIEREDCKPT_", "AWS_"))} | (environ or {})
+        inherited = {k: v for k, v in os.environ.items() if k.startswith(_OURS)} | (environ or {})
         self._pipe.send((function, args, inherited, folder.name, world))
         return Running(self._pipe.recv(), folder)
 
