@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.exchange import Exchange
 from tests.support.faults import (
     Answer,
     CutResponse,
@@ -193,7 +194,14 @@ class FaultContract:
         self, scene: Scene, open_scene: Callable[..., ReliableStore]
     ):
         part(scene.proxy, 5).hold()  # takes part in nothing: the upload must end without it
-        rule = scene.proxy.on("PUT", query="partNumber=4(&|$)", times=1000).fail(Answer(500, "InternalError"))
+
+        def once_the_others_are_there(exchange: Exchange) -> None:
+            scene.proxy.wait_for(
+                lambda proxy: {1, 2, 3} <= {each.part for each in proxy.seen("PUT") if each.status == 200}
+            )
+            Answer(500, "InternalError")(exchange)
+
+        rule = scene.proxy.on("PUT", query="partNumber=4(&|$)", times=1000).fail(once_the_others_are_there)
         with pytest.raises(TierUnavailableError, match="part 4"):
             scene.upload(open_scene(retry_s=0.3))
         assert rule.met > 1
