@@ -65,14 +65,14 @@ class AgentNode:
         self.store.call("restored", Restored(job, group, rank), type(None))
 
     def drains(self, job: str) -> tuple[DrainView, ...]:
-        return self.store.call("drains", OfJob(job), tuple[DrainView, ...])
+        return self.store.call("drains", OfJob(job), tuple[DrainView, ...], timeout_s=_ADOPTION_S)
 
     def wait_durable(self, job: str, group: Group | None, timeout_s: float) -> DrainView | None:
         deadline = time.monotonic() + timeout_s
         while True:
             left = max(0.0, deadline - time.monotonic())
             ask = WaitDurable(job, group, min(left, MAX_WAIT_S))
-            view = self.store.call("wait_durable", ask, DrainView | None, timeout_s=ask.timeout_s + 30)
+            view = self.store.call("wait_durable", ask, DrainView | None, timeout_s=ask.timeout_s + _ADOPTION_S)
             if view is None or view.state not in ("waiting", "running") or left <= MAX_WAIT_S:
                 return view
 

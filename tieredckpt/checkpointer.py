@@ -106,7 +106,6 @@ class Checkpointer:
         self._board: Board | None = None
         self._planned_before = False
         self._preparing: threading.Thread | None = None
-        self._began = time.perf_counter()
         self.last_restore: RestoreReport | None = None
         """What :meth:`restore` read, and from which tiers."""
         self._preemption = Preemption(self._flush, grace_s) if on_sigterm == "save" else None
