@@ -63,21 +63,23 @@ class Adoption:
         if held is not None:
             check_key(held.lease.key, held.lease.size_bytes, held.lease.parts)
             lease = msgspec.structs.replace(held.lease, slot=name, path=self._shelf.arena.path(name))
-            slot = Slot(name, lease.generation, size, 0, lease.key.job, lease.key.part)
+            slot = Slot(name, lease.generation, size, 0, lease.key.job, lease.key.seat)
             self._shelf.slots[name] = slot
             self._leasing.adopt(slot, lease, Owner(*held.owner))
 
     def _adopt_sealed(self, name: str, size: int, note: SealNote) -> None:
         record = note.record
-        _check_record(record)
+        check_record(record)
         if size < record.size_bytes:
             self._lose(record, f"{size} bytes of {record.size_bytes} are left")
             return
         self._shelf.notes.remove(LEASE, name)
-        slot = Slot(name, secrets.randbits(62), size, record.size_bytes, record.key.job, record.key.part)
+        slot = Slot(name, secrets.randbits(62), size, record.size_bytes, record.key.job, record.key.seat)
         slot.record, slot.sealed_under, slot.standing = record, note.lease_id, Standing.ADOPTING
+        slot.holders = note.holders
         self._shelf.slots[name] = slot
-        self._jobs.heard_of(record.key)
+        if not note.holders and not record.key.kind:  # what others wrote says nothing about who writes here
+            self._jobs.heard_of(record.key)
         reach("agent.adopting")
 
     def _missing(self, kind: str, name: str) -> None:
@@ -89,7 +91,8 @@ class Adoption:
 
     def _lose(self, record: ShardRecord, reason: str) -> None:
         self._shelf.note_damage(record.key.job, str(record.key), reason)
-        self._jobs.lost_part(record.key.job, record.key.group)
+        if not record.key.kind:
+            self._jobs.lost_part(record.key.job, record.key.group, record.key.part)
         self.lost.append((record, reason))
 
     @contextlib.contextmanager
@@ -106,7 +109,7 @@ class Adoption:
     def verify(
         self,
         damaged_chunks: Callable[[ShardRecord, str, None], tuple[int, ...]],
-        sealed: Callable[[ShardRecord], None],
+        sealed: Callable[[ShardRecord, tuple[str, ...]], None],
         damaged: Callable[[ShardKey, str], None],
     ) -> None:
         """Hash what a killed agent left behind; until then nobody is offered it."""
@@ -122,7 +125,7 @@ class Adoption:
             if bad:
                 damaged(record.key, f"{len(bad)} chunks differ after a restart, first: {bad[0]}")
             elif self._offer(slot, record):
-                sealed(record)
+                sealed(record, slot.holders)
 
     def _offer(self, slot: Slot, record: ShardRecord) -> bool:
         with self._shelf.lock:
@@ -148,7 +151,7 @@ class Adoption:
         return sum(slot.standing is Standing.ADOPTING and (job is None or slot.job == job) for slot in slots)
 
 
-def _check_record(record: ShardRecord) -> None:
+def check_record(record: ShardRecord) -> None:
     """A note may be intact and still not be one that this package wrote."""
     check_key(record.key, record.size_bytes, record.parts)
     if not 1 <= record.chunk_bytes <= _LARGEST_CHUNK:

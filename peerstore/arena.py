@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import stat
+from collections import deque
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from peerstore.crashpoints import reach
 from peerstore.errors import ArenaFullError, ShardDamagedError, UnavailableError
 
 _NOTE_MAGIC = b"PSN1"
+_GONE_KEPT = 256
 _NOTE_BYTES = 128 << 20
 """More than any note has: a larger file is not one of ours."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,250}")
@@ -215,6 +217,9 @@ class MemfdArena:
     def __init__(self) -> None:
         self._fds: dict[str, int] = {}
         self._kept: dict[str, bytes] = {}
+        self._gone: deque[int] = deque()
+        """Numbers of removed slots, kept from being given to another file: a slot's path ends with its number, and
+        whoever still knows the path must find nothing there."""
 
     def create(self, name: str, size_bytes: int) -> None:
         if name in self._fds:
@@ -235,8 +240,14 @@ class MemfdArena:
 
     def remove(self, name: str) -> None:
         fd = self._fds.pop(_checked(name), None)
-        if fd is not None:
-            os.close(fd)
+        if fd is None:
+            return
+        nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
+        self._gone.append(fd)
+        if len(self._gone) > _GONE_KEPT:
+            os.close(self._gone.popleft())
 
     def path(self, name: str) -> str:
         return f"/proc/{os.getpid()}/fd/{self._fd(name)}"
@@ -265,6 +276,8 @@ class MemfdArena:
         for name in list(self._fds):
             self.remove(name)
         self._kept.clear()
+        while self._gone:
+            os.close(self._gone.popleft())
 
     def _fd(self, name: str) -> int:
         fd = self._fds.get(_checked(name))

@@ -37,6 +37,20 @@ POINTS = (
     "agent.dropped",
     "agent.adopting",
     "agent.adopted",
+    # an agent that sends a copy of a shard to another node
+    "peer.offered",
+    "peer.sending",
+    # an agent that takes a copy of another node's shard
+    "peer.receiving",
+    "peer.copying",
+    "peer.copied",
+    "peer.committed",
+    # an agent that fetches a shard again that was damaged here
+    "peer.mending",
+    # an agent that other nodes read from
+    "peer.reading",
+    # the agent that says which version has all its copies
+    "peer.settling",
     # the agent that makes a step durable
     "drain.began",
     "drain.uploaded",

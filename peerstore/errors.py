@@ -5,12 +5,16 @@
     PeerStoreError
     ├── RequestError            the call itself is wrong: fix it, retrying does not help
     │   ├── InvalidNameError        a job name that could not be a file name
-    │   └── ProtocolError           a frame nobody who follows the protocol would send
+    │   ├── ProtocolError           a frame nobody who follows the protocol would send
+    │   └── PeerRefusedError        a peer that could not prove that it belongs to the job, or to which we could not
     ├── ShardNotFoundError      absent: ask the next tier
     ├── ShardDamagedError       the bytes are not what was sealed: use another copy, report it
     ├── UnavailableError        unknown, not absent: retry, or ask somebody else
     │   ├── AgentUnreachableError   nobody answers on the socket
+    │   ├── PeerUnreachableError    another node's agent does not answer, or too slowly
+    │   ├── NoQuorumError           this node sees too few of the job's nodes to decide alone
     │   └── ArenaBusyError          every slot is in use for now; wait or skip this save
+    │       └── ShardPendingError       what was offered is here and not verified, or on its way: ask again
     ├── ArenaFullError          the budget or the machine is too small: enlarge it or save less
     └── FencedError             a newer incarnation owns the job: stop writing
         └── LeaseLostError          this lease is gone (expired, fenced, never given)
@@ -37,6 +41,10 @@ class ProtocolError(RequestError):
     """The other side sent something that is not this protocol."""
 
 
+class PeerRefusedError(RequestError):
+    """One of two agents did not accept the other: another secret, another job, another certificate."""
+
+
 class ShardNotFoundError(PeerStoreError):
     """No such sealed shard here. Absent, not unknown."""
 
@@ -53,8 +61,20 @@ class AgentUnreachableError(UnavailableError):
     """The node agent does not answer and could not be started."""
 
 
+class PeerUnreachableError(UnavailableError):
+    """Another node's agent does not answer: down, cut off or too slow. What it holds is not known."""
+
+
+class NoQuorumError(UnavailableError):
+    """Fewer than half of the job's nodes are seen from here, so this side of a partition must not decide alone."""
+
+
 class ArenaBusyError(UnavailableError):
     """Every slot holds something that may not be given up yet."""
+
+
+class ShardPendingError(ArenaBusyError):
+    """There is no lack of room: the shard has one already, and is not readable yet."""
 
 
 class ArenaFullError(PeerStoreError):

@@ -22,7 +22,7 @@ MAX_FRAME_BYTES = 64 << 20
 
 _STEP_BYTES = 1 << 20
 _LENGTH = struct.Struct(">I")
-_encode = msgspec.msgpack.Encoder().encode
+encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
 
 
@@ -53,7 +53,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 def send(sock: socket.socket, message: object) -> None:
     """One frame out; the message must stay below the limit the other side enforces."""
-    body = _encode(message)
+    body = encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes is above the limit of {MAX_FRAME_BYTES}")
     sock.sendall(_LENGTH.pack(len(body)) + body)
@@ -94,7 +94,7 @@ def decode(body: bytes | bytearray | msgspec.Raw, kind: type[T]) -> T:
 
 
 def encode_raw(value: object) -> msgspec.Raw:
-    return msgspec.Raw(_encode(value))
+    return msgspec.Raw(encode(value))
 
 
 def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray:

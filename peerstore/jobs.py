@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from peerstore.crashpoints import reach
 from peerstore.errors import ArenaFullError, FencedError, RequestError
-from peerstore.ledger import whole_groups
+from peerstore.ledger import newest_whole, whole_groups
 from peerstore.names import incarnation_name, job_name
 from peerstore.notes import CLAIM, ClaimNote, Mark
 from peerstore.owners import Owner
-from peerstore.records import Group, JobStatus, ShardKey
+from peerstore.records import Base, Group, JobStatus, ShardKey
 from peerstore.shelf import Shelf
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,14 @@ class Job:
     marks: dict[Group, tuple[int, ...]] = field(default_factory=dict)
     """Versions somebody called whole, with the parts that were here then."""
     damaged: set[Group] = field(default_factory=set)
-    """Versions that lost a part here: nobody's word makes them whole again."""
+    """Versions that lost a part here: nobody's word makes them whole again, only the part itself does."""
+    lost: dict[Group, set[int]] = field(default_factory=dict)
+    """The parts they lost, as far as this agent has seen it."""
+    guarded: bool = False
+    """Copies are kept on other nodes: only a settled version makes older ones superfluous."""
+    settled: Group | None = None
+    base: Base | None = None
+    """The version the job went on from: of the past before it, that one and what is settled are still needed."""
     clients: Counter[Owner] = field(default_factory=Counter)
     seen: float = 0.0
 
@@ -41,6 +49,7 @@ class Jobs:
         self._ttl_s = ttl_s
         self._jobs: dict[str, Job] = {}
         self._started = shelf.clock()
+        self._permits: dict[str, Callable[[], None]] = {}
         self.gone: dict[Owner, float] = {}
         """Processes without a connection, and since when."""
 
@@ -50,6 +59,14 @@ class Jobs:
         if known is None:
             known = self._jobs[job_name(job)] = Job(seen=self._shelf.clock())
         return known
+
+    def if_known(self, job: str) -> Job | None:
+        return self._jobs.get(job)
+
+    def active(self, job: str) -> bool:
+        """Whether a process of this node takes part in it."""
+        known = self._jobs.get(job)
+        return known is not None and bool(known.clients)
 
     def heard_of(self, key: ShardKey) -> None:
         """A killed agent had let this incarnation write, also where its note of that was lost."""
@@ -70,19 +87,34 @@ class Jobs:
             raise RequestError(f"job {job}: epoch {at_least} is not a number from 0 to 2^62")
         known = self.of(job)
         if known.incarnation != incarnation:
-            self._own(job, max(known.epoch, at_least) + 1, incarnation)
+            self._check_may_begin(job)
+            self._begin(job, max(known.epoch, at_least) + 1, incarnation)
         return known.epoch
 
     def check_fence(self, key: ShardKey) -> None:
         """Let the newest incarnation write, and one that is newer still; refuse those of the past."""
         known = self.of(key.job)
         if key.epoch > known.epoch:
-            self._own(key.job, key.epoch, key.incarnation)
+            self._check_may_begin(key.job)
+            self._begin(key.job, key.epoch, key.incarnation)
         elif (key.epoch, key.incarnation) != (known.epoch, known.incarnation):
             raise FencedError(
                 f"{key} is of a past incarnation: job {key.job} is now owned by epoch {known.epoch} "
                 f"({known.incarnation}). This process must stop writing"
             )
+
+    def fence(self, job: str, epoch: int, incarnation: str) -> None:
+        """Another node says who owns the job: writers of the past are refused from here on."""
+        known = self.of(job)
+        if (epoch, incarnation) > (known.epoch, known.incarnation):
+            self._own(job, epoch, incarnation)
+
+    def _begin(self, job: str, epoch: int, incarnation: str) -> None:
+        """An incarnation of which processes of this node are part begins: it says what it goes on from."""
+        base = self.of(job).base
+        if base is not None and base.turn:
+            self._go_on_from(job, Base(epoch, incarnation, 0, base.group))
+        self._own(job, epoch, incarnation)
 
     def _own(self, job: str, epoch: int, incarnation: str) -> None:
         known = self.of(job)
@@ -92,15 +124,27 @@ class Jobs:
         self.end_past_leases(job)
 
     def end_past_leases(self, job: str) -> None:
+        known = self.of(job)
         for slot in list(self._shelf.slots.values()):
-            if slot.lease is not None and slot.job == job and slot.lease.key.epoch < self.of(job).epoch:
+            if slot.lease is None or slot.job != job or slot.lease.key.epoch >= known.epoch:
+                continue
+            # What is whole has no writers any more: this is a copy or a parity of it, on its way.
+            if slot.lease.key.group != known.settled and slot.lease.key.group not in known.marks:
                 self._shelf.end_lease(slot, "fenced by a newer incarnation")
         self._shelf.changed.notify_all()
 
     def _save(self, job: str) -> None:
         known = self._jobs[job]
         marks = tuple(Mark(group, parts) for group, parts in sorted(known.marks.items()))
-        note = ClaimNote(known.epoch, known.incarnation, marks, tuple(sorted(known.damaged)))
+        note = ClaimNote(
+            known.epoch,
+            known.incarnation,
+            marks,
+            tuple(sorted(known.damaged)),
+            known.guarded,
+            known.settled,
+            known.base,
+        )
         self._shelf.notes.put(CLAIM, job, note)
 
     def adopt(self, job: str) -> None:
@@ -108,7 +152,16 @@ class Jobs:
         note = self._shelf.notes.get(CLAIM, job_name(job), ClaimNote)
         if note is not None:
             marks = {mark.group: mark.parts for mark in note.marks}
-            self._jobs[job] = Job(note.epoch, note.incarnation, marks, set(note.damaged), seen=self._shelf.clock())
+            self._jobs[job] = Job(
+                note.epoch,
+                note.incarnation,
+                marks,
+                set(note.damaged),
+                guarded=note.guarded,
+                settled=note.settled,
+                base=note.base,
+                seen=self._shelf.clock(),
+            )
 
     # -- wholeness --------------------------------------------------------------------------------------------
 
@@ -117,15 +170,16 @@ class Jobs:
         known = self.of(job)
         if group in known.marks or group in known.damaged:
             return False
-        here: dict[Group, list[int]] = defaultdict(list)
-        for slot in self._shelf.slots.values():
-            if slot.record is not None and slot.record.key.job == job:
-                here[slot.record.key.group].append(slot.record.key.part)
-        known.marks[group] = tuple(sorted(here[group]))
-        known.marks = {old: parts for old, parts in known.marks.items() if here[old] or old == max(known.marks)}
+        known.marks[group] = self._parts_here(job, group)
+        newest = max(known.marks)
+        known.marks = {old: parts for old, parts in known.marks.items() if old == newest or self._parts_here(job, old)}
         self._save(job)
         self._shelf.changed.notify_all()
         return True
+
+    def _parts_here(self, job: str, group: Group) -> tuple[int, ...]:
+        keys = [slot.record.key for slot in self._shelf.slots.values() if slot.record is not None]
+        return tuple(sorted(key.part for key in keys if (key.job, key.group) == (job, group) and not key.kind))
 
     def forgot(self, job: str, groups: set[Group]) -> None:
         """These versions are not kept any more, whoever called them whole."""
@@ -134,15 +188,27 @@ class Jobs:
             known.marks = {group: parts for group, parts in known.marks.items() if group not in groups}
             self._save(job)
 
-    def lost_part(self, job: str, group: Group) -> None:
+    def lost_part(self, job: str, group: Group, part: int) -> None:
         """A part of this version turned out damaged."""
         known = self.of(job)
         known.marks.pop(group, None)
+        known.lost.setdefault(group, set()).add(part)
         known.damaged = set(sorted(known.damaged | {group})[-_DAMAGED_REMEMBERED:])
         try:
             self._save(job)
         except ArenaFullError as error:
             log.warning("that version %s of job %s is damaged could not be noted: %s", group, job, error)
+
+    def mended(self, job: str, group: Group, part: int) -> None:
+        """A part that was damaged here has been fetched from another node."""
+        known = self.of(job)
+        lost = known.lost.get(group, set())
+        lost.discard(part)
+        if group in known.lost and not lost:
+            del known.lost[group]
+            known.damaged.discard(group)
+            self._save(job)
+            self._shelf.changed.notify_all()
 
     def whole(self) -> dict[str, set[Group]]:
         """Each job's whole versions, by what was verified here."""
@@ -155,6 +221,93 @@ class Jobs:
         marked = {job: known.marks for job, known in self._jobs.items()}
         jobs = here.keys() | marked.keys()
         return {job: whole_groups(here[job], parts[job], marked.get(job, {})) for job in jobs}
+
+    def settled(self, whole: Mapping[str, Collection[Group]], mending: ShardKey | None = None) -> dict[str, Group]:
+        """The version each job can always go back to: what is older may be given up.
+
+        Not for one that lost a part here, except to take in that very part again (``mending``): without a slot for it
+        the version would stay damaged, nothing else would be given up either, and the job could not go on.
+        """
+        found = newest_whole(whole)
+        for job, known in self._jobs.items():
+            if known.guarded:
+                found.pop(job, None)
+                back = mending is not None and (mending.job, mending.group) == (job, known.settled)
+                if known.settled is not None and (back or known.settled not in known.damaged):
+                    found[job] = known.settled
+        return found
+
+    def _check_may_begin(self, job: str) -> None:
+        permit = self._permits.get(job)
+        if permit is not None:
+            permit()
+
+    def guard(self, job: str, *, guarded: bool, permit: Callable[[], None] | None) -> None:
+        """``permit`` raises when this node must not let a new incarnation of the job begin."""
+        if permit is None:
+            self._permits.pop(job, None)
+        else:
+            self._permits[job] = permit
+        known = self.of(job)
+        if known.guarded != guarded:
+            known.guarded = guarded
+            self._save(job)
+
+    def horizon(self, job: str) -> int:
+        """What incarnations before this one left unfinished is given up when room is short."""
+        known = self.of(job)
+        return max(known.epoch, known.base.before if known.base is not None else 0)
+
+    def needed(self, whole: Mapping[str, Collection[Group]]) -> dict[str, Collection[Group]]:
+        """What is not given up for lack of room: whole versions, and of the past only what can be gone back to."""
+        found = dict(whole)
+        for job, known in self._jobs.items():
+            base = known.base
+            if known.guarded and base is not None:
+                back = {base.group, known.settled or base.group}
+                found[job] = {group for group in whole.get(job, ()) if group.epoch >= base.before} | back
+        return found
+
+    def settle(self, job: str, group: Group) -> None:
+        """Every part of this version has the copies it was to have."""
+        known = self.of(job)
+        if known.base is not None and known.base.leaves(group):
+            return  # whoever says so has not heard what the job went on from
+        if known.settled is None or group > known.settled:
+            known.settled = group
+            self._save(job)
+            self._shelf.changed.notify_all()
+
+    def go_back(self, job: str, group: Group) -> None:
+        """The job goes on from this version: what was called whole or settled after it is of a past that it left.
+
+        Else those versions, of which it found too little to go on from, would keep their slots for good, and make the
+        one it did go on from superfluous.
+        """
+        known = self.of(job)
+        owner, base = (known.epoch, known.incarnation), known.base
+        said = base is not None and (base.epoch, base.incarnation) == owner
+        if base is None or not said or not base.turn or base.group != group:
+            self._go_on_from(job, Base(*owner, base.turn + 1 if base is not None and said else 1, group))
+            self._save(job)
+
+    def learn(self, job: str, base: Base) -> None:
+        """Another node says what the job went on from."""
+        known = self.of(job)
+        if known.base is None or base.order > known.base.order:
+            self._go_on_from(job, base)
+            self._save(job)
+        self.fence(job, base.epoch, base.incarnation)
+
+    def _go_on_from(self, job: str, base: Base) -> None:
+        known = self.of(job)
+        known.base = base
+        known.marks = {group: parts for group, parts in known.marks.items() if not base.leaves(group)}
+        if known.settled is not None and base.leaves(known.settled):
+            known.settled = base.group
+        if base.group not in known.damaged:
+            known.marks.setdefault(base.group, self._parts_here(job, base.group))
+        self._shelf.changed.notify_all()
 
     # -- processes --------------------------------------------------------------------------------------------
 
@@ -221,4 +374,5 @@ class Jobs:
             versions=len({record.key.group for _, record in self._shelf.offered(job)}),
             newest_whole=newest.version if newest else None,
             expires_in_s=left,
+            settled=known.settled.version if known.guarded and known.settled else None,
         )

@@ -29,7 +29,7 @@ class Keeping:
             self._jobs.forgot(job, {record.key.group for _, record in found} | set(groups or ()))
             if groups is None:
                 self._drop_job(job)
-            return len(found)
+            return sum(not record.key.kind for _, record in found)
 
     def _drop_job(self, job: str) -> None:
         for slot in list(self._shelf.slots.values()):
@@ -48,7 +48,8 @@ class Keeping:
             record = slot.record
             self._shelf.note_damage(key.job, str(key), reason)
             self._drop(slot)
-            self._jobs.lost_part(key.job, key.group)
+            if not key.kind:
+                self._jobs.lost_part(key.job, key.group, key.part)
             return record
 
     def _drop(self, slot: Slot) -> None:

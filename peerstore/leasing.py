@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import secrets
 
 import msgspec
@@ -17,6 +19,7 @@ from peerstore.records import Lease, ShardKey
 from peerstore.shelf import Shelf, Slot
 
 MAX_PARTS = 1 << 20
+_KIND = re.compile(r"(parity\.[0-9a-f]{16})?")
 
 
 class Leasing:
@@ -26,18 +29,22 @@ class Leasing:
         self._shelf = shelf
         self._jobs = jobs
 
-    def lease(self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float, owner: Owner) -> Lease:
+    def lease(
+        self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float, owner: Owner, copy: bool = False
+    ) -> Lease:
+        """A slot for ``key``. Who may write a ``copy`` of another node's shard, or a parity, was decided before."""
         check_key(key, size_bytes, parts)
         with self._shelf.lock:
             deadline = self._shelf.clock() + wait_s
             while True:
                 self._shelf.check_open()
-                self._jobs.check_fence(key)
+                if not copy:
+                    self._jobs.check_fence(key)
                 slot = self._asked_before(key, owner)
                 if slot is not None:
                     refused = self._grown(slot, key.epoch, size_bytes)
                 else:
-                    slot, refused = self._chosen(key, size_bytes)
+                    slot, refused = self._chosen(key, size_bytes, copy=copy)
                 if slot is not None and refused is None:
                     return self._give(slot, key, size_bytes, parts, owner)
                 self._wait(refused, deadline)
@@ -55,15 +62,20 @@ class Leasing:
             raise RequestError(f"{key} is being sealed")
         return slot
 
-    def _chosen(self, key: ShardKey, size_bytes: int) -> tuple[Slot | None, Busy | Full | None]:
+    def _chosen(self, key: ShardKey, size_bytes: int, *, copy: bool) -> tuple[Slot | None, Busy | Full | None]:
+        whole = self._jobs.whole()
+        limits = self._shelf.limits
+        if key.kind:  # when groups change there are several of one version for a while; the budget bounds them
+            limits = dataclasses.replace(limits, burst=MAX_PARTS)
         decision = choose_slot(
             self._shelf.views(),
             job=key.job,
-            part=key.part,
-            epoch=key.epoch,
+            part=key.seat,
+            epoch=max(key.epoch, self._jobs.horizon(key.job)),
             size_bytes=size_bytes,
-            limits=self._shelf.limits,
-            whole=self._jobs.whole(),
+            limits=limits,
+            whole=self._jobs.needed(whole),
+            settled=self._jobs.settled(whole, key if copy else None),
         )
         if isinstance(decision, UseSlot | CreateSlot):
             return self._take(decision, key, size_bytes), None
@@ -72,7 +84,7 @@ class Leasing:
     def _take(self, decision: UseSlot | CreateSlot, key: ShardKey, size_bytes: int) -> Slot:
         self._shelf.make_free(decision.drop)
         if isinstance(decision, CreateSlot):
-            return self._shelf.create(key.job, key.part, size_bytes)
+            return self._shelf.create(key.job, key.seat, size_bytes)
         slot = self._shelf.slots[decision.name]
         if slot.record is not None:
             self._shelf.clear(slot)
@@ -114,13 +126,15 @@ class Leasing:
         """Make the leased slot large enough, or say why not."""
         if size_bytes <= slot.size_bytes:
             return None
+        whole = self._jobs.whole()
         decision = make_room(
             self._shelf.views(),
             growing=slot.name,
             epoch=epoch,
             size_bytes=size_bytes,
             limits=self._shelf.limits,
-            whole=self._jobs.whole(),
+            whole=self._jobs.needed(whole),
+            settled=self._jobs.settled(whole),
         )
         if isinstance(decision, Busy | Full):
             return decision
@@ -195,6 +209,8 @@ def check_key(key: ShardKey, size_bytes: int, parts: int) -> None:
         raise RequestError(f"{key}: version, epoch, attempt and part are numbers from 0 to 2^62")
     if not 1 <= parts <= MAX_PARTS:
         raise RequestError(f"{key}: a version has 1 to {MAX_PARTS} parts, not {parts}")
+    if not _KIND.fullmatch(key.kind):
+        raise RequestError(f"{key}: {key.kind!r} is no kind of thing that is kept")
     if key.part >= parts:
         raise RequestError(f"{key}: part {key.part} of {parts}; parts are counted from 0")
     if size_bytes < 0:

@@ -4,6 +4,10 @@ The rule that everything else serves: *a slot is only given up when a newer vers
 said so*. "Newer" follows the job's incarnations first and version numbers second, because after a rollback the
 running incarnation writes lower numbers than the one it replaced.
 
+Where copies are kept on other nodes, "whole" is not enough: a newer version must be *settled*, that is have all the
+copies it was to have, before an older one goes. Else a node that dies while copies are on their way would take the
+last version with it that was recoverable.
+
 One exception keeps a job from locking itself out: when a writer could not get a slot otherwise, unfinished versions
 of incarnations before its own go, the oldest first. The running incarnation has chosen what it continues from and
 had that marked whole.
@@ -14,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from peerstore.records import Group, SlotState
+from peerstore.records import Base, Group, SlotState
 
 
 @dataclass(frozen=True)
@@ -91,31 +95,50 @@ def whole_groups(
     return complete | {group for group, then in (marked or {}).items() if set(then) <= set(here.get(group, ()))}
 
 
-def newest(groups: Iterable[Group]) -> Group | None:
-    return max(groups, default=None)
+def newest_whole(whole: Mapping[str, Collection[Group]]) -> dict[str, Group]:
+    """What each job goes on from when nobody else keeps copies for it."""
+    return {job: max(groups) for job, groups in whole.items() if groups}
 
 
-def evictable(slots: Iterable[SlotView], whole: Mapping[str, Collection[Group]]) -> list[SlotView]:
+def is_wanted(group: Group, *, epoch: int, settled: Group | None, whole: bool, base: Base | None) -> bool:
+    """Whether somebody may still need this version: it is not older than the settled one, nor of a past that was left
+    unfinished. Of a past that the job has left only what it went on from is needed, and what is settled.
+    """
+    if settled is not None and group <= settled:
+        return group == settled
+    if base is not None and group.epoch < base.before:
+        return group == base.group
+    return group.epoch >= epoch or whole
+
+
+def evictable(slots: Iterable[SlotView], settled: Mapping[str, Group]) -> list[SlotView]:
     """Sealed slots nobody needs any more, the oldest version first.
 
-    ``whole`` maps each job to its whole versions. A job without one keeps everything it has.
+    ``settled`` has the version each job can always go back to. A job without one keeps everything it has.
     """
-    keep = {job: newest(groups) for job, groups in whole.items()}
     found = []
     for slot in slots:
-        newest_whole = keep.get(slot.job)
-        if slot.state is not SlotState.SEALED or slot.busy or slot.group is None or newest_whole is None:
+        keep = settled.get(slot.job)
+        if slot.state is not SlotState.SEALED or slot.busy or slot.group is None or keep is None:
             continue
-        if slot.group < newest_whole:
+        if slot.group < keep:
             found.append(slot)
     return sorted(found, key=_age)
 
 
 def stranded(
-    slots: Iterable[SlotView], whole: Mapping[str, Collection[Group]], *, job: str, epoch: int
+    slots: Iterable[SlotView],
+    whole: Mapping[str, Collection[Group]],
+    settled: Mapping[str, Group],
+    *,
+    job: str,
+    epoch: int,
 ) -> list[SlotView]:
-    """What incarnations of ``job`` before ``epoch`` left unfinished, the oldest first."""
-    finished = whole.get(job, ())
+    """What incarnations of ``job`` before ``epoch`` left unfinished, the oldest first.
+
+    The settled version is whole, also where this node has not all of it and nobody has told it so.
+    """
+    finished = {*whole.get(job, ()), settled.get(job)}
     found = [
         slot
         for slot in slots
@@ -138,6 +161,7 @@ def choose_slot(
     size_bytes: int,
     limits: Limits,
     whole: Mapping[str, Collection[Group]],
+    settled: Mapping[str, Group] | None = None,
 ) -> Decision:
     """Where ``part`` of ``job`` may write ``size_bytes``, for the incarnation ``epoch``.
 
@@ -148,8 +172,9 @@ def choose_slot(
     mine = [slot for slot in slots if (slot.job, slot.part) == (job, part)]
     free = [slot for slot in slots if slot.state is SlotState.FREE]
     spared = [slot for slot in sorted(free, key=lambda slot: (slot in mine, -slot.size_bytes)) if slot.size_bytes]
-    old = evictable(slots, whole)
-    left = [slot for slot in stranded(slots, whole, job=job, epoch=epoch) if slot not in old]
+    settled = newest_whole(whole) if settled is None else settled
+    old = evictable(slots, settled)
+    left = [slot for slot in stranded(slots, whole, settled, job=job, epoch=epoch) if slot not in old]
     allocated = sum(slot.size_bytes for slot in slots)
 
     def closest(candidates: list[SlotView]) -> list[SlotView]:
@@ -177,7 +202,7 @@ def choose_slot(
     if decision is not None:
         return decision
     wanted = f"part {part} of job {job} ({size_bytes} bytes)"
-    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, whole=whole)
+    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled)
 
 
 def make_room(
@@ -188,19 +213,21 @@ def make_room(
     size_bytes: int,
     limits: Limits,
     whole: Mapping[str, Collection[Group]],
+    settled: Mapping[str, Group] | None = None,
 ) -> MakeRoom | Busy | Full:
     """What has to go so that the leased slot ``growing`` can have ``size_bytes``."""
     slot = next(slot for slot in slots if slot.name == growing)
     over = sum(other.size_bytes for other in slots) - slot.size_bytes + size_bytes - limits.budget_bytes
     free = sorted((s for s in slots if s.state is SlotState.FREE and s.size_bytes), key=lambda s: -s.size_bytes)
-    old = evictable(slots, whole)
-    left = [other for other in stranded(slots, whole, job=slot.job, epoch=epoch) if other not in old]
+    settled = newest_whole(whole) if settled is None else settled
+    old = evictable(slots, settled)
+    left = [other for other in stranded(slots, whole, settled, job=slot.job, epoch=epoch) if other not in old]
     drop = _drop(over, [*free, *old, *left])
     if drop is not None:
         return MakeRoom(drop)
     mine = [other for other in slots if (other.job, other.part) == (slot.job, slot.part)]
     wanted = f"part {slot.part} of job {slot.job} (a slot that grows to {size_bytes} bytes)"
-    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, whole=whole)
+    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled)
 
 
 def _drop(over_bytes: int, candidates: list[SlotView]) -> tuple[str, ...] | None:
@@ -221,24 +248,23 @@ def _refusal(
     wanted: str,
     size_bytes: int,
     limits: Limits,
-    whole: Mapping[str, Collection[Group]],
+    settled: Mapping[str, Group],
 ) -> Busy | Full:
-    keep = {name: newest(groups) for name, groups in whole.items()}
     fixed = sum(
         slot.size_bytes
         for slot in slots
-        if slot.state is SlotState.SEALED and slot.group is not None and slot.group == keep.get(slot.job)
+        if slot.state is SlotState.SEALED and slot.group is not None and slot.group == settled.get(slot.job)
     )
     if fixed + size_bytes > limits.budget_bytes:
         return Full(
             f"{wanted} does not fit: the arena's budget is {limits.budget_bytes} bytes, of which {fixed} hold newest "
             f"whole versions. A writer needs room for two versions: raise it to {fixed + size_bytes} bytes or more"
         )
-    kept = ", ".join(f"{slot.name}: {_why_kept(slot, keep.get(slot.job))}" for slot in mine) or "none of its own"
+    kept = ", ".join(f"{slot.name}: {_why_kept(slot, settled.get(slot.job))}" for slot in mine) or "none of its own"
     return Busy(f"no slot for {wanted}: {kept}")
 
 
-def _why_kept(slot: SlotView, newest_whole: Group | None) -> str:
+def _why_kept(slot: SlotView, settled: Group | None) -> str:
     if slot.state is SlotState.LEASED:
         return "being written"
     if slot.state is SlotState.FREE:
@@ -248,6 +274,6 @@ def _why_kept(slot: SlotView, newest_whole: Group | None) -> str:
     version = f"version {slot.group.version}"
     if slot.busy:
         return f"{version}, being read or uploaded"
-    if newest_whole is None:
-        return f"{version}, and no version is whole yet"
-    return f"{version}, " + ("the newest whole one" if slot.group == newest_whole else "not yet whole")
+    if settled is None:
+        return f"{version}, and no version is whole yet (with its copies)"
+    return f"{version}, " + ("the newest whole one" if slot.group == settled else "not yet whole (with its copies)")

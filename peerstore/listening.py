@@ -16,8 +16,17 @@ class SealListener:
     def sealed(self, record: ShardRecord) -> None:
         """A shard was sealed (or adopted from a killed agent's arena)."""
 
+    def copied(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
+        """A copy of a shard that another node wrote is here (or was adopted); ``holders`` were to have it."""
+
     def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
         """A sealed shard was found to be damaged and was dropped: after a restart, or when it was looked at again."""
+
+    def dropped(self, job: str) -> None:
+        """The job's last process left long ago, and everything that was kept for it is gone."""
+
+    def parity(self, record: ShardRecord) -> None:
+        """A parity came or went: it is no shard, and none of the above is said of it."""
 
     def marked(self, job: str, group: Group) -> None:
         """Somebody who can see more than this node says that a version is whole."""
@@ -38,15 +47,33 @@ class Listeners(SealListener):
             return list(self._damaged)
 
     def sealed(self, record: ShardRecord) -> None:
+        if record.key.kind:
+            self.parity(record)
+            return
         for listener in self._all:
             listener.sealed(record)
 
+    def copied(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
+        for listener in self._all:
+            listener.copied(record, holders)
+
+    def parity(self, record: ShardRecord) -> None:
+        for listener in self._all:
+            listener.parity(record)
+
     def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
+        if key.kind:
+            self.parity(record)
+            return
         with self._lock:
             self._damaged.append((record, reason))
             listeners = self._all
         for listener in listeners:
             listener.damaged(key, record, reason)
+
+    def dropped(self, job: str) -> None:
+        for listener in self._all:
+            listener.dropped(job)
 
     def marked(self, job: str, group: Group) -> None:
         for listener in self._all:

@@ -19,7 +19,7 @@ import msgspec
 from peerstore.arena import Arena
 from peerstore.errors import ShardDamagedError
 from peerstore.names import blob_name, job_name
-from peerstore.records import Group, Lease, ShardRecord
+from peerstore.records import Base, Group, Lease, ShardRecord
 
 SEAL, LEASE, CLAIM = "seal.", "lease.", "claim."
 T = TypeVar("T")
@@ -33,6 +33,8 @@ class LeaseNote(msgspec.Struct, frozen=True):
 class SealNote(msgspec.Struct, frozen=True):
     lease_id: str
     record: ShardRecord
+    holders: tuple[str, ...] = ()
+    """For a copy: the nodes that were to hold this shard, the one that wrote it first. Empty for this node's own."""
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -48,6 +50,9 @@ class ClaimNote(msgspec.Struct, frozen=True):
     incarnation: str
     marks: tuple[Mark, ...] = ()
     damaged: tuple[Group, ...] = ()
+    guarded: bool = False
+    settled: Group | None = None
+    base: Base | None = None
 
 
 class Notes:

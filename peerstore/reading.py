@@ -47,8 +47,9 @@ class Reading:
                     record.meta,
                     record.sealed_ns,
                     record.key.group in self._jobs.of(record.key.job).marks,
+                    slot.holders,
                 )
-                for _, record in self._shelf.offered(job)
+                for slot, record in self._shelf.offered(job)
             ]
 
     def records(self, job: str, group: Group) -> list[ShardRecord]:

@@ -20,7 +20,7 @@ class Group(NamedTuple):
     incarnation: str
 
 
-class ShardKey(msgspec.Struct, frozen=True, order=True):
+class ShardKey(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     """What one writer wrote for one version of one job."""
 
     job: str
@@ -32,14 +32,23 @@ class ShardKey(msgspec.Struct, frozen=True, order=True):
     attempt: int
     """Which try at this version, counted by the incarnation."""
     part: int
+    kind: str = ""
+    """Empty for a writer's shard. What agents themselves make of shards, a parity, says here what it is made of: it is
+    no part of the version, and nobody who counts parts is shown it."""
 
     @property
     def group(self) -> Group:
         return Group(self.epoch, self.version, self.attempt, self.incarnation)
 
+    @property
+    def seat(self) -> int:
+        """Whose slots it may use: a part's are its writer's, those below 0 are for parities."""
+        return -1 - self.part if self.kind else self.part
+
     def __str__(self) -> str:
         again = f", attempt {self.attempt}" if self.attempt else ""
-        return f"{self.job}/{self.version} part {self.part} (epoch {self.epoch} {self.incarnation}{again})"
+        what = "parity" if self.kind else "part"
+        return f"{self.job}/{self.version} {what} {self.part} (epoch {self.epoch} {self.incarnation}{again})"
 
 
 class ShardRecord(msgspec.Struct, frozen=True):
@@ -55,6 +64,32 @@ class ShardRecord(msgspec.Struct, frozen=True):
     meta: bytes
     """Opaque to this package."""
     sealed_ns: int
+
+
+class Base(msgspec.Struct, frozen=True, array_like=True):
+    """The version a job went on from. Of two that are said, the one with the later ``order`` counts.
+
+    The processes that loaded it say so first, as a ``turn`` within the incarnation that was there before them, and the
+    incarnation that they become says it again when it begins (turn 0).
+    """
+
+    epoch: int
+    incarnation: str
+    turn: int
+    group: Group
+
+    @property
+    def order(self) -> tuple[int, str, int]:
+        return self.epoch, self.incarnation, self.turn
+
+    @property
+    def before(self) -> int:
+        """Incarnations with lower numbers are of the past that this speaks of."""
+        return self.epoch + (self.turn > 0)
+
+    def leaves(self, group: Group) -> bool:
+        """Whether the job has left this version behind."""
+        return group.epoch < self.before and group > self.group
 
 
 class SlotState(str, enum.Enum):
@@ -104,6 +139,8 @@ class ShardFact(msgspec.Struct, frozen=True):
     meta: bytes
     sealed_ns: int
     marked_whole: bool
+    holders: tuple[str, ...] = ()
+    """Empty when it was written on this node; else the nodes that were to hold it, the writer's first."""
 
 
 class Damage(msgspec.Struct, frozen=True):
@@ -132,6 +169,8 @@ class JobStatus(msgspec.Struct, frozen=True):
     versions: int
     newest_whole: int | None
     expires_in_s: float | None
+    settled: int | None = None
+    """The newest version with all the copies it was to have, where copies are kept on other nodes."""
 
 
 class StoreStatus(msgspec.Struct, frozen=True):

@@ -50,6 +50,8 @@ class Slot:
     owner: Owner | None = None
     sealing: bool = False
     record: ShardRecord | None = None
+    holders: tuple[str, ...] = ()
+    """For a copy of another node's shard: who was to hold it, the writer's node first."""
     sealed_under: str = ""
     """Id of the lease it was sealed under: repeating the call gives the same answer."""
     standing: Standing = Standing.OFFERED
@@ -105,15 +107,15 @@ class Shelf:
     def views(self) -> list[SlotView]:
         return [slot.view for slot in self.slots.values()]
 
-    def offered(self, job: str | None = None) -> Iterator[tuple[Slot, ShardRecord]]:
-        """Sealed shards (of ``job``) that are whole as far as this agent has checked itself."""
+    def offered(self, job: str | None = None, *, parities: bool = False) -> Iterator[tuple[Slot, ShardRecord]]:
+        """Sealed shards (of ``job``) that are whole as far as this agent has checked itself; or its ``parities``."""
         for slot in self.slots.values():
             record = slot.offered
-            if record is not None and (job is None or record.key.job == job):
+            if record is not None and job in (None, record.key.job) and bool(record.key.kind) is parities:
                 yield slot, record
 
     def sealed(self, key: ShardKey) -> tuple[Slot, ShardRecord]:
-        for slot, record in self.offered(key.job):
+        for slot, record in self.offered(key.job, parities=bool(key.kind)):
             if record.key == key:
                 return slot, record
         raise ShardNotFoundError(f"{key} is not on this node")
@@ -166,7 +168,7 @@ class Shelf:
     def give(self, slot: Slot, lease: Lease, owner: Owner) -> Lease:
         """The slot belongs to ``lease`` from here on."""
         self.notes.put(LEASE, slot.name, LeaseNote(lease, (owner.pid, owner.started)))
-        slot.lease, slot.owner, slot.job, slot.part = lease, owner, lease.key.job, lease.key.part
+        slot.lease, slot.owner, slot.job, slot.part = lease, owner, lease.key.job, lease.key.seat
         reach("agent.leased")
         return lease
 
@@ -189,7 +191,7 @@ class Shelf:
         """What was sealed in the slot is gone, the slot is free."""
         self.notes.remove(SEAL, slot.name)
         reach("agent.forgot")
-        slot.record, slot.sealed_under, slot.standing = None, "", Standing.OFFERED
+        slot.record, slot.sealed_under, slot.holders, slot.standing = None, "", (), Standing.OFFERED
         slot.users.clear()
         self.changed.notify_all()
 

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from peerstore.adoption import Adoption, start
 from peerstore.arena import Arena
+from peerstore.copies import Copies
 from peerstore.errors import RequestError, ShardNotFoundError
 from peerstore.jobs import Jobs
 from peerstore.keeping import Keeping
@@ -68,6 +69,7 @@ class NodeStore:
         self._reading = Reading(self._shelf, self._jobs, self._pool, self._adoption.wait)
         self._keeping = Keeping(self._shelf, self._jobs)
         self._warming = Warming(self._shelf)
+        self.copies = Copies(self._shelf, self._jobs, self._leasing)
         self.arena_id = self._shelf.notes.identity()
         with self._lock:
             self._adoption.read_notes()
@@ -79,7 +81,13 @@ class NodeStore:
         ]
 
     def _verify_adopted(self) -> None:
-        self._adoption.verify(self._reading.damaged_chunks, self._listeners.sealed, self.report)
+        self._adoption.verify(self._reading.damaged_chunks, self._adopted, self.report)
+
+    def _adopted(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
+        if holders:
+            self._listeners.copied(record, holders)
+        else:
+            self._listeners.sealed(record)
 
     # -- who owns a job ---------------------------------------------------------------------------------------
 
@@ -99,6 +107,7 @@ class NodeStore:
         self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0, owner: Owner | None = None
     ) -> Lease:
         """A slot of exactly ``size_bytes`` to write ``key`` into; waits up to ``wait_s`` for one to come free."""
+        _check_written(key)
         return self._leasing.lease(key, size_bytes, parts, wait_s=wait_s, owner=owner or myself())
 
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease:
@@ -112,6 +121,7 @@ class NodeStore:
         """Write the leased slot under another key of the same writer: for bytes that were placed before their version
         was known.
         """
+        _check_written(key)
         return self._leasing.relabel(lease_id, key)
 
     def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord:
@@ -192,6 +202,33 @@ class NodeStore:
         """Drop versions (all when ``groups`` is None) because their owner said so. Who reads one may finish."""
         return self._keeping.forget(job, groups)
 
+    # -- for other nodes --------------------------------------------------------------------------------------
+
+    def begin_copy(self, record: ShardRecord, *, whole: bool) -> Lease | None:
+        """A slot for a copy of another node's shard; ``None`` when it is here already."""
+        return self.copies.begin(record, whole=whole, owner=myself())
+
+    def seal_copy(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
+        """The copy is here: the caller has compared every chunk of it with ``record``."""
+        self.copies.seal(lease_id, record, holders)
+        self._adopted(record, holders)
+
+    def begin_parity(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool) -> Lease | None:
+        """A slot for a parity of this node's group; ``None`` when it is here already."""
+        return self.copies.begin_parity(key, size_bytes, parts, whole=whole, owner=myself())
+
+    def seal_parity(self, lease_id: str, record: ShardRecord) -> None:
+        """The parity is there: the caller has taken its checksums of bytes that were compared with their shards'."""
+        self.copies.seal(lease_id, record, ())
+        self._listeners.parity(record)
+
+    def take_over(self, key: ShardKey) -> None:
+        """The node that wrote this shard is gone: it is this node's own now, with what that brings (a drain)."""
+        if self.copies.relist(key, ()):
+            with self._lock:
+                _, record = self._shelf.sealed(key)
+            self._listeners.sealed(record)
+
     # -- blobs ------------------------------------------------------------------------------------------------
 
     def put_blob(self, job: str, name: str, data: bytes) -> None:
@@ -225,15 +262,23 @@ class NodeStore:
             self._jobs.departed(owner, job)
         self.sweep()
 
+    def jobs(self) -> list[str]:
+        """Every job this node has heard of."""
+        with self._lock:
+            return [status.job for status in self._jobs.status()]
+
     def sweep(self) -> None:
         """Take back what belonged to processes and jobs that went away. Call now and then."""
         with self._lock:
             self._leasing.sweep(self._grace_s)
             self._reading.sweep(self._grace_s)
-            for job in self._jobs.expired():
+            expired = self._jobs.expired()
+            for job in expired:
                 log.info("job %s: its last process left long ago, dropping its shards", job)
                 self._keeping.forget(job, None)
             self._jobs.gone = {owner: since for owner, since in self._jobs.gone.items() if owner.alive}
+        for job in expired:
+            self._listeners.dropped(job)
 
     def idle_s(self) -> float:
         """How long nobody has been connected; 0 while somebody is or while jobs still own shards."""
@@ -243,12 +288,15 @@ class NodeStore:
     def subscribe(self, listener: SealListener) -> None:
         """From now on, tell ``listener``; it is told of everything that is here already first."""
         with self._lock:
-            here = [record for _, record in self._shelf.offered()]
+            here = [(record, slot.holders) for slot, record in self._shelf.offered()]
             damaged = self._listeners.add(listener)
         for record, reason in damaged:
             listener.damaged(record.key, record, reason)
-        for record in here:
-            listener.sealed(record)
+        for record, holders in here:
+            if holders:
+                listener.copied(record, holders)
+            else:
+                listener.sealed(record)
 
     def status(self) -> StoreStatus:
         with self._lock:
@@ -272,6 +320,11 @@ class NodeStore:
         for thread in self._background:
             thread.join()
         self._pool.shutdown()
+
+
+def _check_written(key: ShardKey) -> None:
+    if key.kind:
+        raise RequestError(f"{key}: writers write shards, parities are made of them by agents")
 
 
 def _hash_threads() -> int:

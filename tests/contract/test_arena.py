@@ -280,3 +280,14 @@ def test_only_this_user_may_look(directory):
         assert path.stat().st_mode & 0o077 == 0, path
     for path in (arena.path("slot.a"), directory / "notes" / "claim.a", directory / "folders" / "blob.a" / "b"):
         assert Path(path).stat().st_mode & 0o777 == 0o600, path
+
+
+def test_the_path_of_a_removed_slot_leads_nowhere(arena):
+    """Who was given it a moment ago must not write into the slot that came after it."""
+    arena.create("old", 4096)
+    path = arena.path("old")
+    arena.remove("old")
+    for number in range(8):
+        arena.create(f"new{number}", 4096)
+    with pytest.raises((OSError, ValueError)):
+        Mapping(path, 4096, writable=True)

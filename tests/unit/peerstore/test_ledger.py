@@ -17,6 +17,7 @@ from peerstore.ledger import (
     choose_slot,
     evictable,
     make_room,
+    newest_whole,
     stranded,
     whole_groups,
 )
@@ -121,7 +122,7 @@ def test_full_means_that_waiting_does_not_help(slots, whole, limits, part, size)
 
 @given(slot_views(), wholes)
 def test_only_what_is_older_than_a_whole_version_is_superseded(slots, whole):
-    found = evictable(slots, whole)
+    found = evictable(slots, newest_whole(whole))
     assert all(slot.group < max(whole[slot.job]) and not slot.busy for slot in found)
     assert [slot.group for slot in found] == sorted(slot.group for slot in found)
     for job, versions in whole.items():
@@ -132,7 +133,7 @@ def test_only_what_is_older_than_a_whole_version_is_superseded(slots, whole):
 
 @given(slot_views(), wholes, st.integers(0, 4))
 def test_only_past_incarnations_leave_something_behind(slots, whole, epoch):
-    for slot in stranded(slots, whole, job="job", epoch=epoch):
+    for slot in stranded(slots, whole, newest_whole(whole), job="job", epoch=epoch):
         assert slot.job == "job"
         assert slot.group.epoch < epoch
         assert slot.group not in whole.get("job", ())
@@ -213,3 +214,15 @@ def test_a_refusal_says_what_is_in_the_way(slots, whole, said):
     decision = choose_slot(slots, job="job", part=0, epoch=1, size_bytes=10, limits=ROOMY, whole=whole)
     assert isinstance(decision, Busy)
     assert said in decision.reason
+
+
+@given(slot_views(), wholes, st.dictionaries(st.sampled_from(JOBS), groups), limits, st.integers(1, 4))
+@example(
+    [SlotView("s0", SlotState.SEALED, 10, "job", 8, group(1))], {}, {"job": group(1)}, Limits(15, 2, 0), 2
+)  # nobody has told this node that the version is whole
+def test_the_settled_version_is_never_given_up(slots, whole, settled, limits, epoch):
+    decision = choose_slot(
+        slots, job="job", part=0, epoch=epoch, size_bytes=10, limits=limits, whole=whole, settled=settled
+    )
+    if isinstance(decision, UseSlot | CreateSlot):
+        assert not [slot for slot in given_up(decision, slots) if slot.group == settled.get(slot.job)]

@@ -1,0 +1,250 @@
+"""Shards that another node wrote: taken in, kept like one's own, and told apart from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from peerstore.crashpoints import reach
+from peerstore.errors import FencedError, LeaseLostError, RequestError, ShardDamagedError, ShardPendingError
+from peerstore.jobs import Jobs
+from peerstore.leasing import Leasing, check_key
+from peerstore.ledger import is_wanted
+from peerstore.notes import LEASE, SEAL, SealNote
+from peerstore.owners import Owner
+from peerstore.records import CHUNK_BYTES, Base, Group, Lease, ShardFact, ShardKey, ShardRecord
+from peerstore.shelf import Shelf, Slot, Standing
+
+MAX_CHUNK_BYTES = 64 << 20
+MAX_META_BYTES = 16 << 20
+
+
+class Copies:
+    """What the store does for other nodes. The shelf's lock is taken here."""
+
+    def __init__(self, shelf: Shelf, jobs: Jobs, leasing: Leasing) -> None:
+        self._shelf = shelf
+        self._jobs = jobs
+        self._leasing = leasing
+
+    def begin(self, record: ShardRecord, *, whole: bool, owner: Owner) -> Lease | None:
+        """A slot for a copy of ``record``, or ``None`` when it is here already.
+
+        Of an incarnation before the running one only versions are taken that are ``whole``: its writers are fenced.
+        """
+        check_record(record)
+        key = record.key
+        if key.kind:
+            raise RequestError(f"{key} is no shard: every node makes its own parities")
+        with self._shelf.lock:
+            self._shelf.check_open()
+            if self._here(record):
+                return None
+            return self._room(key, record.size_bytes, record.parts, whole=whole, owner=owner)
+
+    def begin_parity(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: Owner) -> Lease | None:
+        """A slot for a parity that this node is about to make, or ``None`` when it is here already."""
+        if not key.kind:
+            raise RequestError(f"{key} is a shard, not a parity")
+        with self._shelf.lock:
+            self._shelf.check_open()
+            slot = self._shelf.slot_of(key)
+            if slot is not None and slot.offered is not None:
+                return None
+            return self._room(key, size_bytes, parts, whole=whole, owner=owner)
+
+    def _room(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: Owner) -> Lease:
+        self._check_fence(key, whole=whole)
+        if self._shelf.slot_of(key) is not None:
+            raise ShardPendingError(f"{key} is on its way already, or not verified yet")
+        return self._leasing.lease(key, size_bytes, parts, wait_s=0.0, owner=owner, copy=True)
+
+    def _here(self, record: ShardRecord) -> bool:
+        slot = self._shelf.slot_of(record.key)
+        if slot is None or slot.record is None:
+            return False
+        if slot.standing is Standing.ADOPTING:
+            raise ShardPendingError(f"{record.key} is here and not verified yet")
+        if slot.record.checksums != record.checksums:
+            raise ShardDamagedError(f"{record.key} is here with other checksums")
+        return True
+
+    def _check_fence(self, key: ShardKey, *, whole: bool) -> None:
+        known = self._jobs.of(key.job)
+        if known.settled is not None and key.group < known.settled:
+            raise FencedError(f"{key} is older than version {known.settled.version}, which has all its copies")
+        base = known.base
+        if base is not None and key.epoch < base.before and key.group not in (base.group, known.settled):
+            raise FencedError(f"{key}: job {key.job} went on from version {base.group.version}, and does not need this")
+        if (key.epoch, key.incarnation) > (known.epoch, known.incarnation):
+            self._jobs.fence(key.job, key.epoch, key.incarnation)
+        elif (key.epoch, key.incarnation) != (known.epoch, known.incarnation) and not (
+            whole or key.group in known.marks or key.group == known.settled
+        ):
+            raise FencedError(
+                f"{key} is of a past incarnation and not whole: job {key.job} is now owned by epoch {known.epoch} "
+                f"({known.incarnation})"
+            )
+
+    def seal(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
+        """Every chunk has been compared with ``record``: from here on the copy counts."""
+        with self._shelf.lock:
+            slot, _ = self._shelf.leased(lease_id)
+            if slot.lease is None or slot.lease.key != record.key:
+                raise LeaseLostError(f"the lease of {record.key} was taken back while it was being copied")
+            self._shelf.notes.put(SEAL, slot.name, SealNote(lease_id, record, holders))
+            reach("peer.copying")
+            slot.record, slot.sealed_under, slot.holders = record, lease_id, holders
+            slot.lease = slot.owner = None
+            self._shelf.notes.remove(LEASE, slot.name)
+            slot.warm_bytes = record.size_bytes
+            if record.key.kind:
+                self._shelf.counters["parities_made"] += 1
+            else:
+                self._jobs.mended(record.key.job, record.key.group, record.key.part)
+                self._shelf.counters["copies_taken"] += 1
+                self._shelf.counters["copied_in_bytes"] += record.size_bytes
+            reach("peer.copied")
+
+    def relist(self, key: ShardKey, holders: tuple[str, ...]) -> bool:
+        """Who holds the shard has changed; no holders: it is this node's own from now on. Whether it is here."""
+        with self._shelf.lock:
+            slot = self._shelf.slot_of(key)
+            if slot is None or slot.offered is None:
+                return False
+            if slot.holders != holders:
+                self._shelf.notes.put(SEAL, slot.name, SealNote(slot.sealed_under, slot.offered, holders))
+                slot.holders = holders
+            return True
+
+    def offered(self, key: ShardKey, holders: tuple[str, ...], *, me: str) -> None:
+        """Another node that has the shard too says who holds it, itself first or not.
+
+        Two that both answer for it, each since it took the other for dead, may say so at the same moment: if each gave
+        way, nobody would answer for it any more. The first by name does not.
+        """
+        with self._shelf.lock:
+            slot = self._shelf.slot_of(key)
+            if slot is not None and holders and (slot.holders or me > holders[0]):
+                self.relist(key, kept_for(me, holders))
+
+    def facts(self, job: str | None) -> list[ShardFact]:
+        """What is here and verified, now: what is still being verified is not waited for."""
+        with self._shelf.lock:
+            return [self._fact(slot, record) for slot, record in self._shelf.offered(job)]
+
+    def parities(self, job: str) -> list[ShardRecord]:
+        """The verified parities that this node keeps for its group."""
+        with self._shelf.lock:
+            return [record for _, record in self._shelf.offered(job, parities=True)]
+
+    def drop_parity(self, key: ShardKey) -> None:
+        """A parity that another one has made superfluous."""
+        with self._shelf.lock:
+            slot = self._shelf.slot_of(key) if key.kind else None
+            if slot is not None and slot.record is not None:
+                self._shelf.give_up(slot)
+
+    def _fact(self, slot: Slot, record: ShardRecord) -> ShardFact:
+        marked = record.key.group in self._jobs.of(record.key.job).marks
+        return ShardFact(
+            record.key, record.parts, record.size_bytes, record.meta, record.sealed_ns, marked, slot.holders
+        )
+
+    def like(self, key: ShardKey) -> tuple[ShardRecord, str] | None:
+        """The newest other version of the same part that is here, and where: what did not change needs not travel."""
+        with self._shelf.lock:
+            older = [
+                (record, self._shelf.arena.path(slot.name))
+                for slot, record in self._shelf.offered(key.job)
+                if record.key.part == key.part and record.key != key
+            ]
+        return max(older, key=lambda found: found[0].key.group, default=None)
+
+    # -- versions that can always be gone back to -----------------------------------------------------------------
+
+    def settle(self, job: str, group: Group) -> None:
+        with self._shelf.lock:
+            self._jobs.settle(job, group)
+
+    def go_back(self, job: str, group: Group) -> None:
+        """The job goes on from this version: it stays, and so does what is newer, until a newer one is settled."""
+        with self._shelf.lock:
+            self._jobs.go_back(job, group)
+
+    def guard(self, job: str, *, guarded: bool, permit: Callable[[], None] | None = None) -> None:
+        """Whether only settled versions make older ones superfluous, and who may forbid a new incarnation."""
+        with self._shelf.lock:
+            self._jobs.guard(job, guarded=guarded, permit=permit)
+
+    def fence(self, job: str, epoch: int, incarnation: str) -> None:
+        with self._shelf.lock:
+            self._jobs.fence(job, epoch, incarnation)
+
+    def learn(self, job: str, base: Base) -> None:
+        """Another node says what the job went on from."""
+        with self._shelf.lock:
+            self._jobs.learn(job, base)
+
+    def base(self, job: str) -> Base | None:
+        """What the job went on from, as far as this node has heard."""
+        with self._shelf.lock:
+            known = self._jobs.if_known(job)
+            return known.base if known is not None else None
+
+    def owner_of(self, job: str) -> tuple[int, str]:
+        """The newest incarnation this node has heard of."""
+        with self._shelf.lock:
+            known = self._jobs.if_known(job)
+            return (known.epoch, known.incarnation) if known is not None else (0, "")
+
+    def settled(self, job: str) -> Group | None:
+        with self._shelf.lock:
+            known = self._jobs.if_known(job)
+            return known.settled if known is not None else None
+
+    def active(self, job: str) -> bool:
+        """Whether a process of this node takes part in the job."""
+        with self._shelf.lock:
+            return self._jobs.active(job)
+
+    def wanted(self, job: str, group: Group) -> bool:
+        """Whether somebody may still need this version."""
+        with self._shelf.lock:
+            known = self._jobs.if_known(job)
+            return known is None or is_wanted(
+                group, epoch=known.epoch, settled=known.settled, whole=self.vouched(job, group), base=known.base
+            )
+
+    def vouched(self, job: str, group: Group) -> bool:
+        """Whether somebody has said that this version is whole."""
+        with self._shelf.lock:
+            known = self._jobs.if_known(job)
+            return known is not None and (group in known.marks or group == known.settled)
+
+    def touch(self, job: str) -> None:
+        """Other nodes still take part in the job: what is kept for it here is not forgotten."""
+        with self._shelf.lock:
+            self._jobs.of(job).seen = self._shelf.clock()
+
+
+def kept_for(me: str, holders: tuple[str, ...]) -> tuple[str, ...]:
+    """Who is to be noted as a shard's holders: nobody, where this node is the first of them and the shard its own."""
+    return () if holders[:1] == (me,) else holders
+
+
+def check_record(record: ShardRecord) -> None:
+    """A record that came from another node describes a shard that could be."""
+    check_key(record.key, record.size_bytes, record.parts)
+    if not 1 <= record.chunk_bytes <= MAX_CHUNK_BYTES:
+        raise RequestError(f"{record.key}: chunks of {record.chunk_bytes} bytes, {CHUNK_BYTES} are usual")
+    if len(record.checksums) != 8 * -(-record.size_bytes // record.chunk_bytes):
+        raise RequestError(f"{record.key}: {len(record.checksums)} bytes of checksums for {record.size_bytes} bytes")
+    if len(record.meta) > MAX_META_BYTES:
+        raise RequestError(f"{record.key}: {len(record.meta)} bytes of meta, at most {MAX_META_BYTES} are kept")
+
+
+def same_shard(one: ShardRecord, other: ShardRecord) -> bool:
+    """Whether two nodes mean the same bytes; when they were sealed does not matter."""
+    return msgspec.structs.replace(one, sealed_ns=0) == msgspec.structs.replace(other, sealed_ns=0)

@@ -1,0 +1,163 @@
+"""Calls to one other node's agent, on behalf of one job."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from peerstore import frames
+from peerstore.cluster.nodes import NodeId
+from peerstore.errors import PeerStoreError, PeerUnreachableError, ProtocolError, from_wire
+from peerstore.peers.messages import Answer, Request
+from peerstore.transport.handshake import greet
+from peerstore.transport.seam import Channel, Payload, Transport
+
+_CONNECT_S = 5.0
+_ANSWER_S = 60.0
+T = TypeVar("T")
+
+
+class Pass:
+    """What lets this process talk to the agents of a job: whose name it uses, and the job's secret."""
+
+    def __init__(self, job: str, me: NodeId, secret: bytes) -> None:
+        self.job = job
+        self.me = me
+        self.secret = secret
+
+    def __repr__(self) -> str:
+        return f"Pass(job={self.job!r}, me={self.me!r})"  # the secret is nobody's business
+
+
+class Line:
+    """One connection, used by one thread at a time."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def tell(self, op: str, body: object, payload: Payload = ()) -> None:
+        """A message that is not answered."""
+        self._channel.send(_encode(op, body), payload)
+
+    def ask(
+        self,
+        op: str,
+        body: object,
+        result: type[T] | Any,
+        *,
+        payload: Payload = (),
+        into: Sequence[memoryview] = (),
+        timeout_s: float = _ANSWER_S,
+    ) -> Any:
+        """The answer as a ``result``; the bytes that come with it go ``into`` the views, which they must fill."""
+        self.tell(op, body, payload)
+        incoming = self._channel.receive(idle_s=timeout_s)
+        if incoming is None:
+            raise PeerUnreachableError(f"{self._channel.peer} closed the connection instead of answering {op!r}")
+        answer = frames.decode(incoming.header, Answer)
+        if answer.error:
+            self._channel.discard()
+            raise from_wire(answer.error, frames.decode(answer.body, str))
+        decoded = frames.decode(answer.body, result)
+        if incoming.payload_bytes != sum(map(len, into)):
+            raise ProtocolError(
+                f"{self._channel.peer} answered {op!r} with {incoming.payload_bytes} bytes, {sum(map(len, into))} were "
+                "asked for"
+            )
+        self._channel.receive_into(into)
+        return decoded
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class Peer:
+    """One other node's agent. Any thread may call; connections are opened as they are needed and kept."""
+
+    def __init__(self, transport: Transport, address: str, credentials: Pass, *, connect_s: float = _CONNECT_S) -> None:
+        self.address = address
+        self._transport = transport
+        self._pass = credentials
+        self._connect_s = connect_s
+        self._idle: list[Line] = []
+        self._busy: set[Line] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def call(
+        self,
+        op: str,
+        body: object,
+        result: type[T] | Any,
+        *,
+        payload: Payload = (),
+        into: Sequence[memoryview] = (),
+        timeout_s: float = _ANSWER_S,
+    ) -> Any:
+        if self._idle:  # one that was kept may lead to an agent that was restarted since
+            with contextlib.suppress(PeerUnreachableError), self.line() as line:
+                return line.ask(op, body, result, payload=payload, into=into, timeout_s=timeout_s)
+        with self.line(fresh=True) as line:
+            return line.ask(op, body, result, payload=payload, into=into, timeout_s=timeout_s)
+
+    @contextlib.contextmanager
+    def line(self, *, fresh: bool = False) -> Iterator[Line]:
+        """A connection to oneself; one that failed is not used again."""
+        with self._lock:
+            line = self._idle.pop() if self._idle and not fresh else None
+        line = line or self._open()
+        with self._lock:
+            self._busy.add(line)
+            closed = self._closed
+        if closed:
+            line.close()
+        try:
+            yield line
+        except (PeerUnreachableError, ProtocolError):
+            line.close()
+            raise
+        except PeerStoreError:  # the other side's answer: the connection is as good as before
+            self._give_back(line)
+            raise
+        except BaseException:
+            line.close()
+            raise
+        else:
+            self._give_back(line)
+        finally:
+            with self._lock:
+                self._busy.discard(line)
+
+    def _open(self) -> Line:
+        if not self.address:
+            raise PeerUnreachableError("this node's agent does not listen for others")
+        if self._closed:
+            raise PeerUnreachableError(f"{self.address} was given up")
+        channel = self._transport.connect(self.address, timeout_s=self._connect_s)
+        try:
+            greet(channel, job=self._pass.job, me=self._pass.me, secret=self._pass.secret)
+        except BaseException:
+            channel.close()
+            raise
+        return Line(channel)
+
+    def _give_back(self, line: Line) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(line)
+                return
+        line.close()
+
+    def close(self) -> None:
+        """End all connections, also those that somebody waits on."""
+        with self._lock:
+            self._closed = True
+            lines, self._idle = [*self._idle, *self._busy], []
+        for line in lines:
+            line.close()
+
+
+def _encode(op: str, body: object) -> bytes:
+    return frames.encode(Request(op, frames.encode_raw(body)))

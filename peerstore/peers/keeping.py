@@ -1,0 +1,254 @@
+"""The parities this node keeps for its group: who told what, what is made of it, and what the members hear of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from peerstore.bandwidth import Bandwidth
+from peerstore.cluster.nodes import NodeId
+from peerstore.cluster.parity import MAX_MEMBERS, Stripe
+from peerstore.errors import (
+    ArenaBusyError,
+    ArenaFullError,
+    PeerStoreError,
+    RequestError,
+    ShardNotFoundError,
+    ShardPendingError,
+)
+from peerstore.leasing import MAX_PARTS
+from peerstore.peers.messages import AskRecords, Stake, Striped
+from peerstore.peers.mixing import make_parity
+from peerstore.peers.pulling import Puller
+from peerstore.peers.ranges import Ranges
+from peerstore.peers.striping import Kept, kept_parity, stripes_due, superseded
+from peerstore.peers.tending import Tending
+from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
+from peerstore.store import NodeStore
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+_NO_ROOM_S = 20.0
+_BUSY_S = 3.0
+_MOST_VERSIONS = 64
+
+
+@dataclass
+class _Told:
+    """What one member said of its shards of one version."""
+
+    members: tuple[str, ...]
+    parts: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Due:
+    """A parity that is to be made."""
+
+    group: Group
+    number: int
+    members: tuple[str, ...]
+    parts: dict[str, int]
+    """By member."""
+
+
+class Keeping:
+    """One job's parities on this node. Any thread may call; one makes them."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        job: str,
+        tending: Tending,
+        *,
+        pace: Bandwidth,
+        streams: int,
+        blobs_of: Callable[[ShardFact], tuple[str, ...]],
+        fetch_blob: Callable[[str, tuple[str, ...]], bytes],
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._tending = tending
+        self._pace = pace
+        self._puller = Puller(tending.peer, streams=streams)
+        self._blobs_of = blobs_of
+        self._fetch_blob = fetch_blob
+        self._patience_s = patience_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._told: dict[str, dict[Group, _Told]] = defaultdict(dict)
+        self._news_at: dict[Group, float] = {}
+        self._later: dict[tuple[Group, int], tuple[float, str]] = {}
+        self._full: set[tuple[Group, int]] = set()
+        self._busy: dict[tuple[Group, int], float] = {}
+        """For which there was no room for the moment, and since when."""
+        self._read: dict[ShardKey, Kept] = {}
+        """Records of parities that were decoded already."""
+
+    # -- what the members say -----------------------------------------------------------------------------------------
+
+    def told(self, sender: str, note: Striped) -> bool:
+        """A member says what it has; whether that is news."""
+        if len(note.members) > MAX_MEMBERS or len(note.parts) > MAX_PARTS or min(note.parts, default=0) < 0:
+            raise RequestError(f"{sender} is in a group of {len(note.members)} with {len(note.parts)} parts")
+        if sender not in note.members:
+            raise RequestError(f"{sender} told of a group that it is not in: {', '.join(note.members)}")
+        with self._lock:
+            versions = self._told[sender]
+            before = versions.get(note.group)
+            if before is not None and (before.members, before.parts) == (note.members, note.parts):
+                return False
+            versions[note.group] = _Told(note.members, dict(note.parts))
+            for group in sorted(versions)[:-_MOST_VERSIONS]:
+                del versions[group]
+            self._news_at[note.group] = self._clock()
+            return True
+
+    def stake(self, sender: str, group: Group, members: tuple[str, ...]) -> Stake:
+        """What a member may count on here."""
+        kept = [one for one in self.kept() if one.fact.group == group and one.members == members]
+        with self._lock:
+            told = self._told[sender].get(group)
+            mine = dict(told.parts) if told is not None and told.members == members else {}
+            full = {number: self._later[group, number][1] for at, number in self._full if at == group}
+        # A part that another member has too is safe with either of them.
+        there = {part for one in kept for part in one.fact.parts.values()}
+        refused = tuple(part for number, part in mine.items() if number in full and part not in there)
+        why = next((full[number] for number in mine if number in full), "")
+        return Stake(group, members, tuple(part for part in mine.values() if part in there), refused, why)
+
+    # -- what is kept -------------------------------------------------------------------------------------------------
+
+    def kept(self) -> list[Kept]:
+        """The sealed parities of this node."""
+        found = {}
+        for record in self._store.copies.parities(self._job):
+            known = self._read.get(record.key)
+            try:
+                found[record.key] = known if known is not None else kept_parity(record)
+            except RequestError as error:
+                self._store.report(record.key, str(error))
+        self._read = found
+        return list(found.values())
+
+    def tidy(self, kept: Sequence[Kept]) -> None:
+        """Let go of what is of no more use, and of what was told of versions nobody needs."""
+        for key in superseded(kept):
+            self._store.copies.drop_parity(key)
+        with self._lock:
+            old = {group for told in self._told.values() for group in told}
+            old = {group for group in old if not self._store.copies.wanted(self._job, group)}
+            for told in self._told.values():
+                for group in old & told.keys():
+                    del told[group]
+            self._news_at = {group: at for group, at in self._news_at.items() if group not in old}
+            self._later = {which: later for which, later in self._later.items() if which[0] not in old}
+            self._full &= self._later.keys()
+            self._busy = {which: since for which, since in self._busy.items() if which[0] not in old}
+
+    # -- making -------------------------------------------------------------------------------------------------------
+
+    def due(self, members: tuple[str, ...], kept: Iterable[Kept]) -> tuple[list[Due], float]:
+        """What is to be made now, the oldest version first; and after how many seconds to look again."""
+        now = self._clock()
+        mine: dict[Group, set[int]] = defaultdict(set)
+        parts_of: dict[Group, int] = {}
+        for fact in self._store.copies.facts(self._job):
+            mine[fact.key.group].add(fact.key.part)
+            parts_of[fact.key.group] = fact.parts
+        with self._lock:
+            told = {member: dict(versions) for member, versions in self._told.items() if member in members}
+            news_at = dict(self._news_at)
+            later = {which: until for which, (until, _) in self._later.items() if until > now}
+        found, again = [], min((until - now for until in later.values()), default=float("inf"))
+        for group in sorted({group for versions in told.values() for group in versions}):
+            if not self._store.copies.wanted(self._job, group):
+                continue
+            numbers = {
+                member: versions[group].parts
+                for member, versions in told.items()
+                if group in versions and versions[group].members == members
+            }
+            heard = mine[group] | {part for parts in numbers.values() for part in parts.values()}
+            left_s = news_at.get(group, now) + self._patience_s - now
+            complete = left_s <= 0 or len(heard) >= parts_of.get(group, 1 << 62)
+            there = [one.fact.parts for one in kept if one.fact.group == group and one.members == members]
+            me = self._tending.me.id
+            for number, parts in stripes_due(me, members, numbers, there, complete=complete).items():
+                if (group, number) not in later:
+                    found.append(Due(group, number, members, parts))
+            if not complete:
+                again = min(again, left_s)
+        return found, again
+
+    def make(self, due: Due, stopped: Callable[[], bool]) -> int:
+        """Make one parity and tell the members; the answer is how many bytes were read for it."""
+        size = 0
+        which = (due.group, due.number)
+        try:
+            size = self._make(due, stopped)
+        except (PeerStoreError, OSError) as error:
+            log.warning("job %s: no parity %d of version %d: %s", self._job, due.number, due.group.version, error)
+            now = self._clock()
+            full = isinstance(error, ArenaFullError)
+            with self._lock:
+                if isinstance(error, ArenaBusyError) and not isinstance(error, ShardPendingError):
+                    # What is kept here may go only once a newer version is settled, and that must not wait for it.
+                    full = now - self._busy.setdefault(which, now) >= _BUSY_S
+                self._later[which] = (now + (_NO_ROOM_S if full else AGAIN_S), f"{self._me}: {error}")
+                (self._full.add if full else self._full.discard)(which)
+            if not full:
+                raise
+        else:
+            with self._lock:
+                self._later.pop(which, None)
+                self._busy.pop(which, None)
+                self._full.discard(which)
+        for member in due.parts:
+            note = self.stake(member, due.group, due.members)
+            try:
+                self._tending.peer(member).call("stake", note, type(None), timeout_s=5.0)
+            except (PeerStoreError, OSError) as error:  # it asks again by itself
+                log.debug("job %s: %s was not told of its parity: %s", self._job, member, error)
+        return size
+
+    @property
+    def _me(self) -> NodeId:
+        return self._tending.me.id
+
+    def _make(self, due: Due, stopped: Callable[[], bool]) -> int:
+        records = {NodeId(member): self._record(member, due.group, part) for member, part in due.parts.items()}
+        for member, record in records.items():
+            self._take_blobs(member, record)
+        members = tuple(NodeId(member) for member in due.members)
+        stripe = Stripe(due.number, members, tuple(records.get(member) for member in members))
+        with Ranges(self._store, self._puller, self._pace, me=self._me, sources=len(records)) as ranges:
+            reads = {
+                segment.member: ranges.reader(records[segment.member], [segment.member], stop=segment.stop)
+                for segment in stripe.parity(self._me).segments
+            }
+            whole = self._store.copies.vouched(self._job, due.group)
+            make_parity(self._store, stripe, self._me, reads, whole=whole, stopped=stopped)
+            return ranges.bytes_read
+
+    def _record(self, member: str, group: Group, part: int) -> ShardRecord:
+        found: list[ShardRecord] = self._tending.peer(member).call("records", AskRecords(group), list[ShardRecord])
+        for record in found:
+            if record.key.job == self._job and record.key.group == group and record.key.part == part:
+                return record
+        raise ShardNotFoundError(f"{member} told of part {part} of version {group.version}, and has it no more")
+
+    def _take_blobs(self, member: str, record: ShardRecord) -> None:
+        """What one needs beside the shard to make sense of it must not be lost with its node."""
+        fact = ShardFact(record.key, record.parts, record.size_bytes, record.meta, record.sealed_ns, False)
+        here = set(self._store.blobs(self._job))
+        for name in self._blobs_of(fact):
+            if name not in here:
+                self._fetch_blob(name, (member,))

@@ -1,0 +1,218 @@
+"""What agents of one job say to each other. Every request but ``Chunk`` has an answer.
+
+A connection belongs to one job: both sides have proven that they know its secret, and nothing of another job can be
+named on it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from peerstore.cluster.gossip import Gossip
+from peerstore.records import Base, Group, ShardFact, ShardKey, ShardRecord
+
+PEER_PROTOCOL = 1
+MAX_RANGES = 4096
+"""Ranges in one read: enough to fill a message, few enough to check first."""
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    op: str
+    body: msgspec.Raw
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    error: str
+    """Class name of the error, or "" for a result."""
+    body: msgspec.Raw
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Take a copy of this shard."""
+
+    record: ShardRecord
+    holders: tuple[str, ...]
+    """Who is to hold it, the writer's node first."""
+    whole: bool
+    """Every part of its version is sealed, as far as the sender knows."""
+    blobs: tuple[str, ...] = ()
+    """What one needs beside it to make sense of it."""
+    base: Base | None = None
+    """What the job went on from: a copy of a new incarnation must not take the place of that."""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What the receiver does not have of an offered shard."""
+
+    transfer: str
+    """Empty when the whole copy is there already."""
+    missing: tuple[tuple[int, int], ...] = ()
+    """Runs ``[first, stop)`` of chunks to send."""
+    blobs: tuple[str, ...] = ()
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk of a transfer; its bytes follow. Not answered, so that the next one can follow at once."""
+
+    transfer: str
+    number: int
+
+
+class Flush(msgspec.Struct, frozen=True):
+    """Which of the chunks sent on this connection are not what the record says? The answer is their numbers."""
+
+    transfer: str
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """Everything was sent. Answered when every chunk has been verified and the copy is sealed."""
+
+    transfer: str
+
+
+class Abort(msgspec.Struct, frozen=True):
+    transfer: str
+
+
+class Relist(msgspec.Struct, frozen=True):
+    """Who holds a shard has changed."""
+
+    key: ShardKey
+    holders: tuple[str, ...]
+
+
+class PutBlob(msgspec.Struct, frozen=True):
+    name: str
+    """The bytes follow as payload."""
+
+
+# -- parities ---------------------------------------------------------------------------------------------------------
+
+
+class Striped(msgspec.Struct, frozen=True):
+    """Which parts of a version the sender has to protect, each in a numbered stripe of its group."""
+
+    group: Group
+    members: tuple[str, ...]
+    parts: dict[int, int]
+    """Number of the stripe -> part."""
+
+
+class Stake(msgspec.Struct, frozen=True):
+    """What became of the parts that a member told of: the answer, and said again when it changes."""
+
+    group: Group
+    members: tuple[str, ...]
+    kept: tuple[int, ...] = ()
+    """Parts that are in a sealed parity of these members on the sender."""
+    refused: tuple[int, ...] = ()
+    """Parts for which it has no room, for now."""
+    why: str = ""
+
+
+class AskParities(msgspec.Struct, frozen=True):
+    """The records of the parities of this version; they can be read like shards."""
+
+    group: Group
+
+
+class ParityFact(msgspec.Struct, frozen=True):
+    """One line about a parity, for those who want to know what could be rebuilt."""
+
+    group: Group
+    number: int
+    members: tuple[str, ...]
+    keeper: str
+    parts: dict[str, int]
+    """Which part of the version is in it, by member."""
+
+    @property
+    def row(self) -> tuple[Group, int, tuple[str, ...]]:
+        """The same for all parities of one stripe."""
+        return self.group, self.number, self.members
+
+
+# -- looking and reading ----------------------------------------------------------------------------------------------
+
+
+class Look(msgspec.Struct, frozen=True):
+    """What is there of the job."""
+
+
+class Looked(msgspec.Struct, frozen=True):
+    facts: tuple[ShardFact, ...]
+    epoch: int
+    incarnation: str
+    settled: Group | None
+    verifying: int
+    """Shards that are there and not verified yet."""
+    parities: tuple[ParityFact, ...] = ()
+
+
+class AskRecords(msgspec.Struct, frozen=True):
+    group: Group
+
+
+class AskBlob(msgspec.Struct, frozen=True):
+    name: str
+
+
+class Read(msgspec.Struct, frozen=True):
+    """Bytes ``[start, stop)`` of a sealed shard, for every range; they follow the answer, one behind the other."""
+
+    key: ShardKey
+    checksums: int
+    """xxh3-64 of the record's checksums: both sides mean the same bytes."""
+    ranges: tuple[tuple[int, int], ...]
+
+
+class Sent(msgspec.Struct, frozen=True):
+    digests: bytes
+    """xxh3-64 of each range (8 bytes, little-endian), taken from bytes that were compared with the seal's checksums."""
+
+
+class Suspect(msgspec.Struct, frozen=True):
+    """What came from there differs from what was sealed: the holder looks at it itself."""
+
+    key: ShardKey
+    chunks: tuple[tuple[int, int], ...]
+
+
+# -- who is there -----------------------------------------------------------------------------------------------------
+
+
+class Ping(msgspec.Struct, frozen=True):
+    """Both the question and the answer."""
+
+    gossip: Gossip
+    settled: Group | None = None
+    """The newest version the sender knows to have all its copies."""
+    active: bool = False
+    """Processes of the sender's node take part in the job: what is kept for it is still wanted."""
+    base: Base | None = None
+    """What the job went on from, as far as the sender has heard."""
+
+
+class AskRoster(msgspec.Struct, frozen=True):
+    """Who belongs to the job, as far as the other node knows?"""
+
+
+class Settling(msgspec.Struct, frozen=True):
+    """These parts of a version have all the copies they were to have, or all they can get."""
+
+    group: Group
+    parts_in_all: int
+    parts: tuple[int, ...]
+    by: str = ""
+    """The node that answers for these parts, and for no others of this version any more."""
+    life: int = 0
+    """Which of its lives: what it said in an earlier one may not be so any more."""
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """Every part of this version has its copies: what is older may be given up."""
+
+    group: Group

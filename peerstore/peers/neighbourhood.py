@@ -1,0 +1,202 @@
+"""Everything this node has to do with others: where it listens, which jobs' nodes it knows, what it does for them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from peerstore.cluster.discovery import Discovery, parse_discovery
+from peerstore.cluster.members import MembershipSettings
+from peerstore.cluster.nodes import Node, NodeId, node_id
+from peerstore.cluster.roster import Roster
+from peerstore.errors import ArenaFullError, PeerStoreError, ShardNotFoundError
+from peerstore.listening import SealListener
+from peerstore.peers.calling import Pass
+from peerstore.peers.desk import Desk
+from peerstore.peers.plan import TEAM, TeamPlan
+from peerstore.peers.team import Team
+from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
+from peerstore.store import NodeStore
+from peerstore.transport.seam import Listener, Transport
+
+log = logging.getLogger(__name__)
+
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """This node among others."""
+
+    node: NodeId
+    listen: str
+    """``host:port`` to listen on for other nodes' agents; port 0 picks one."""
+    labels: tuple[tuple[str, str], ...] = ()
+    memory_bytes: int = 0
+    membership: MembershipSettings = field(default_factory=MembershipSettings)
+
+
+class GivenRoster:
+    """A list of nodes that somebody has made already."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+
+    def roster(self) -> Roster:
+        return self._roster
+
+
+class Neighbourhood(SealListener):
+    """The peer tier of one node agent, for all jobs."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        identity: Identity,
+        transport: Transport,
+        *,
+        version: str = "",
+        blobs_of: Callable[[ShardFact], tuple[str, ...]] = lambda _fact: (),
+    ) -> None:
+        self._store = store
+        self._identity = identity
+        self._transport = transport
+        self._blobs_of = blobs_of
+        self._lock = threading.RLock()
+        self._teams: dict[str, Team] = {}
+        self._plans: dict[str, TeamPlan] = {}
+        self._listener: Listener | None = None
+        self.desk = Desk(store, identity.node, team_of=self.team, version=version)
+
+    def start(self) -> None:
+        """Go on for the jobs that a killed agent took part in."""
+        for job in self._store.jobs():
+            try:
+                plan = msgspec.msgpack.decode(self._store.get_blob(job, TEAM), type=TeamPlan)
+                self.join(job, plan, wait_s=0.0)
+            except ShardNotFoundError:  # a job that has only this node
+                continue
+            except (PeerStoreError, msgspec.DecodeError, OSError) as error:
+                log.warning("job %s: its other nodes are not looked after: %s", job, error)
+        self._store.subscribe(self)  # now that somebody can mend what is found damaged
+
+    def close(self) -> None:
+        with self._lock:
+            teams, self._teams = list(self._teams.values()), {}
+            listener, self._listener = self._listener, None
+        for team in teams:
+            team.protecting.close()  # nothing new goes out
+        if listener is not None:
+            listener.close()
+        for team in teams:
+            team.close()
+        self.desk.close()
+
+    # -- who I am -----------------------------------------------------------------------------------------------------
+
+    @property
+    def me(self) -> Node:
+        """This node, reachable: from the first call on it listens."""
+        with self._lock:
+            if self._listener is None:
+                self._listener = self._transport.listen(self._identity.listen, self.desk.serve)
+                log.info("node %s listens for others on %s", self._identity.node, self._listener.address)
+            identity = self._identity
+            return Node(node_id(identity.node), self._listener.address, identity.labels, identity.memory_bytes)
+
+    @property
+    def name(self) -> NodeId:
+        return self._identity.node
+
+    @property
+    def listening(self) -> str:
+        """Where this node listens, or nothing."""
+        with self._lock:
+            return self._listener.address if self._listener is not None else ""
+
+    # -- jobs ---------------------------------------------------------------------------------------------------------
+
+    def team(self, job: str) -> Team | None:
+        with self._lock:
+            return self._teams.get(job)
+
+    @property
+    def teams(self) -> list[Team]:
+        with self._lock:
+            return [self._teams[job] for job in sorted(self._teams)]
+
+    def join(self, job: str, plan: TeamPlan, *, wait_s: float = _JOIN_S) -> Team:
+        """Take part in ``job`` as ``plan`` says; a plan that is in force already changes nothing."""
+        discovery: Discovery = GivenRoster(plan.roster) if plan.roster is not None else parse_discovery(plan.discovery)
+        with self._lock:
+            team, known = self._teams.get(job), self._plans.get(job)
+            if team is not None and known is not None and known.like(plan):
+                if known != plan:
+                    self._remember(job, plan)
+                    team.tending.follow(discovery)
+                return team
+            replaced = self._teams.pop(job, None)
+            me = self.me
+            team = Team(
+                self._store,
+                me,
+                Pass(job, me.id, plan.secret),
+                self._transport,
+                plan.settings,
+                membership=self._identity.membership,
+                blobs_of=self._blobs_of,
+            )
+            self._teams[job] = team
+            self._remember(job, plan)
+        if replaced is not None:
+            replaced.close()
+        team.start(discovery)
+        team.tending.wait_quorum(wait_s)
+        return team
+
+    def _remember(self, job: str, plan: TeamPlan) -> None:
+        self._plans[job] = plan
+        try:
+            self._store.put_blob(job, TEAM, msgspec.msgpack.encode(plan))
+        except ArenaFullError as error:
+            log.warning("job %s: a restarted agent will not know the job's other nodes: %s", job, error)
+
+    def leave(self, job: str) -> None:
+        with self._lock:
+            team = self._teams.pop(job, None)
+            self._plans.pop(job, None)
+        if team is not None:
+            team.close()
+            if job in self._store.jobs():
+                self._store.remove_blob(job, TEAM)
+                self._store.copies.guard(job, guarded=False)
+
+    # -- what happens to shards ---------------------------------------------------------------------------------------
+
+    def sealed(self, record: ShardRecord) -> None:
+        team = self.team(record.key.job)
+        if team is not None:
+            team.protecting.wake()
+
+    def copied(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
+        self.sealed(record)
+
+    def dropped(self, job: str) -> None:
+        self.leave(job)
+
+    def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
+        team = self.team(key.job)
+        if team is not None:
+            team.damaged(record)
+
+    def parity(self, record: ShardRecord) -> None:
+        self.sealed(record)
+
+    def marked(self, job: str, group: Group) -> None:
+        team = self.team(job)
+        if team is not None:
+            team.protecting.wake()

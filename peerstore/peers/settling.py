@@ -1,0 +1,123 @@
+"""Which version every part of is kept as well as was asked for: counted by one node, told to all."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from peerstore.crashpoints import reach
+from peerstore.errors import PeerStoreError
+from peerstore.peers.duties import Reports, scribe
+from peerstore.peers.messages import Settled, Settling
+from peerstore.peers.tending import Tending
+from peerstore.records import Group
+from peerstore.store import NodeStore
+
+log = logging.getLogger(__name__)
+
+_TOLD_S = 5.0
+_MESSENGERS = 2
+"""How many others are asked to pass on what the scribe is to know."""
+
+
+@dataclass
+class Totals:
+    """Counted since the agent started."""
+
+    copies: int = 0
+    sent_bytes: int = 0
+    skipped_bytes: int = 0
+    seconds: float = 0.0
+    errors: int = 0
+    settled: int = 0
+    lag_s: float = 0.0
+    """From the last shard's seal to its last copy."""
+
+
+class Settlement:
+    """One job's :class:`~peerstore.peers.duties.Reports`, sent and received. ``changed`` guards them."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        job: str,
+        tending: Tending,
+        *,
+        reports: Reports,
+        totals: Totals,
+        changed: threading.Condition,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._tending = tending
+        self._reports = reports
+        self._totals = totals
+        self._changed = changed
+
+    def tell(self, teller: str, notes: Iterable[Settling]) -> bool:
+        """Tell the scribe which parts of which versions are kept as they are to be; whether it heard all of that."""
+        heard = True
+        for note in notes:
+            if self._told(teller, note):
+                with self._changed:
+                    self._reports.reported(teller, note)
+            else:
+                heard = False
+        self._look()  # somebody may answer by now for what a dead node did
+        return heard
+
+    def _told(self, teller: str, note: Settling) -> bool:
+        """Whether the scribe heard it: from here, or by way of others, so that one bad path holds up no version."""
+        me = self._tending.me.id
+        if teller == me:
+            self.settling(note)
+            return True
+        others = [node for node in sorted(self._tending.living) if node not in (me, teller)]
+        for node in [teller, *others[:_MESSENGERS]]:
+            try:
+                self._tell(node, note, timeout_s=_TOLD_S if node == teller else 2 * _TOLD_S)
+            except (PeerStoreError, OSError) as error:
+                log.debug("job %s: %s was not told by %s what is settled: %s", self._job, teller, node, error)
+            else:
+                return True
+        return False
+
+    def _tell(self, node: str, note: Settling, *, timeout_s: float) -> None:
+        self._tending.peer(node).call("settling", note, type(None), timeout_s=timeout_s)
+
+    def settling(self, note: Settling) -> None:
+        """A node of the job says that these parts are kept as they are to be. Raises when the scribe cannot be told."""
+        with self._changed:
+            self._reports.count(note)
+        if not self._look():
+            teller = scribe(self._tending.living)
+            if teller is not None and teller < self._tending.me.id:  # always down, so never in circles
+                self._tell(teller, note, timeout_s=_TOLD_S)
+
+    def _look(self) -> bool:
+        """Whether a version is settled by what was told so far. Then all hear of it."""
+        living, settled = self._tending.living, self._store.copies.settled(self._job)
+        with self._changed:
+            group = self._reports.complete(living=living, life=self._tending.life, settled=settled)
+        if group is None:
+            return False
+        self.settled(group)
+        reach("peer.settling")
+        for node in living:
+            if node != self._tending.me.id:
+                try:
+                    self._tending.peer(node).call("settled", Settled(group), type(None), timeout_s=_TOLD_S)
+                except (PeerStoreError, OSError) as error:  # it learns with the next version, or by the next ping
+                    log.debug("job %s: %s was not told of %s: %s", self._job, node, group, error)
+        return True
+
+    def settled(self, group: Group) -> None:
+        """Every part of this version is kept as it is to be: what is older may go."""
+        before = self._store.copies.settled(self._job)
+        self._store.copies.settle(self._job, group)
+        if before is None or before < group:
+            self._totals.settled += 1
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,388 @@
+"""Parity instead of copies: this node's shards protected by its group, and the group's by this node.
+
+::
+
+    sealed here ──> tell the group which stripe it is in ──> each of them reads its segment, compares it, XORs it with
+                                                             the other members' and seals the parity ──> told back:
+    protected, when all of them have ──> counted (settling) like a shard that has its copies
+
+    a member is gone ──> the first living one makes its shards again, from the others' shards and parities
+                     ──> the groups are formed anew, and everything is protected in the new ones
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from peerstore.bandwidth import Bandwidth
+from peerstore.cluster.grouping import groups
+from peerstore.cluster.nodes import Node
+from peerstore.errors import PeerStoreError
+from peerstore.peers.accounts import Protection
+from peerstore.peers.duties import Duty, Reports, Standing
+from peerstore.peers.keeping import AGAIN_S, Due, Keeping
+from peerstore.peers.messages import Stake, Striped
+from peerstore.peers.paths import Paths
+from peerstore.peers.recovering import Recovering
+from peerstore.peers.settling import Settlement, Totals
+from peerstore.peers.striping import Kept, lost_shards, numbered
+from peerstore.peers.tending import Tending
+from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
+from peerstore.store import NodeStore
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 5.0
+_ASK_AGAIN_S = 20.0
+"""A node that lost everything and came back before anybody missed it is noticed by then."""
+_PATIENCE_S = 2.0
+"""How long a stripe waits for a member that has told nothing: it may have nothing to tell."""
+
+
+@dataclass
+class _Asked:
+    """What one member of the group was told of one version, and answered."""
+
+    members: tuple[str, ...]
+    parts: dict[int, int]
+    life: int
+    """Rises when the member starts again: it may have lost what it kept."""
+    at: float
+    kept: set[int] = field(default_factory=set)
+    refused: set[int] = field(default_factory=set)
+    why: str = ""
+    said: int = 0
+    """How often it said something of itself; its answer may be older than that."""
+
+
+class Sharing:
+    """One job's parities, beside :class:`~peerstore.peers.protecting.Protecting` and asked the same questions."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        job: str,
+        tending: Tending,
+        protection: Protection,
+        *,
+        pace: Bandwidth,
+        blobs_of: Callable[[ShardFact], tuple[str, ...]],
+        fetch_blob: Callable[[str, tuple[str, ...]], bytes],
+        sources: Callable[[], Mapping[ShardKey, tuple[str, ...]]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._job = job
+        self._tending = tending
+        self.protection = protection
+        self._sources = sources
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._keeping = Keeping(
+            store,
+            job,
+            tending,
+            pace=pace,
+            streams=protection.streams,
+            blobs_of=blobs_of,
+            fetch_blob=fetch_blob,
+            patience_s=_PATIENCE_S,
+            clock=clock,
+        )
+        self._recovering = Recovering(store, job, tending, pace=pace, streams=protection.streams, sources=sources)
+        self._numbers: dict[ShardKey, int] = {}
+        self._asked: dict[tuple[str, Group], _Asked] = {}
+        self._again_s = _LOOK_S
+        self._holders: dict[ShardKey, dict[str, int]] = defaultdict(dict)
+        """Who holds it beside this node, and since which of its lives."""
+        self._later: dict[str | ShardKey, float] = {}
+        self._news = True
+        self._stop = threading.Event()
+        self.totals = Totals()
+        self._reports = Reports(tending.me.id)
+        self.settlement = Settlement(
+            store, job, tending, reports=self._reports, totals=self.totals, changed=self._changed
+        )
+        self.paths = Paths()
+        """Parities are made of what is read, not sent: nothing is measured here."""
+        self.sending: tuple[Duty, int] | None = None
+        self.rebuilt = 0
+        """Lost shards that this node has made again."""
+        self._thread = threading.Thread(target=self._run, name="peerstore-share", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self.wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def wake(self) -> None:
+        """Something changed: a shard was sealed, a node came or went, somebody told something."""
+        with self._changed:
+            self._news = True
+            self._changed.notify_all()
+
+    # -- how things stand ---------------------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """This node's group, as of now; nobody when it is alone."""
+        return self._members(self._tending.living)
+
+    @property
+    def partners(self) -> tuple[str, ...]:
+        """Who keeps parities of what this node writes."""
+        return tuple(member for member in self.members if member != self._tending.me.id)
+
+    def _members(self, living: Mapping[str, Node]) -> tuple[str, ...]:
+        me = self._tending.me.id
+        found = groups(living.values(), self.protection.group + 1, levels=self.protection.levels)
+        return next((tuple(group) for group in found if me in group), ())
+
+    def standings(self) -> list[Standing]:
+        """How well every shard that this node answers for is kept; a sealed parity counts as one copy more."""
+        living = self._tending.living
+        members = self._members(living)
+        return [self._standing(fact, members, living) for fact in self._mine(living)]
+
+    def _standing(self, fact: ShardFact, members: tuple[str, ...], living: Collection[str]) -> Standing:
+        key = fact.key
+        with self._changed:
+            more = sum(node in living for node in self._holding(key))
+            others = [member for member in members if member != self._tending.me.id]
+            said = [self._stake(member, key.group, members) for member in others]
+            kept = sum(stake is not None and key.part in stake.kept for stake in said)
+            refused = sum(stake is not None and key.part in stake.refused for stake in said)
+        if more:  # as good as a mirror
+            return Standing(key, True, 1 + more, 0, 0)
+        if not said:
+            return Standing(key, True, 1, 0, 1)
+        return Standing(key, True, 1 + (kept == len(said)), len(said) - kept - refused, refused)
+
+    def _stake(self, member: str, group: Group, members: tuple[str, ...]) -> _Asked | None:
+        """What a member said that still holds."""
+        asked = self._asked.get((member, group))
+        holds = asked is not None and asked.members == members and asked.life == self._tending.life(member)
+        return asked if holds else None
+
+    def _mine(self, living: Collection[str]) -> list[ShardFact]:
+        """The shards this node answers for: its own, and copies of which it is the first living holder."""
+        me = self._tending.me.id
+        found = []
+        for fact in self._store.copies.facts(self._job):
+            there = [node for node in fact.holders if node in living]
+            if (not there or there[0] == me) and self._store.copies.wanted(self._job, fact.key.group):
+                found.append(fact)
+        return found
+
+    def holders(self, key: ShardKey) -> tuple[Node, ...]:
+        """The living nodes that are known to hold a shard of this node, this one first."""
+        living = self._tending.living
+        with self._changed:
+            there = sorted(self._holding(key))
+        return (self._tending.me, *(living[node] for node in there if node in living))
+
+    def _holding(self, key: ShardKey) -> list[str]:
+        """Who has said that it holds the shard, and has not started again since."""
+        return [node for node, then in self._holders.get(key, {}).items() if self._tending.life(node) == then]
+
+    def redundancy(self, key: ShardKey, level: str) -> tuple[int, int]:
+        """How many copies a shard is as good as, and in how many domains: what may be lost is one less."""
+        living = self._tending.living
+        members = self._members(living)
+        fact = next((fact for fact in self._mine(living) if fact.key == key), None)
+        if fact is None:
+            return len(self.holders(key)), len({node.label(level) for node in self.holders(key)})
+        copies = self._standing(fact, members, living).copies
+        apart = {living[member].label(level) for member in members if member in living}
+        return copies, 1 if copies < 2 or len(apart) < len(members) else copies
+
+    def trouble(self, key: ShardKey) -> str:
+        """Why a shard is not protected, as far as it is known."""
+        with self._changed:
+            return next((a.why for (_, group), a in self._asked.items() if group == key.group and a.why), "")
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
+        """Until ``ready`` says so; it is asked again after everything that changes."""
+        with self._changed:
+            return self._changed.wait_for(lambda: ready() or self._stop.is_set(), timeout_s) and not self._stop.is_set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is to be protected, or to be made again, that can be."""
+        return any(one.lacking for one in self.standings()) or bool(self._lost(self._keeping.kept()))
+
+    @property
+    def kept(self) -> list[Kept]:
+        """The parities on this node."""
+        return self._keeping.kept()
+
+    # -- what others say ----------------------------------------------------------------------------------------------
+
+    def striped(self, sender: str, note: Striped) -> Stake:
+        """A member of the group says what it has; the answer is what it may count on."""
+        if self._keeping.told(sender, note):
+            self.wake()
+        return self._keeping.stake(sender, note.group, note.members)
+
+    def staked(self, sender: str, stake: Stake) -> None:
+        """A member of the group says what it keeps."""
+        with self._changed:
+            asked = self._asked.get((sender, stake.group))
+            if asked is not None and asked.members == stake.members:
+                asked.kept, asked.refused, asked.why = set(stake.kept), set(stake.refused), stake.why
+                asked.said += 1
+        self.wake()
+
+    def confirm(self, key: ShardKey, node: str) -> None:
+        """``node`` has been seen to hold a shard of this node."""
+        life = self._tending.life(node)
+        with self._changed:
+            self._holders[key][node] = life
+            self._changed.notify_all()
+
+    def rebuild(self, shard: ShardRecord, holders: tuple[str, ...] = ()) -> bool:
+        """Have a shard here again that nobody has any more, out of parities; False when it is here already."""
+        kept = self._keeping.kept()
+        near = {member for one in kept if one.fact.group == shard.key.group for member in one.members}
+        nodes = {node for node in near | set(self.members) if node in self._tending.living}
+        return self._recovering.rebuild(shard, nodes, holders=holders, stopped=self._stop.is_set)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                if not self._step():
+                    self._rest()
+            except Exception:  # the thread must outlive any one shard
+                log.exception("job %s: sharing failed", self._job)
+                self._stop.wait(AGAIN_S)
+
+    def _step(self) -> bool:
+        """One piece of work; whether there may be more."""
+        with self._changed:
+            self._news = False
+        living = self._tending.living
+        members = self._members(living)
+        kept = self._keeping.kept()
+        for shard, of in self._lost(kept):
+            if self._later.get(shard.key, 0.0) <= self._clock() and self._rebuild_lost(shard, of, living):
+                return True
+        self._tell(members, living)
+        due, self._again_s = self._keeping.due(members, kept)
+        made = self._make(due[0]) if due else False
+        self._keeping.tidy(self._keeping.kept() if made else kept)
+        facts = self._mine(living)
+        standings = [self._standing(fact, members, living) for fact in facts]
+        self._report(facts, standings, living)
+        return bool(due)
+
+    def _report(self, facts: Sequence[ShardFact], standings: Sequence[Standing], living: Mapping[str, Node]) -> None:
+        parts_of = {fact.key.group: fact.parts for fact in facts}
+        settled = self._store.copies.settled(self._job)
+        with self._changed:
+            life = self._tending.life(self._tending.me.id)
+            teller, notes = self._reports.unreported(standings, parts_of, living=living, settled=settled, life=life)
+        if self._later.get(teller, 0.0) <= self._clock() and not self.settlement.tell(teller, notes):
+            self._later.setdefault(teller, self._clock() + AGAIN_S)
+
+    def _rest(self) -> None:
+        now = self._clock()
+        again = min([until - now for until in self._later.values() if until > now] + [self._again_s, _LOOK_S])
+        with self._changed:
+            self._changed.wait_for(lambda: self._news or self._stop.is_set(), max(0.01, again))
+
+    def _lost(self, kept: Collection[Kept]) -> list[tuple[ShardRecord, Kept]]:
+        wanted = [one for one in kept if self._store.copies.wanted(self._job, one.fact.group)]
+        if self._tending.roster is None:  # nobody is known yet: that is not to say that they are gone
+            return []
+        here = {fact.key for fact in self._store.copies.facts(self._job)}
+        return lost_shards(wanted, me=self._tending.me.id, living=self._tending.living, here=here)
+
+    def _rebuild_lost(self, shard: ShardRecord, of: Kept, living: Mapping[str, Node]) -> bool:
+        key = shard.key
+        self._later[key] = self._clock() + AGAIN_S
+        if self._sources().get(key):  # somebody has it after all
+            self._later[key] = self._clock() + _LOOK_S
+            return False
+        writer = next(member for member, there in of.shards.items() if there.key == key)
+        try:
+            self.rebuild(shard, (writer, self._tending.me.id))
+        except (PeerStoreError, OSError) as error:
+            self.totals.errors += 1
+            log.warning("job %s: %s, lost with %s, was not rebuilt: %s", self._job, key, writer, error)
+            return False
+        self._later.pop(key, None)
+        self.rebuilt += 1
+        self._store.take_over(key)
+        with self._changed:
+            self._changed.notify_all()
+        return True
+
+    def _tell(self, members: tuple[str, ...], living: Mapping[str, Node]) -> None:
+        """Say which stripes this node's shards are in, to those of the group who have not confirmed them."""
+        facts = self._mine(living)
+        here = {fact.key for fact in self._store.copies.facts(self._job)}
+        wanted = self._store.copies.wanted
+        known = {k: n for k, n in self._numbers.items() if k in here or wanted(self._job, k.group)}
+        self._numbers = {**known, **numbered(facts, known)}
+        told: dict[Group, dict[int, int]] = defaultdict(dict)
+        for fact in facts:
+            told[fact.key.group][self._numbers[fact.key]] = fact.key.part
+        with self._changed:
+            self._asked = {(who, group): asked for (who, group), asked in self._asked.items() if group in told}
+            for key in [key for key in self._holders if key not in here]:
+                del self._holders[key]
+        for group in sorted(told):
+            for member in members:
+                if member != self._tending.me.id:
+                    self._ask(member, Striped(group, members, told[group]))
+
+    def _ask(self, member: str, note: Striped) -> None:
+        now = self._clock()
+        asked = self._asked.get((member, note.group))
+        life = self._tending.life(member)
+        if asked is not None and (asked.members, asked.parts, asked.life) == (note.members, note.parts, life):
+            settled = asked.kept >= set(note.parts.values())
+            if now - asked.at < (_ASK_AGAIN_S if settled else _LOOK_S):
+                return
+        if self._later.get(member, 0.0) > now:
+            return
+        fresh = _Asked(note.members, note.parts, life, now)
+        with self._changed:
+            before = self._stake(member, note.group, note.members)
+            if before is not None:
+                fresh.kept, fresh.refused, fresh.why = before.kept, before.refused, before.why
+            said = fresh.said
+            self._asked[member, note.group] = fresh  # before it is asked: it may say more before it has answered
+        try:
+            stake = self._tending.peer(member).call("striped", note, Stake, timeout_s=5.0)
+        except (PeerStoreError, OSError) as error:
+            log.debug("job %s: %s was not told of version %d: %s", self._job, member, note.group.version, error)
+            self._later[member] = now + AGAIN_S
+            with self._changed:
+                fresh.at, fresh.why = float("-inf"), f"{member}: {error}"
+            return
+        if fresh.said == said:
+            self.staked(member, stake)
+
+    def _make(self, due: Due) -> bool:
+        began = self._clock()
+        try:
+            size = self._keeping.make(due, self._stop.is_set)
+        except (PeerStoreError, OSError):
+            self.totals.errors += 1
+            return False
+        self.totals.copies += 1
+        self.totals.sent_bytes += size
+        self.totals.seconds += self._clock() - began
+        return True

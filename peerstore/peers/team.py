@@ -1,0 +1,436 @@
+"""One job's nodes, as one of them sees and serves them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+
+import msgspec
+
+from peerstore.bandwidth import Bandwidth
+from peerstore.checksum import chunk_count
+from peerstore.cluster.discovery import Discovery
+from peerstore.cluster.members import MembershipSettings
+from peerstore.cluster.nodes import Node
+from peerstore.copies import same_shard
+from peerstore.crashpoints import reach
+from peerstore.errors import (
+    PeerStoreError,
+    PeerUnreachableError,
+    RequestError,
+    ShardDamagedError,
+    ShardNotFoundError,
+)
+from peerstore.pages import Mapping as Mapped
+from peerstore.pages import populate_file
+from peerstore.peers.calling import Pass
+from peerstore.peers.duties import inherited, remembered, worth_mending
+from peerstore.peers.messages import AskBlob, AskRecords, Look, Looked, Suspect
+from peerstore.peers.plan import TeamSettings
+from peerstore.peers.protecting import Protecting, Protection
+from peerstore.peers.pulling import Puller, Wish
+from peerstore.peers.sharing import Sharing
+from peerstore.peers.spans import Target
+from peerstore.peers.striping import awaited
+from peerstore.peers.tending import Tending
+from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
+from peerstore.store import NodeStore
+from peerstore.transport.seam import Transport
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 5.0
+_FRESH_S = 2.0
+_LOOKERS = 16
+_REPAIRS = 64
+_MEND_S, _MEND_MAX_S = 1.0, 60.0
+_VERIFYING_S = 0.2
+"""Between two looks at a node that verifies what its last agent left."""
+_REBUILT_S = 0.3
+"""Between two looks whether others have rebuilt what was lost."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What every node of the job holds, as far as it could be asked."""
+
+    nodes: Mapping[str, Looked]
+    """This node included."""
+    silent: Mapping[str, str]
+    """Nodes that could not be asked, and why."""
+
+
+class Team:
+    """The peer tier of one job on one node. Any thread may call."""
+
+    def __init__(
+        self,
+        store: NodeStore,
+        me: Node,
+        credentials: Pass,
+        transport: Transport,
+        settings: TeamSettings,
+        *,
+        membership: MembershipSettings | None = None,
+        blobs_of: Callable[[ShardFact], tuple[str, ...]] = lambda _fact: (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.job = credentials.job
+        self.me = me
+        self.credentials = credentials
+        self.settings = settings
+        self._store = store
+        self._clock = clock
+        self.pace = Bandwidth(settings.bandwidth)
+        self.tending = Tending(
+            me,
+            credentials,
+            transport,
+            store.copies,
+            settings=membership,
+            changed=self._changed,
+            clock=clock,
+        )
+        protection = Protection(settings.copies, settings.levels, settings.streams, settings.group)
+        self.protecting: Protecting | Sharing
+        if settings.mode == "parity":
+            self.protecting = Sharing(
+                store,
+                self.job,
+                self.tending,
+                protection,
+                pace=self.pace,
+                blobs_of=blobs_of,
+                fetch_blob=self.blob,
+                sources=lambda: self.sources(fresh=True),
+                clock=clock,
+            )
+        else:
+            self.protecting = Protecting(
+                store, self.job, self.tending, protection, pace=self.pace, blobs_of=blobs_of, clock=clock
+            )
+        self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._looks = 0
+        """How many looks at the other nodes were begun."""
+        self._sight: tuple[float, int, Sight] | None = None
+        """When the last look was begun, which one it was, and what it saw."""
+        self._repairs: deque[tuple[ShardRecord, float]] = deque(maxlen=_REPAIRS)
+        """What was damaged here, and how long to wait when it cannot be fetched yet."""
+        self._repairing = threading.Condition()
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="peerstore-look")
+        self._mender = threading.Thread(target=self._mend, name="peerstore-mend", daemon=True)
+        self.repaired = 0
+        self.taken_over = 0
+
+    def start(self, discovery: Discovery) -> None:
+        self._store.copies.guard(self.job, guarded=self.settings.guarded, permit=self.tending.check_quorum)
+        self.tending.follow(discovery)
+        self.tending.beat()
+        self.tending.start()
+        self.protecting.start()
+        self._mender.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self.protecting.close()
+        self.tending.close()
+        with self._repairing:
+            self._repairing.notify_all()
+        if self._mender.ident is not None:
+            self._mender.join()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _changed(self) -> None:
+        """A node came, went or is suspected."""
+        with self._lock:
+            self._sight = None
+        self.protecting.wake()
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Shards whose writer's node is gone, and which this node answers for now, are its own: it drains them."""
+        living, facts = self.tending.living, self._store.copies.facts(self.job)
+        dead = {node for fact in facts for node in fact.holders[:1] if self.tending.gone(node)}
+        for fact in inherited(facts, me=self.me.id, living=living, dead=dead):
+            log.info("job %s: %s is taken over from %s", self.job, fact.key, fact.holders[0])
+            self._store.take_over(fact.key)
+            self.taken_over += 1
+
+    @property
+    def shares(self) -> bool:
+        """Whether parities are kept instead of copies."""
+        return isinstance(self.protecting, Sharing)
+
+    @property
+    def sharing(self) -> Sharing:
+        if not isinstance(self.protecting, Sharing):
+            raise RequestError(f"job {self.job} keeps copies here, not parities: its nodes have different settings")
+        return self.protecting
+
+    @property
+    def settled(self) -> Group | None:
+        """The newest version all of whose parts have their copies, as far as this node knows."""
+        return self._store.copies.settled(self.job)
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def look(self) -> Looked:
+        """What this node itself holds of the job."""
+        epoch, incarnation = self._store.copies.owner_of(self.job)
+        facts = tuple(self._store.copies.facts(self.job))
+        settled = self._store.copies.settled(self.job)
+        parities = tuple(one.fact for one in self.sharing.kept) if self.shares else ()
+        return Looked(facts, epoch, incarnation, settled, self._store.status().adopting, parities)
+
+    def sight(self, *, fresh: bool = False) -> Sight:
+        """What all nodes hold. Those that do not answer are named, not left out.
+
+        ``fresh``: as of now, not as of a moment ago. Who asks while somebody looks waits for the next look, and shares
+        it with everybody else who waited.
+        """
+        with self._lock:
+            begun = self._looks
+            if not fresh and self._sight is not None and self._clock() - self._sight[0] < _FRESH_S:
+                return self._sight[2]
+        with self._looking:
+            with self._lock:
+                if self._sight is not None and self._sight[1] > begun:
+                    return self._sight[2]
+                self._looks = number = self._looks + 1
+            since = self._clock()
+            sight = self._look_around()
+            with self._lock:
+                self._sight = (since, number, sight)
+            return sight
+
+    def _look_around(self) -> Sight:
+        roster = self.tending.roster
+        others = [node.id for node in roster.nodes if node.id != self.me.id] if roster else []
+        asked = {node: self._pool.submit(self._look_at, node) for node in others}
+        nodes: dict[str, Looked] = {self.me.id: self.look()}
+        silent: dict[str, str] = {}
+        deadline = time.monotonic() + _LOOK_S
+        for node, future in asked.items():
+            try:
+                found = future.result(max(0.0, deadline - time.monotonic()))
+            except FutureTimeoutError:  # it accepts connections and says nothing: who asked does not wait for it
+                found = f"it did not answer within {_LOOK_S:.0f} s"
+            if isinstance(found, str):
+                silent[node] = found
+            else:
+                nodes[node] = found
+                self._note_holders(node, found)
+                if found.verifying:  # what it does not say yet is unknown, not absent
+                    silent[node] = f"it still verifies {found.verifying} shards that its last agent left"
+        return Sight(nodes, silent)
+
+    def _look_at(self, node: str) -> Looked | str:
+        if self.tending.standing(node) == "dead" and not self._probe(node):
+            return "it does not answer"
+        deadline = self._clock() + _LOOK_S
+        try:
+            while True:
+                found: Looked = self.tending.peer(node).call("look", Look(), Looked, timeout_s=_LOOK_S)
+                if not found.verifying or self._clock() > deadline or self._stop.wait(_VERIFYING_S):
+                    return found
+        except (PeerStoreError, OSError) as error:
+            return str(error)
+
+    def _probe(self, node: str) -> bool:
+        """Whether a node that is taken for dead answers after all."""
+        try:
+            self.tending.peer(node).call("look", Look(), Looked, timeout_s=1.0)
+        except (PeerStoreError, OSError):
+            return False
+        return True
+
+    def _note_holders(self, node: str, found: Looked) -> None:
+        mine = {fact.key for fact in self._store.copies.facts(self.job)}
+        for fact in found.facts:
+            if fact.key in mine:
+                self.protecting.confirm(fact.key, node)
+
+    def records(self, node: str, group: Group) -> list[ShardRecord]:
+        """The sealed parts of a version on another node."""
+        found: list[ShardRecord] = self.tending.peer(node).call("records", AskRecords(group), list[ShardRecord])
+        return [record for record in found if record.key.job == self.job and record.key.group == group]
+
+    def blob(self, name: str, nodes: tuple[str, ...]) -> bytes:
+        """Something small that is kept beside the shards, from the first of ``nodes`` that has it; kept here then."""
+        problem: PeerStoreError = ShardNotFoundError(f"job {self.job}: no node was asked for {name}")
+        for node in nodes:
+            try:
+                data: bytes = self.tending.peer(node).call("blob", AskBlob(name), bytes)
+            except PeerStoreError as error:
+                problem = error
+                continue
+            self._store.put_blob(self.job, name, data)
+            return data
+        raise problem
+
+    # -- mending ------------------------------------------------------------------------------------------------------
+
+    def damaged(self, record: ShardRecord) -> None:
+        """A shard of this node turned out damaged and was dropped: it is fetched again from a node that has it."""
+        with self._lock:
+            self._sight = None
+        with self._repairing:
+            self._repairs.append((record, _MEND_S))
+            self._repairing.notify_all()
+
+    def _mend(self) -> None:
+        while True:
+            with self._repairing:
+                self._repairing.wait_for(lambda: self._repairs or self._stop.is_set())
+                if self._stop.is_set():
+                    return
+                record, wait_s = self._repairs.popleft()
+            try:
+                if self.fetch(record):
+                    self.repaired += 1
+                    self.protecting.wake()
+            except Exception as error:  # noqa: BLE001 - the next one may work, and this one has been reported as damaged
+                log.warning("job %s: %s was not fetched again: %s", self.job, record.key, error)
+                if worth_mending(record, error, self.settled):
+                    self._put_off(record, wait_s)
+
+    def _put_off(self, record: ShardRecord, wait_s: float) -> None:
+        """Who has the shard cannot be reached, or there is no slot for it: again, a little later."""
+        with self._repairing:
+            self._repairing.wait_for(self._stop.is_set, wait_s)
+            self._repairs.append((record, min(2 * wait_s, _MEND_MAX_S)))
+
+    def fetch(self, record: ShardRecord) -> bool:
+        """Have a shard here that other nodes hold, verified; False when it is here already."""
+        others = [node for node in self.sources().get(record.key, ()) if node != self.me.id]
+        if not others and self.shares:
+            return self.sharing.rebuild(record, self._listed(record.key))
+        if not others:
+            raise PeerUnreachableError(f"no node that is reached holds {record.key}")
+        record = self._as_described(record, others)
+        lease = self._store.begin_copy(record, whole=True)
+        if lease is None:
+            return False
+        try:
+            populate_file(lease.path, record.size_bytes, self._stop.is_set, start=lease.warm_bytes)
+            with Mapped(lease.path, record.size_bytes, writable=True) as mapping:
+                reach("peer.mending")
+                wish = Wish(record, [Target(0, record.size_bytes, mapping.view)], others)
+                pulled = Puller(self.tending.peer).pull([wish])
+                del wish
+            if record.key in pulled.failed:
+                raise pulled.failed[record.key]
+            self._store.seal_copy(lease.id, record, self._listed(record.key))
+        except BaseException:
+            self._store.abandon(lease.id)
+            raise
+        return True
+
+    def _as_described(self, record: ShardRecord, others: list[str]) -> ShardRecord:
+        """What a shard is that turned out damaged here: it may be its record that was, and not its bytes."""
+        said: dict[str, ShardRecord] = {}
+        for node in others:
+            with contextlib.suppress(PeerStoreError, OSError):
+                said.update((node, one) for one in self.records(node, record.key.group) if one.key == record.key)
+        if not said or any(same_shard(one, record) for one in said.values()):
+            return record
+        return self.agreed(said)[0]
+
+    def _listed(self, key: ShardKey) -> tuple[str, ...]:
+        """Who was to hold a shard, as the others remember it; empty when this node wrote it."""
+        said = {
+            node: fact.holders
+            for node, looked in self.sight().nodes.items()
+            for fact in looked.facts
+            if node != self.me.id and fact.key == key
+        }
+        return remembered(self.me.id, said)
+
+    def await_others(self, timeout_s: float) -> None:
+        """With parity, until the newest version is whole, or nothing that is under way can make it so: nodes that have
+        not answered yet and are not known to be gone, and rebuilds of what was lost with others.
+        """
+        began = self._clock()
+        told = ""
+        while self.shares and not self._stop.is_set():
+            waited_s = self._clock() - began
+            reason = self._awaited()
+            if not reason or waited_s >= timeout_s:
+                break
+            if reason != told:
+                log.warning("job %s: waiting, up to %.0f s: %s", self.job, timeout_s, reason)
+                told = reason
+            self._stop.wait(_REBUILT_S)
+        if told:
+            what = f"going on without: {reason}" if reason else "going on"
+            log.warning("job %s: waited %.1f s, %s", self.job, self._clock() - began, what)
+
+    def _awaited(self) -> str:
+        """What may still make a newer version whole, in words; nothing when nothing will."""
+        parts: dict[Group, set[int]] = defaultdict(set)
+        in_all: dict[Group, int] = {}
+        sight = self.sight(fresh=True)
+        for looked in sight.nodes.values():
+            for fact in looked.facts:
+                parts[fact.key.group].add(fact.key.part)
+                in_all[fact.key.group] = fact.parts
+        newest = max(parts, default=None)
+        if newest is not None and len(parts[newest]) >= in_all[newest]:
+            return ""
+        living = self.tending.living
+        silent = [node for node in sight.silent if node in living]
+        if silent:
+            return f"nothing was heard of {', '.join(sorted(silent))}"
+        pending = awaited(parts, in_all, [fact for looked in sight.nodes.values() for fact in looked.parities])
+        if not pending:
+            return ""
+        newest = max(pending)
+        return f"parts {sorted(pending[newest])} of version {newest.version}, lost with their node, are being rebuilt"
+
+    def sources(self, *, fresh: bool = False) -> dict[ShardKey, tuple[str, ...]]:
+        """Which nodes hold each shard, this one first."""
+        found: dict[ShardKey, list[str]] = defaultdict(list)
+        for node, looked in self.sight(fresh=fresh).nodes.items():
+            for fact in looked.facts:
+                found[fact.key].append(node)
+        return {key: tuple(nodes) for key, nodes in found.items()}
+
+    def agreed(self, records: Mapping[str, ShardRecord]) -> tuple[ShardRecord, tuple[str, ...]]:
+        """What several nodes say one shard is. Where they differ each compares its own bytes with what it says."""
+        kinds = _kinds(records)
+        if len(kinds) > 1:
+            key = next(iter(records.values())).key
+            log.error("job %s: %s is described in different ways: by %s", self.job, key, list(kinds.values()))
+            kinds = _kinds({node: record for node, record in records.items() if self._stands_by(node, record)})
+            if not kinds:
+                raise ShardDamagedError(f"{key}: no node has the bytes that it describes")
+        nodes = max(kinds.values(), key=lambda nodes: (len(nodes), self.me.id in nodes, nodes))
+        return records[nodes[0]], tuple(nodes)
+
+    def _stands_by(self, node: str, record: ShardRecord) -> bool:
+        """Whether a node's bytes are what it says they are; it drops them when they are not."""
+        chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
+        try:
+            if node == self.me.id:
+                return not self._store.verify(record.key, chunks)
+            return not self.tending.peer(node).call("suspect", Suspect(record.key, (chunks,)), bool)
+        except (PeerStoreError, OSError) as error:
+            log.warning("job %s: %s did not look at %s again: %s", self.job, node, record.key, error)
+            return False
+
+
+def _kinds(records: Mapping[str, ShardRecord]) -> dict[bytes, list[str]]:
+    """Who says the same; when it was sealed does not matter."""
+    kinds: dict[bytes, list[str]] = defaultdict(list)
+    for node, record in records.items():
+        kinds[msgspec.msgpack.encode(msgspec.structs.replace(record, sealed_ns=0))].append(node)
+    return kinds

@@ -1,0 +1,286 @@
+"""The job's other nodes, watched: pings out, gossip in, the roster asked for again now and then."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from peerstore.cluster.discovery import Discovery
+from peerstore.cluster.gossip import Gossip
+from peerstore.cluster.members import MembershipSettings
+from peerstore.cluster.membership import Membership
+from peerstore.cluster.membership import Ping as PingOut
+from peerstore.cluster.nodes import Node, NodeId
+from peerstore.cluster.roster import Roster
+from peerstore.copies import Copies
+from peerstore.errors import NoQuorumError, PeerStoreError
+from peerstore.peers.calling import Pass, Peer
+from peerstore.peers.messages import AskRoster, Ping
+from peerstore.peers.newcomers import Newcomers
+from peerstore.transport.seam import Transport
+
+log = logging.getLogger(__name__)
+
+_DISCOVER_S = 10.0
+_PINGERS = 8
+
+
+class Tending:
+    """Membership of one job with a clock, connections and threads. Any thread may call."""
+
+    def __init__(
+        self,
+        me: Node,
+        credentials: Pass,
+        transport: Transport,
+        copies: Copies,
+        *,
+        settings: MembershipSettings | None = None,
+        changed: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.me = me
+        self._pass = credentials
+        self._transport = transport
+        self._copies = copies
+        self._changed = changed
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._seen = threading.Condition(self._lock)
+        self._members = Membership(me, time.time_ns() // 1000, settings or MembershipSettings(), seed=hash(me.id))
+        self._discovery: Discovery | None = None
+        self._discovered_at = float("-inf")
+        self._newcomers = Newcomers(self._members.settings)
+        self._peers: dict[str, Peer] = {}
+        self._lived: set[str] = set()
+        self._waited = False
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(_PINGERS, thread_name_prefix="peerstore-ping")
+        self._thread = threading.Thread(target=self._run, name="peerstore-tend", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.close()
+        self._pool.shutdown(cancel_futures=True)
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def living(self) -> dict[str, Node]:
+        """The nodes that take part, this one included, and those that were just announced and not met yet."""
+        with self._lock:
+            return self._newcomers.among(self._clock(), self._members.living or (self.me,))
+
+    @property
+    def roster(self) -> Roster | None:
+        with self._lock:
+            return self._members.roster
+
+    def standing(self, node: str) -> str:
+        with self._lock:
+            found = self._members.standing(NodeId(node))
+            return found.value if found is not None else "stranger"
+
+    def life(self, node: str) -> int:
+        """What changes when a node starts again: it may have lost what it held."""
+        with self._lock:
+            return self._members.life(NodeId(node))
+
+    @property
+    def knows(self) -> bool:
+        """Whether it has heard of all others, or waited for them long enough, to say who lives and who does not."""
+        with self._lock:
+            return self._newcomers.met(self._clock(), self._members.living)
+
+    def gone(self, node: str) -> bool:
+        """Whether a node is dead, and not only one that was not met yet."""
+        with self._lock:
+            return self.standing(node) == "dead" and not self._newcomers.waits_for(self._clock(), node)
+
+    def explain(self) -> str:
+        with self._lock:
+            return self._members.explain()
+
+    @property
+    def quorum(self) -> bool:
+        with self._lock:
+            return self._members.quorum
+
+    def check_quorum(self) -> None:
+        """Raise when this side of a partition must not let a new incarnation begin."""
+        with self._lock:
+            if not self._members.quorum:
+                raise NoQuorumError(
+                    f"job {self._pass.job} cannot go on from here: this node {self._members.explain()}. When the "
+                    "others are gone for good, say so where the list of nodes comes from"
+                )
+
+    def wait_quorum(self, timeout_s: float) -> bool:
+        with self._seen:
+            return self._seen.wait_for(lambda: self._members.quorum or self._stop.is_set(), timeout_s)
+
+    def peer(self, node: str) -> Peer:
+        """A node's agent, to be called."""
+        with self._lock:
+            address = self._address(node)
+            known = self._peers.get(node)
+            if known is None or known.address != address:
+                if known is not None:
+                    known.close()
+                known = self._peers[node] = Peer(self._transport, address, self._pass)
+            return known
+
+    def _address(self, node: str) -> str:
+        for found in self._members.living:
+            if found.id == node:
+                return found.address
+        roster = self._members.roster
+        return next((found.address for found in roster.nodes if found.id == node), "") if roster else ""
+
+    @property
+    def fence(self) -> tuple[int, str]:
+        with self._lock:
+            return self._members.fence
+
+    # -- what comes in ------------------------------------------------------------------------------------------------
+
+    def follow(self, discovery: Discovery) -> None:
+        """Ask ``discovery`` who belongs to the job, now and from time to time."""
+        with self._lock:
+            self._discovery, self._discovered_at = discovery, float("-inf")
+        self._discover()
+
+    def set_roster(self, roster: Roster) -> None:
+        with self._lock:
+            news = self._members.set_roster(self._clock(), roster)
+            if news:
+                self._newcomers.announce(self._clock(), roster, self._members.living)
+        if news:
+            log.info("job %s: roster %d has %d nodes", self._pass.job, roster.version, len(roster.nodes))
+            self._noticed()
+
+    def pinged(self, sender: NodeId, ping: Ping) -> Ping:
+        before = self._members.changes
+        self._share()
+        with self._lock:
+            self._members.heard(self._clock(), sender, ping.gossip)
+            answer = self._members.gossip_for(sender)
+        self._take_over(ping)
+        if self._members.changes != before:
+            self._noticed()
+        return self._ping_with(answer)
+
+    def _ping_with(self, gossip: Gossip) -> Ping:
+        return ping_with(gossip, self._copies, self._pass.job)
+
+    def _share(self) -> None:
+        owner = self._copies.owner_of(self._pass.job)
+        with self._lock:
+            self._members.advance_fence(owner)
+
+    def _take_over(self, ping: Ping) -> None:
+        take_over(self._copies, self._pass.job, self.fence, ping)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.beat()
+            self._stop.wait(self._members.settings.heartbeat_s)
+
+    def beat(self) -> None:
+        """One period: discover when it is time, ping, and see what came of it."""
+        try:
+            if self._clock() - self._discovered_at >= _DISCOVER_S:
+                self._discover()
+            self._share()
+            before = self._members.changes
+            with self._lock:
+                pings = self._members.tick(self._clock())
+            for ping in pings:
+                if self._stop.is_set():
+                    return
+                self._pool.submit(self._ping, ping)
+            waited, self._waited = self._waited, self._newcomers.met(self._clock(), self._members.living)
+            if self._members.changes != before or waited != self._waited:
+                self._noticed()
+            wanted = self._members.wanted
+            if wanted is not None:
+                self._pool.submit(self._fetch_roster, wanted)
+        except Exception:  # the next period may be better
+            log.exception("job %s: watching the other nodes failed", self._pass.job)
+
+    def _discover(self) -> None:
+        with self._lock:
+            discovery, self._discovered_at = self._discovery, self._clock()
+        if discovery is None:
+            return
+        try:
+            self.set_roster(discovery.roster())
+        except PeerStoreError as error:
+            log.warning("job %s: who belongs to it could not be found out: %s", self._pass.job, error)
+
+    def _ping(self, ping: PingOut) -> None:
+        node, before = ping.node.id, self._members.changes
+        timeout_s = self._members.settings.ping_timeout_s
+        try:
+            answer = self.peer(node).call("ping", self._ping_with(ping.gossip), Ping, timeout_s=timeout_s)
+        except (PeerStoreError, OSError) as error:
+            log.debug("job %s: %s did not answer: %s", self._pass.job, node, error)
+            with self._lock:
+                self._members.failed(self._clock(), node)
+        else:
+            with self._lock:
+                self._members.answered(self._clock(), node)
+                self._members.heard(self._clock(), node, answer.gossip)
+            self._take_over(answer)
+        if self._members.changes != before:
+            self._noticed()
+
+    def _fetch_roster(self, node: NodeId) -> None:
+        try:
+            self.set_roster(self.peer(node).call("roster", AskRoster(), Roster, timeout_s=5.0))
+        except (PeerStoreError, OSError) as error:
+            log.debug("job %s: %s did not tell its roster: %s", self._pass.job, node, error)
+
+    def _noticed(self) -> None:
+        with self._seen:
+            self._seen.notify_all()
+        self._hang_up()
+        self._changed()
+
+    def _hang_up(self) -> None:
+        """Nobody waits any longer for the answer of a node that is dead by now."""
+        with self._lock:
+            before, self._lived = self._lived, {node.id for node in self._members.living}
+            gone = [self._peers.pop(node) for node in before - self._lived if node in self._peers]
+        for peer in gone:
+            peer.close()
+
+
+def ping_with(gossip: Gossip, copies: Copies, job: str) -> Ping:
+    """Gossip, and what this node's store knows of the job."""
+    return Ping(gossip, copies.settled(job), copies.active(job), copies.base(job))
+
+
+def take_over(copies: Copies, job: str, fence: tuple[int, str], ping: Ping) -> None:
+    """What others have learned, for this node's store."""
+    if ping.base is not None:
+        copies.learn(job, ping.base)
+    if fence > copies.owner_of(job):
+        copies.fence(job, *fence)
+    if ping.settled is not None:
+        copies.settle(job, ping.settled)
+    if ping.active:
+        copies.touch(job)

@@ -1,0 +1,70 @@
+"""The channels a listener has accepted, a thread each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from peerstore.errors import PeerStoreError
+from peerstore.transport.seam import Channel
+
+log = logging.getLogger(__name__)
+
+_FAREWELL_S = 30.0
+
+
+class Serving:
+    def __init__(self, serve: Callable[[Channel], None], *, most: int) -> None:
+        self._serve = serve
+        self._most = most
+        self._lock = threading.Lock()
+        self._ended = False
+        self._channels: dict[threading.Thread, Channel | None] = {}
+
+    def take(self, accepted: Callable[[], Channel], peer: str) -> bool:
+        """Serve one more channel; ``False`` when there are too many, or no more threads."""
+        thread = threading.Thread(target=self._run, args=(accepted, peer), name="peerstore-peer", daemon=True)
+        with self._lock:
+            if self._ended or len(self._channels) >= self._most:
+                return False
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("no thread for a connection of %s: %s", peer, error)
+                return False
+            self._channels[thread] = None
+        return True
+
+    def end(self) -> None:
+        """End all channels, and wait for who serves them (unless that is who asks)."""
+        with self._lock:
+            self._ended = True
+            channels = dict(self._channels)
+        for channel in channels.values():
+            if channel is not None:
+                channel.close()
+        for thread in channels.keys() - {threading.current_thread()}:
+            thread.join(_FAREWELL_S)
+            if thread.is_alive():
+                log.warning("a connection's work goes on %g s after the connection was ended", _FAREWELL_S)
+
+    def _run(self, accepted: Callable[[], Channel], peer: str) -> None:
+        me = threading.current_thread()
+        try:
+            channel = accepted()
+            try:
+                with self._lock:
+                    self._channels[me] = channel
+                    ended = self._ended
+                if not ended:
+                    self._serve(channel)
+            finally:
+                channel.close()
+        except (PeerStoreError, OSError) as error:
+            log.info("the connection of %s ended: %s", peer, error)
+        except Exception:  # one connection's trouble is nobody else's
+            log.exception("the connection of %s ended unexpectedly", peer)
+        finally:
+            with self._lock:
+                self._channels.pop(me, None)

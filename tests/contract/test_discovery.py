@@ -1,0 +1,456 @@
+"""One suite over every source of a roster, and what is particular to each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from peerstore.cluster.addresses import check_address, node_at
+from peerstore.cluster.discovery import HeadlessDns, StaticList, parse_discovery
+from peerstore.cluster.job_store import StoreDiscovery
+from peerstore.cluster.node_files import HYPERPOD_FILE, NodesFile, PodResourceConfig
+from peerstore.cluster.nodes import Node, NodeId
+from peerstore.cluster.topology import labels_from_kubernetes
+from peerstore.errors import InvalidNameError, ProtocolError, RequestError, UnavailableError
+
+ADDRESSES = ["10.0.0.3", "10.0.0.1", "10.0.0.2"]
+
+
+def plain(addresses=ADDRESSES) -> list[Node]:
+    return [Node(NodeId(one), f"{one}:7070") for one in sorted(addresses)]
+
+
+class Source:
+    """One way to be told which nodes there are, in a test's hands."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "nodes.json"
+        self.version = 0
+
+    def tell(self, addresses: list[str]) -> None: ...
+    def break_it(self) -> None: ...
+    def open(self): ...
+
+
+class Static(Source):
+    def tell(self, addresses):
+        self.text = ",".join(f"{one}={one}:7070" for one in addresses)
+
+    def open(self):
+        return parse_discovery(f"static:{self.text}")
+
+
+class File(Source):
+    def tell(self, addresses):
+        self.version += 1
+        listed = [{"id": one, "address": f"{one}:7070"} for one in addresses]
+        self.path.write_text(json.dumps({"version": self.version, "nodes": listed}))
+
+    def break_it(self):
+        self.path.write_bytes(self.path.read_bytes()[:-5])
+
+    def open(self):
+        return parse_discovery(f"file:{self.path}")
+
+
+class HyperPod(File):
+    def tell(self, addresses):
+        self.version += 1
+        stamp = f"2026-01-31T12:00:{self.version:02}Z"
+        told = {"ips": addresses, "current_pod_ip": addresses[0], "ips_timestamp": stamp}
+        self.path.write_text(json.dumps(told))
+
+    def open(self):
+        return parse_discovery(f"hyperpod:{self.path}")
+
+
+class Dns(Source):
+    def tell(self, addresses):
+        self.addresses = list(addresses)
+
+    def break_it(self):
+        self.addresses = None
+
+    def resolve(self, name, port):
+        assert (name, port) == ("agents.svc", 7070)
+        if self.addresses is None:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return self.addresses
+
+    def open(self):
+        return HeadlessDns("agents.svc", 7070, resolve=self.resolve, clock=lambda: 1e9)
+
+
+class JobStore(Source):
+    """A new set of nodes is a new round: what opens it then is told so."""
+
+    def __init__(self, directory):
+        super().__init__(directory)
+        self.store = dist.HashStore()
+
+    def tell(self, addresses):
+        self.version += 1
+        self.count = len(addresses)
+        for index, one in enumerate(plain(addresses)):
+            self.at(index, one).roster() if index == self.count - 1 else self.put(index, one)
+
+    def put(self, index, one):
+        with contextlib.suppress(UnavailableError):
+            self.at(index, one, timeout_s=0.001).roster()
+
+    def at(self, index, me, timeout_s=10.0):
+        return StoreDiscovery(self.store, index=index, count=self.count, round=self.version, me=me, timeout_s=timeout_s)
+
+    def break_it(self):
+        self.version += 1
+
+    def open(self):
+        return self.at(0, None, timeout_s=0.01)
+
+
+SOURCES = {"static": Static, "file": File, "hyperpod": HyperPod, "dns": Dns, "store": JobStore}
+
+
+@pytest.fixture(params=SOURCES)
+def source(request, tmp_path):
+    return SOURCES[request.param](tmp_path)
+
+
+def changing(source) -> None:
+    if isinstance(source, Static):
+        pytest.skip("a static list never changes and cannot fail")
+
+
+# -- promises of all --------------------------------------------------------------------------------------------------
+
+
+def test_all_nodes_are_named_in_the_order_of_their_ids(source):
+    source.tell(ADDRESSES)
+    assert list(source.open().roster().nodes) == plain()
+
+
+def test_two_nodes_that_are_told_the_same_have_the_same_roster(source):
+    source.tell(ADDRESSES)
+    assert source.open().roster().mark == source.open().roster().mark
+
+
+def test_nothing_new_is_no_new_version(source):
+    source.tell(ADDRESSES)
+    discovery = source.open()
+    assert discovery.roster() == discovery.roster()
+
+
+def test_a_change_is_noticed_and_has_a_higher_version(source):
+    changing(source)
+    source.tell(ADDRESSES)
+    discovery = source.open()
+    before = discovery.roster()
+    source.tell(ADDRESSES[1:])
+    after = (source.open() if isinstance(source, JobStore) else discovery).roster()
+    assert list(after.nodes) == plain(ADDRESSES[1:])
+    assert after.version > before.version
+
+
+def test_what_cannot_be_asked_is_unknown_not_empty_and_may_be_known_later(source):
+    changing(source)
+    source.tell(ADDRESSES)
+    discovery = source.open()
+    discovery.roster()
+    source.break_it()
+    if isinstance(source, JobStore):
+        discovery = source.open()
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            discovery.roster()
+    source.tell(ADDRESSES[:2])
+    if isinstance(source, JobStore):
+        discovery = source.open()
+    assert list(discovery.roster().nodes) == plain(ADDRESSES[:2])
+
+
+# -- lists ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_static_list_has_names_addresses_and_failure_domains():
+    roster = parse_discovery("static:n2=host-2:7071, n1=[fd00::1]:7070/rack=r1/zone=a/b,").roster()
+    assert roster.version == 1
+    assert roster.nodes == (
+        Node(NodeId("n1"), "[fd00::1]:7070", (("rack", "r1"), ("zone", "a/b"))),
+        Node(NodeId("n2"), "host-2:7071"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("n2", "write name=host:port"),
+        ("n2=", "write host:port"),
+        ("n2=host", "write host:port"),
+        ("n2=host:0", "write host:port"),
+        ("n2=host:70000", "write host:port"),
+        ("n2=fd00::1:7070", "write host:port"),
+        ("../n2=host:1", "node name"),
+        ("n2=host:1/rack", "write host:port"),
+        ("n2=host:1/rack=", "label 'rack='"),
+        ("n2=host:1/rack=a/rack=b", "given twice"),
+    ],
+)
+def test_what_is_wrong_with_a_list_names_the_entry(entry, says):
+    with pytest.raises(RequestError, match="node '") as error:
+        StaticList(f"n1=host:7070,{entry}")
+    assert entry in str(error.value)
+    assert says in str(error.value)
+
+
+def test_a_list_with_one_name_twice_or_no_name_is_refused():
+    with pytest.raises(RequestError, match="'n1' is listed twice"):
+        StaticList("n1=a:1,n1=b:1")
+    with pytest.raises(RequestError, match="without a node"):
+        StaticList(" , ")
+
+
+@pytest.mark.parametrize("text", ["", "static", "file:", "hyperpod:", "dns:", "etcd:host:1", "dns:a:b:c", "dns:name:x"])
+def test_a_source_nobody_knows_is_refused(text):
+    with pytest.raises(RequestError):
+        parse_discovery(text)
+
+
+def test_a_line_of_configuration_says_where_to_ask():
+    assert isinstance(parse_discovery("hyperpod"), PodResourceConfig)
+    assert HYPERPOD_FILE == "/opt/ml/input/config/pod_resourceconfig.json"
+    with pytest.raises(UnavailableError, match=r"/nowhere/x\.json"):
+        parse_discovery("hyperpod:/nowhere/x.json").roster()
+    (local,) = parse_discovery("dns:127.0.0.1:7171").roster().nodes  # by the system's own resolver
+    assert local == Node(NodeId("127.0.0.1"), "127.0.0.1:7171")
+    assert parse_discovery("dns:127.0.0.1").roster().nodes[0].address == "127.0.0.1:7070"
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_tells_labels_and_memory(tmp_path):
+    path = tmp_path / "nodes.json"
+    told = {"id": "n1", "address": "a:1", "labels": {"zone": "a", "rack": "r"}, "memory_bytes": 5}
+    path.write_text(json.dumps({"version": 4, "nodes": [told]}))
+    roster = NodesFile(path).roster()
+    assert (roster.version, roster.nodes) == (4, (Node(NodeId("n1"), "a:1", (("rack", "r"), ("zone", "a")), 5),))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"version": 1},
+        {"version": 1, "nodes": []},
+        {"version": "1", "nodes": [{"id": "n", "address": "a:1"}]},
+        {"version": -1, "nodes": [{"id": "n", "address": "a:1"}]},
+        {"version": 1, "nodes": [{"id": "n"}]},
+        {"version": 1, "nodes": [{"id": "n", "address": "a"}]},
+        {"version": 1, "nodes": [{"id": "n", "address": "a:1", "label": {}}]},
+        {"version": 1, "nodes": [{"id": "n", "address": "a:1", "labels": {"rack": "a b"}}]},
+        {"version": 1, "nodes": [{"id": "n", "address": "a:1"}, {"id": "n", "address": "b:1"}]},
+    ],
+)
+def test_a_file_that_cannot_be_right_is_not_asked_again(tmp_path, told):
+    path = tmp_path / "nodes.json"
+    path.write_text(json.dumps(told))
+    with pytest.raises(RequestError, match=str(path)):
+        NodesFile(path).roster()
+
+
+@pytest.mark.parametrize("half", [b"", b"{", b'{"version": 1, "nodes": [{"id": "n1", "addr', b"\xff\xfe"])
+def test_a_half_written_file_is_unknown(tmp_path, half):
+    path = tmp_path / "nodes.json"
+    path.write_bytes(half)
+    for discovery in (NodesFile(path), PodResourceConfig(path)):
+        with pytest.raises(UnavailableError, match=str(path)):
+            discovery.roster()
+
+
+# -- HyperPod ---------------------------------------------------------------------------------------------------------
+
+
+def hyperpod(path, ips, stamp="7"):
+    path.write_text(json.dumps({"ips": ips, "current_pod_ip": None, "ips_timestamp": stamp}))
+    return PodResourceConfig(path, port=9)
+
+
+def test_ranks_whose_address_is_not_told_yet_make_the_roster_unknown_not_smaller(tmp_path):
+    discovery = hyperpod(tmp_path / "f", ["10.0.0.1", None, "10.0.0.3", None])
+    with pytest.raises(UnavailableError, match=r"of rank 1, 3 yet \(4 ranks\)"):
+        discovery.roster()
+    with pytest.raises(UnavailableError, match="of any rank"):
+        hyperpod(tmp_path / "f", []).roster()
+
+
+def test_pods_of_one_node_are_one_node(tmp_path):
+    roster = hyperpod(tmp_path / "f", ["10.0.0.2", "10.0.0.2", "fd00::2"]).roster()
+    assert [one.address for one in roster.nodes] == ["10.0.0.2:9", "[fd00::2]:9"]
+    assert roster.nodes[1].id == "fd00-0000-0000-0000-0000-0000-0000-0002"
+
+
+@pytest.mark.parametrize(
+    ("stamp", "version"),
+    [
+        ("7", 7),
+        (7, 7),
+        ("1970-01-01T00:00:01Z", 1000),
+        ("1970-01-01T01:00:00.250+01:00", 250),
+        ("1970-01-02", 86400000),
+    ],
+)
+def test_the_operators_stamp_is_the_version(tmp_path, stamp, version):
+    assert hyperpod(tmp_path / "f", ["10.0.0.1"], stamp).roster().version == version
+
+
+@pytest.mark.parametrize(("ips", "stamp"), [(["10.0.0.1"], "soon"), (["host"], "7"), (["10.0.0.1"], None), ("x", "7")])
+def test_an_operator_that_writes_something_else_is_told_so(tmp_path, ips, stamp):
+    with pytest.raises(RequestError, match=str(tmp_path)):
+        hyperpod(tmp_path / "f", ips, stamp).roster()
+
+
+# -- DNS --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_in_dns_has_the_time_it_was_seen_and_never_a_lower_version():
+    answers, times = [["10.0.0.1"], ["10.0.0.2"], ["10.0.0.3"], ["10.0.0.3"]], [100.0, 50.0]
+    discovery = HeadlessDns("x", resolve=lambda *_: answers.pop(0), clock=lambda: times.pop(0))
+    assert [discovery.roster().version for _ in range(4)] == [1, 100_000, 100_001, 100_001]
+
+
+def test_no_addresses_and_no_such_name_are_unknown():
+    def absent(name, port):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    for resolve in (absent, lambda *_: []):
+        with pytest.raises(UnavailableError, match="agents"):
+            HeadlessDns("agents", resolve=resolve).roster()
+
+
+def test_a_pod_with_addresses_of_both_families_is_one_node():
+    discovery = HeadlessDns("x", resolve=lambda *_: ["fd00::1", "10.0.0.1", "10.0.0.1"])
+    assert [one.id for one in discovery.roster().nodes] == ["10.0.0.1"]
+
+
+# -- the job's store --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def torch_store(request, tmp_path):
+    if request.param == "hash":
+        yield dist.HashStore()
+    elif request.param == "file":
+        yield dist.FileStore(str(tmp_path / "store"), -1)
+    else:
+        yield dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20), use_libuv=True
+        )
+
+
+def registered(store, index, count, **options):
+    me = Node(NodeId(f"n{index}"), f"10.0.0.{index}:7070", (("rack", f"r{index}"),), 1 << 30)
+    return StoreDiscovery(store, index=index, count=count, me=me, **{"round": 1, "timeout_s": 20, **options})
+
+
+def test_all_nodes_of_a_round_meet_in_the_jobs_store(torch_store):
+    with ThreadPoolExecutor(4) as pool:
+        rosters = list(pool.map(lambda index: registered(torch_store, index, 4).roster(), range(4)))
+    assert {roster.mark for roster in rosters} == {rosters[0].mark}
+    assert (rosters[0].version, [one.id for one in rosters[0].nodes]) == (1, ["n0", "n1", "n2", "n3"])
+    assert rosters[0].nodes[3].labels == (("rack", "r3"),)
+
+
+def test_who_did_not_come_is_named(torch_store):
+    for index in (0, 2):
+        with pytest.raises(UnavailableError):
+            registered(torch_store, index, 4, timeout_s=0.05).roster()
+    with pytest.raises(UnavailableError, match=r"2 of 4 nodes .* after 0.05 s \(round 1\): number 1, 3"):
+        registered(torch_store, 0, 4, timeout_s=0.05).roster()
+    with pytest.raises(UnavailableError, match="number 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"):
+        registered(torch_store, 9, 10, round=2, timeout_s=0.05).roster()
+
+
+def test_nodes_of_another_round_are_not_looked_at(torch_store):
+    registered(torch_store, 0, 1).roster()
+    other = StoreDiscovery(torch_store, index=0, count=1, round=2, me=None, timeout_s=0.05)
+    with pytest.raises(UnavailableError):
+        other.roster()
+
+
+def test_what_is_not_a_node_in_the_store_is_refused():
+    store = dist.HashStore()
+    store.set("peerstore/1/1", "garbage")
+    with pytest.raises(ProtocolError, match="'peerstore/1/1' is not a node"):
+        registered(store, 0, 2).roster()
+
+
+def test_two_nodes_with_one_name_in_the_store_are_refused():
+    store = dist.HashStore()
+    with pytest.raises(UnavailableError):
+        registered(store, 0, 2, timeout_s=0.01).roster()
+    twin = StoreDiscovery(store, index=1, count=2, round=1, me=Node(NodeId("n0"), "b:1"))
+    with pytest.raises(RequestError, match="'n0' is listed twice"):
+        twin.roster()
+
+
+def test_a_store_whose_server_is_gone_is_unknown():
+    class Gone:
+        def set(self, key, value):
+            raise dist.DistNetworkError("Broken pipe")
+
+    with pytest.raises(UnavailableError, match="Broken pipe"):
+        registered(Gone(), 0, 2).roster()
+
+
+@pytest.mark.parametrize(("index", "count", "number"), [(0, 0, 0), (2, 2, 0), (-1, 2, 0), (0, 1, -1)])
+def test_a_place_that_is_none_is_refused(index, count, number):
+    with pytest.raises(RequestError):
+        StoreDiscovery(dist.HashStore(), index=index, count=count, round=number, me=None)
+
+
+# -- names and labels -------------------------------------------------------------------------------------------------
+
+
+def test_addresses():
+    for good in ("host:1", "10.0.0.1:65535", "[::1]:7070", "a.b-c.svc:80"):
+        assert check_address(good) == good
+    for bad in ("host", ":1", "host:", "host:+1", "host:१", "ho st:1", "::1:7070", "a/b:1"):
+        with pytest.raises(RequestError):
+            check_address(bad)
+    with pytest.raises(RequestError, match="not an IP"):
+        node_at("host", 1)
+
+
+LAYER = "topology.k8s.aws/network-node-layer-"
+
+
+@pytest.mark.parametrize(
+    ("labels", "ours"),
+    [
+        ({}, {}),
+        ({"kubernetes.io/hostname": "x", "topology.kubernetes.io/zone": "us-east-1a"}, {"zone": "us-east-1a"}),
+        (
+            {LAYER + "1": "nn-1", LAYER + "2": "nn-2", LAYER + "3": "nn-3", "topology.kubernetes.io/zone": "a"},
+            {"rack": "nn-3", "switch": "nn-2", "spine": "nn-1", "zone": "a"},
+        ),
+        (
+            {f"{LAYER}{layer}": f"nn-{layer}" for layer in range(1, 5)},
+            {"rack": "nn-4", "switch": "nn-3", "spine": "nn-2"},
+        ),
+        ({LAYER + "1": "nn-1", LAYER + "2": "nn-2", LAYER + "3": ""}, {"rack": "nn-2", "switch": "nn-1"}),
+        ({"topology.k8s.aws/ultraserver-id": "us-1"}, {"ultraserver": "us-1"}),
+    ],
+)
+def test_kubernetes_labels_become_failure_domains(labels, ours):
+    assert labels_from_kubernetes(labels) == tuple(sorted(ours.items()))
+
+
+def test_a_label_that_is_no_name_is_refused():
+    with pytest.raises(InvalidNameError, match="zone"):
+        labels_from_kubernetes({"topology.kubernetes.io/zone": "a b"})

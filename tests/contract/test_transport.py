@@ -1,0 +1,573 @@
+"""One suite over every transport: between two ends in this process, by memory, TCP, and TCP with TLS."""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import itertools
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from peerstore.errors import PeerUnreachableError, ProtocolError, RequestError, ShardDamagedError
+from peerstore.transport.seam import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, FileSlice
+from tests.support.wires import PATIENCE_S, wire, without_nixl
+
+MIB = 1 << 20
+KINDS = ["memory", "tcp", "tls", *([] if without_nixl() else ["nixl"])]
+MORE_THAN_BUFFERS = 64 * MIB
+
+
+def open_files():
+    return [target for fd in Path("/proc/self/fd").iterdir() if (target := link(fd)).startswith(("socket:", "anon_"))]
+
+
+def link(fd):
+    try:
+        return str(fd.readlink())
+    except FileNotFoundError:  # that of the listing itself
+        return ""
+
+
+@pytest.fixture(autouse=True)
+def no_socket_is_left():
+    before = open_files()
+    yield
+    assert set(open_files()) <= set(before)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def line(kind, tmp_path):
+    with wire(kind, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def hasty(kind, tmp_path):
+    """Nobody waits long in the middle of a message."""
+    with wire(kind, tmp_path, timeout_s=0.2) as made:
+        yield made
+
+
+def noise(size, seed=1):
+    block = hashlib.shake_128(str(seed).encode()).digest(min(size, MIB))
+    return (block * (size // MIB + 1))[:size]
+
+
+def take(channel):
+    """The next message, as bytes."""
+    incoming = channel.receive(idle_s=PATIENCE_S)
+    payload = bytearray(incoming.payload_bytes)
+    channel.receive_into([memoryview(payload)])
+    return incoming.header, bytes(payload)
+
+
+@pytest.mark.skipif(bool(without_nixl()), reason=without_nixl())
+def test_nixl_is_held_to_it_too():
+    """One line that says why where it is not, instead of one for each promise."""
+    assert "nixl" in KINDS
+
+
+# -- what is sent arrives ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 1, 17, 256 << 10, 5 * MIB + 3])
+@pytest.mark.parametrize("header", [b"", b"h", b"\0" * 70_000], ids=["none", "short", "long"])
+def test_a_message_arrives_as_it_was_sent(line, header, size):
+    near, far = line.meet()
+    data = noise(size)
+    sent = line.aside(near.send, header, [memoryview(data)])
+    assert take(far) == (header, data)
+    sent.result(PATIENCE_S)
+
+
+def test_a_hundred_mebibytes_arrive_as_they_were_sent(line):
+    near, far = line.meet()
+    data = noise(100 * MIB + 17)
+    sent = line.aside(near.send, b"large", [memoryview(data)])
+    header, payload = take(far)
+    assert header == b"large"
+    assert payload == data
+    sent.result(PATIENCE_S)
+
+
+def test_an_answer_goes_the_other_way(line):
+    near, far = line.meet()
+    near.send(b"question")
+    assert take(far) == (b"question", b"")
+    far.send(b"answer", [memoryview(b"yes")])
+    assert take(near) == (b"answer", b"yes")
+
+
+def test_views_may_be_many_and_of_any_size_on_both_sides(line):
+    near, far = line.meet()
+    data = noise(3 * MIB)
+    sizes = [0, 1, 3, 700, 0, 65_537] * 60 + [1] * 2500
+    out, at = [], 0
+    for size in sizes:
+        out.append(memoryview(data)[at : at + size])
+        at += size
+    out.append(memoryview(data)[at:])
+    sent = line.aside(near.send, b"", out)
+    assert far.receive(idle_s=PATIENCE_S).payload_bytes == len(data)
+    target = bytearray(len(data))
+    cuts = [0, 5, 5, 6, *range(100, 300_000, 97), len(data)]
+    far.receive_into([memoryview(target)[a:b] for a, b in itertools.pairwise(cuts)])
+    assert target == data
+    sent.result(PATIENCE_S)
+
+
+def test_views_of_other_things_than_bytes_are_their_bytes(line):
+    near, far = line.meet()
+    numbers = array.array("d", range(1000))
+    near.send(b"", [memoryview(numbers)])
+    target = array.array("d", bytes(8000))
+    assert far.receive(idle_s=PATIENCE_S).payload_bytes == 8000
+    far.receive_into([memoryview(target)])
+    assert target == numbers
+
+
+def test_a_view_with_gaps_is_a_wrong_call_and_costs_nothing(line):
+    near, far = line.meet()
+    with pytest.raises(RequestError, match="with gaps"):
+        near.send(b"", [memoryview(bytes(10))[::2]])
+    near.send(b"next")
+    assert take(far) == (b"next", b"")
+
+
+def test_slices_of_files_arrive_among_views(line):
+    near, far = line.meet()
+    data = noise(9 * MIB)
+    with tempfile.TemporaryFile() as one, tempfile.TemporaryFile(dir="/dev/shm") as other:
+        one.write(data)
+        other.write(data)
+        one.flush()
+        other.flush()
+        payload = [
+            memoryview(b"first"),
+            FileSlice(one.fileno(), MIB + 1, 2 * MIB),
+            FileSlice(other.fileno(), 0, 9 * MIB),
+            FileSlice(other.fileno(), 7, 0),
+            memoryview(b"last"),
+            FileSlice(one.fileno(), 9 * MIB - 3, 3),
+        ]
+        sent = line.aside(near.send, b"files", payload)
+        assert take(far) == (b"files", b"first" + data[MIB + 1 : 3 * MIB + 1] + data + b"last" + data[-3:])
+        sent.result(PATIENCE_S)
+
+
+def test_messages_keep_their_order(line):
+    near, far = line.meet()
+    sent = line.aside(lambda: [near.send(b"%d" % n, [memoryview(noise(n * 700, n))]) for n in range(200)])
+    for n in range(200):
+        assert take(far) == (b"%d" % n, noise(n * 700, n))
+    sent.result(PATIENCE_S)
+
+
+def test_both_sides_send_large_messages_at_the_same_time(line):
+    near, far = line.meet()
+
+    def send_all(channel, side):
+        for n in range(6):
+            channel.send(b"%s%d" % (side, n), [memoryview(noise(6 * MIB + n, side))])
+
+    def receive_all(channel, side):
+        for n in range(6):
+            header, payload = take(channel)
+            assert header == b"%s%d" % (side, n)
+            assert payload == noise(6 * MIB + n, side)
+
+    work = [
+        line.aside(send_all, near, b"n"),
+        line.aside(send_all, far, b"f"),
+        line.aside(receive_all, near, b"f"),
+        line.aside(receive_all, far, b"n"),
+    ]
+    for one in work:
+        one.result(60)
+
+
+def test_views_may_be_changed_once_they_were_sent(line):
+    near, far = line.meet()
+    scratch = bytearray(100_000)
+    for n in range(20):
+        scratch[:] = bytes([n]) * len(scratch)
+        sent = line.aside(near.send, b"", [memoryview(scratch)])
+        if n % 2:  # sent completely before it is read, where buffers allow that
+            sent.result(PATIENCE_S)
+            scratch[:] = b"\xff" * len(scratch)
+        assert take(far)[1] == bytes([n]) * len(scratch)
+        sent.result(PATIENCE_S)
+
+
+def test_views_are_let_go(line):
+    near, far = line.meet()
+    source, target = bytearray(noise(MIB)), bytearray(MIB)
+    with memoryview(source) as out, memoryview(target) as into:
+        sent = line.aside(near.send, b"", [out])
+        far.receive(idle_s=PATIENCE_S)
+        far.receive_into([into])
+        sent.result(PATIENCE_S)
+    source.append(1)  # a BufferError while anybody has a view of it
+    target.append(1)
+
+
+def test_views_are_let_go_also_after_an_error(line):
+    near, far = line.meet()
+    near.send(b"", [memoryview(bytes(80))])
+    far.receive(idle_s=PATIENCE_S)
+    target = array.array("d", bytes(88))
+    with memoryview(target) as view, pytest.raises(RequestError) as caught:
+        far.receive_into([view])
+    target.append(1)
+    assert "88 bytes were given" in str(caught.value)
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_header_above_the_limit_ends_the_channel(line):
+    near, far = line.meet()
+    far.max_header_bytes = 1000
+    near.send(b"x" * 1000)
+    assert take(far) == (b"x" * 1000, b"")
+    near.send(b"x" * 1001)
+    with pytest.raises(ProtocolError, match="header of 1001 bytes, the limit is 1000"):
+        far.receive(idle_s=PATIENCE_S)
+    with pytest.raises(PeerUnreachableError, match="over"):
+        far.receive(idle_s=PATIENCE_S)
+    with pytest.raises(PeerUnreachableError, match="over"):
+        far.send(b"")
+
+
+def test_a_payload_above_the_limit_ends_the_channel(line):
+    near, far = line.meet()
+    far.max_payload_bytes = 10
+    near.send(b"", [memoryview(bytes(10))])
+    assert take(far) == (b"", bytes(10))
+    near.send(b"", [memoryview(bytes(5)), memoryview(bytes(6))])
+    with pytest.raises(ProtocolError, match="payload of 11 bytes, the limit is 10"):
+        far.receive(idle_s=PATIENCE_S)
+    with pytest.raises(PeerUnreachableError, match="over"):
+        far.receive(idle_s=PATIENCE_S)
+
+
+def test_what_is_too_large_for_anybody_is_not_sent_at_all(line):
+    near, far = line.meet()
+    piece = memoryview(bytes(MIB))
+    with pytest.raises(ProtocolError, match="above the limit"):
+        near.send(b"", [piece] * (MAX_PAYLOAD_BYTES // MIB + 1))
+    with pytest.raises(ProtocolError, match="above the limit"):
+        near.send(bytes(MAX_HEADER_BYTES + 1))
+    near.send(b"next")
+    assert take(far) == (b"next", b"")
+
+
+# -- wrong calls ------------------------------------------------------------------------------------------------------
+
+
+def test_a_payload_has_to_be_taken_before_the_next_message(line):
+    near, far = line.meet()
+    near.send(b"one", [memoryview(b"payload")])
+    near.send(b"two")
+    far.receive(idle_s=PATIENCE_S)
+    with pytest.raises(RequestError, match="7 bytes"):
+        far.receive(idle_s=PATIENCE_S)
+    far.discard()
+    assert take(far) == (b"two", b"")
+
+
+def test_a_payload_that_nobody_wants_is_passed_over(line):
+    near, far = line.meet()
+    sent = line.aside(near.send, b"one", [memoryview(noise(20 * MIB))])
+    far.receive(idle_s=PATIENCE_S)
+    far.discard()
+    far.discard()
+    sent.result(PATIENCE_S)
+    near.send(b"two")
+    assert take(far) == (b"two", b"")
+
+
+@pytest.mark.parametrize("size", [0, 6, 8])
+def test_views_have_to_be_as_large_as_the_payload(line, size):
+    near, far = line.meet()
+    near.send(b"", [memoryview(b"payload")])
+    far.receive(idle_s=PATIENCE_S)
+    target = bytearray(size)
+    with pytest.raises(RequestError, match=f"{size} bytes were given to fill, the payload has 7"):
+        far.receive_into([memoryview(target)])
+    assert target == bytes(size)
+    room = bytearray(7)
+    far.receive_into([memoryview(room)])
+    assert room == b"payload"
+
+
+def test_nothing_is_written_into_what_is_read_only(line):
+    near, far = line.meet()
+    near.send(b"", [memoryview(b"payload")])
+    far.receive(idle_s=PATIENCE_S)
+    with pytest.raises(RequestError, match="read-only"):
+        far.receive_into([memoryview(bytearray(3)), memoryview(bytes(4))])
+    far.discard()
+    near.send(b"next")
+    assert take(far) == (b"next", b"")
+
+
+# -- files that are not what they were --------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_too_short_is_seen_before_anything_is_sent(line):
+    near, far = line.meet()
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(100))
+        file.flush()
+        with pytest.raises(ShardDamagedError, match="has 100 bytes, 101 of which"):
+            near.send(b"", [FileSlice(file.fileno(), 0, 100), FileSlice(file.fileno(), 51, 50)])
+        for start, size in ((-1, 5), (5, -1)):
+            with pytest.raises(RequestError, match="no file has"):
+                near.send(b"", [FileSlice(file.fileno(), start, size)])
+    near.send(b"next")
+    assert take(far) == (b"next", b"")
+
+
+def test_a_file_that_is_cut_while_it_is_sent_ends_the_channel_on_both_sides(line):
+    near, far = line.meet()
+    with tempfile.TemporaryFile() as file:
+        file.truncate(MORE_THAN_BUFFERS)
+        sent = line.aside(near.send, b"cut", [FileSlice(file.fileno(), 0, MORE_THAN_BUFFERS)])
+        assert far.receive(idle_s=PATIENCE_S).payload_bytes == MORE_THAN_BUFFERS
+        file.truncate(1000)
+        with pytest.raises(PeerUnreachableError, match="before the end of a payload"):
+            far.discard()
+        with pytest.raises(ShardDamagedError, match="a file ended"):
+            sent.result(PATIENCE_S)
+    with pytest.raises(PeerUnreachableError, match="over"):
+        near.send(b"next")
+
+
+# -- peers that go or say nothing -------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_closes_between_messages_is_no_error(line):
+    near, far = line.meet()
+    near.send(b"bye", [memoryview(b"now")])
+    near.close()
+    assert take(far) == (b"bye", b"now")
+    assert far.receive(idle_s=PATIENCE_S) is None
+    assert far.receive(idle_s=PATIENCE_S) is None
+
+
+def test_a_peer_that_closes_in_the_middle_is_one(line):
+    near, far = line.meet()
+    sent = line.aside(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
+    assert far.receive(idle_s=PATIENCE_S).payload_bytes == MORE_THAN_BUFFERS
+    near.close()
+    with pytest.raises(PeerUnreachableError, match=r"before the end of a payload|reset"):
+        far.discard()
+    with pytest.raises(PeerUnreachableError, match="closed on this side"):
+        sent.result(PATIENCE_S)
+
+
+def send_without_end(channel):
+    while True:
+        channel.send(b"", [memoryview(bytes(MIB))])
+
+
+def test_sending_to_a_peer_that_has_gone_fails_sooner_or_later(line):
+    near, far = line.meet()
+    far.close()
+    with pytest.raises(PeerUnreachableError):
+        send_without_end(near)
+
+
+def test_a_peer_that_says_nothing_is_waited_for_as_long_as_asked(line):
+    near, _ = line.meet()
+    with pytest.raises(PeerUnreachableError, match="silent"):
+        near.receive(idle_s=0.05)
+    with pytest.raises(PeerUnreachableError, match="over"):
+        near.receive()
+
+
+def test_a_peer_that_does_not_read_is_not_waited_for_for_ever(hasty):
+    near, _ = hasty.meet()
+    with pytest.raises(PeerUnreachableError, match=r"silent|timed out"):
+        near.send(b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
+
+
+# -- closing ----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_wakes_who_receives(line):
+    near, _ = line.meet()
+    waiting = line.aside(near.receive)
+    near.close()
+    with pytest.raises(PeerUnreachableError, match="closed on this side"):
+        waiting.result(PATIENCE_S)
+
+
+def test_closing_wakes_who_sends_and_who_fills_views(line):
+    near, far = line.meet()
+    sent = line.aside(near.send, b"", [memoryview(bytes(MORE_THAN_BUFFERS))])
+    incoming = far.receive(idle_s=PATIENCE_S)
+    near.close()
+    with pytest.raises(PeerUnreachableError, match="closed on this side"):
+        sent.result(PATIENCE_S)
+    target = bytearray(incoming.payload_bytes)
+    with memoryview(target) as view:
+        filled = line.aside(far.receive_into, [view])
+        far.close()
+        with pytest.raises(PeerUnreachableError):
+            filled.result(PATIENCE_S)
+    target.append(1)  # nobody has a view of it any more
+
+
+def test_closing_again_is_fine_and_ends_everything(line):
+    near, _ = line.meet()
+    closing = [line.aside(near.close) for _ in range(4)]
+    for one in closing:
+        one.result(PATIENCE_S)
+    near.close()
+    for work in (near.receive, near.discard, lambda: near.send(b""), lambda: near.receive_into([])):
+        with pytest.raises(PeerUnreachableError, match="closed on this side"):
+            work()
+
+
+# -- listeners --------------------------------------------------------------------------------------------------------
+
+
+def echo(channel):
+    while (incoming := channel.receive()) is not None:
+        payload = bytearray(incoming.payload_bytes)
+        channel.receive_into([memoryview(payload)])
+        channel.send(incoming.header, [memoryview(payload)])
+
+
+def still_serves(line, listener):
+    channel = line.connect(listener)
+    channel.send(b"hello", [memoryview(b"there")])
+    assert take(channel) == (b"hello", b"there")
+    channel.close()
+
+
+def test_fifty_channels_at_once_do_not_mix(line):
+    listener = line.listen(echo)
+    together = threading.Barrier(50, timeout=PATIENCE_S)
+    wrong = []
+
+    def talk(number):
+        channel = line.here.connect(listener.address, timeout_s=PATIENCE_S)
+        try:
+            together.wait()
+            for turn in range(4):
+                channel.send(b"%d" % number, [memoryview(noise(20_000 + number, (number, turn)))])
+                if take(channel) != (b"%d" % number, noise(20_000 + number, (number, turn))):
+                    wrong.append(number)
+        finally:
+            channel.close()
+
+    def noted(number):
+        try:
+            talk(number)
+        except Exception as error:
+            wrong.append((number, error))
+
+    threads = [threading.Thread(target=noted, args=(number,)) for number in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_connection_that_ends_badly_is_nobody_elses_trouble(line):
+    def serve(channel):
+        if take(channel)[0] == b"trouble":
+            raise ZeroDivisionError
+        channel.send(b"hello", [memoryview(b"there")])
+
+    listener = line.listen(serve)
+    for _ in range(3):
+        channel = line.connect(listener)
+        channel.send(b"trouble")
+        assert channel.receive(idle_s=PATIENCE_S) is None
+    still_serves(line, listener)
+
+
+def test_a_channel_is_closed_when_its_work_is_done(line):
+    channel = line.connect(line.listen(lambda channel: None))
+    assert channel.receive(idle_s=PATIENCE_S) is None
+
+
+def test_closing_a_listener_ends_its_channels_and_waits_for_their_threads(line):
+    before = set(threading.enumerate())
+    ended = []
+
+    def serve(channel):
+        channel.send(b"welcome")
+        try:
+            channel.receive()
+        finally:
+            ended.append(channel)
+
+    listener = line.listen(serve)
+    channels = [line.connect(listener) for _ in range(5)]
+    for channel in channels:
+        assert take(channel) == (b"welcome", b"")
+    listener.close()
+    assert len(ended) == 5
+    assert {one for one in set(threading.enumerate()) - before if one.name.startswith("peerstore")} == set()
+    for channel in channels:
+        assert channel.receive(idle_s=PATIENCE_S) is None
+    with pytest.raises(PeerUnreachableError):
+        line.here.connect(listener.address, timeout_s=1)
+    listener.close()
+
+
+def test_a_listener_can_be_closed_by_who_it_serves(line):
+    closed = threading.Event()
+
+    def serve(channel):
+        channel.receive()
+        listener.close()
+        closed.set()
+
+    listener = line.listen(serve)
+    line.connect(listener).send(b"enough")
+    assert closed.wait(PATIENCE_S)
+
+
+def test_an_address_can_be_listened_on_again(line):
+    first = line.listen(echo)
+    still_serves(line, first)
+    first.close()
+    again = line.there.listen(first.address, echo)
+    try:
+        still_serves(line, again)
+    finally:
+        again.close()
+
+
+def test_nobody_there(line):
+    listener = line.listen(echo)
+    listener.close()
+    with pytest.raises(PeerUnreachableError, match="cannot be reached"):
+        line.here.connect(listener.address, timeout_s=5)
+
+
+def test_an_address_has_a_port(line):
+    with pytest.raises(RequestError, match="address"):
+        line.there.listen("nowhere", echo)
+
+
+def test_channels_know_who_is_there(line):
+    near, far = line.meet()
+    assert near.peer
+    assert far.peer
+    assert Path(near.peer).name == near.peer

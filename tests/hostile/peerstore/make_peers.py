@@ -1,0 +1,192 @@
+"""Writes what hostile peers send: ``python -m tests.hostile.peerstore.make_peers``.
+
+Each is what somebody sends to the port that agents have for each other: at once (``stranger-``), after a proper
+greeting that waits for proof (``challenged-``), or by a node that has proven to belong to the job (``member-``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from peerstore.transport.framing import MAGIC, PREFIX, VERSION
+from peerstore.transport.handshake import Challenge, Hello, Proof, proof
+
+FILES = Path(__file__).parent / "peers"
+SECRET = b"the secret of the victim"
+NONCE = bytes(range(32))
+CLOSED = "closed"
+"""The agent ends the connection and says nothing."""
+REFUSED = "refused"
+"""It says why first."""
+HELLO = {"protocol": 1, "job": "victim", "node": "n1", "nonce": NONCE, "version": "1"}
+
+
+class Case(NamedTuple):
+    data: bytes
+    answer: str
+    error: str
+    """The class of what the agent's own log says."""
+
+
+def message(
+    header: Any,
+    payload: bytes = b"",
+    *,
+    announced: int | None = None,
+    payload_announced: int | None = None,
+    magic: bytes = MAGIC,
+    version: int = VERSION,
+) -> bytes:
+    body = header if isinstance(header, bytes) else msgspec.msgpack.encode(header)
+    sizes = (
+        len(body) if announced is None else announced,
+        len(payload) if payload_announced is None else payload_announced,
+    )
+    return PREFIX.pack(magic, version, *sizes) + body + payload
+
+
+def hello(**changes: Any) -> dict[str, Any]:
+    return {**HELLO, **changes}
+
+
+def nested(depth: int) -> bytes:
+    return b"\x91" * depth + b"\xc0"
+
+
+def cases() -> dict[str, Case]:
+    return {**dict(_strangers()), **dict(_challenged()), **dict(_members())}
+
+
+def _strangers() -> Iterator[tuple[str, Case]]:
+    def no_protocol(data: bytes) -> Case:
+        return Case(data, CLOSED, "ProtocolError")
+
+    yield "stranger-http", no_protocol(b"GET /metrics HTTP/1.1\r\nHost: node7:7070\r\n\r\n")
+    yield "stranger-tls", no_protocol(bytes.fromhex("1603010200010001fc0303") + bytes(range(200)))
+    yield "stranger-ssh", no_protocol(b"SSH-2.0-OpenSSH_9.6\r\n")
+    yield "stranger-random", no_protocol(bytes(range(0, 256, 7)))
+    yield "stranger-zeros", no_protocol(bytes(4096))
+    yield "stranger-magic-wrong", no_protocol(message(HELLO, magic=b"TPS"))
+    yield "stranger-version-0", no_protocol(message(HELLO, version=0))
+    yield "stranger-version-2", no_protocol(message(HELLO, version=2))
+    yield "stranger-version-255", no_protocol(message(HELLO, version=255))
+    yield "stranger-header-4-gib", no_protocol(message(HELLO, announced=0xFFFFFFFF))
+    yield "stranger-header-above-its-limit", no_protocol(message(hello(version="x" * 4096)))
+    yield "stranger-payload-1-byte", no_protocol(message(HELLO, b"x"))
+    yield "stranger-payload-4-gib", no_protocol(message(HELLO, payload_announced=1 << 32))
+    yield "stranger-payload-16-eib", no_protocol(message(HELLO, payload_announced=(1 << 64) - 1))
+    yield "stranger-header-empty", no_protocol(message(b""))
+    yield "stranger-header-garbage", no_protocol(message(b"\xc1" * 100))
+    yield "stranger-header-nested", no_protocol(message(nested(4000)))
+    yield "stranger-header-nested-in-a-field", no_protocol(message(b"\x81\xa3job" + nested(4000)))
+    yield "stranger-map-of-4g", no_protocol(message(b"\xdf\xff\xff\xff\xff"))
+    yield "stranger-text-of-4g", no_protocol(message(b"\x81\xa3job\xdb\xff\xff\xff\xff"))
+    yield "stranger-nonce-of-4g", no_protocol(message(b"\x81\xa5nonce\xc6\xff\xff\xff\xff"))
+    yield "stranger-list", no_protocol(message([1, 2, 3]))
+    yield "stranger-nil", no_protocol(message(None))
+    yield (
+        "stranger-pickle",
+        no_protocol(message(b"\x80\x04\x95\x1d\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93.")),
+    )
+    yield "stranger-job-missing", no_protocol(message({"protocol": 1, "node": "n1", "nonce": NONCE}))
+    yield "stranger-job-number", no_protocol(message(hello(job=7)))
+    yield "stranger-job-not-utf8", no_protocol(message(b"\x81\xa3job\xa2\xff\xfe"))
+    yield "stranger-nonce-as-text", no_protocol(message(hello(nonce="n" * 31)))
+    yield "stranger-protocol-as-text", no_protocol(message(hello(protocol="1")))
+    yield "stranger-protocol-beyond-64-bits", no_protocol(message(b"\x81\xa8protocol\xcf" + b"\xff" * 8))
+    yield "stranger-proof-first", no_protocol(message({"proof": bytes(32)}))
+    yield "stranger-trailing", no_protocol(message(msgspec.msgpack.encode(HELLO) + b"\0"))
+    for name, data in {
+        "stranger-nothing": b"",
+        "stranger-half-a-magic": MAGIC[:2],
+        "stranger-cut-prefix": message(HELLO)[: PREFIX.size - 1],
+        "stranger-cut-header": message(HELLO)[:-1],
+        "stranger-only-a-prefix": message(b"", announced=4096),
+    }.items():
+        yield name, Case(data, CLOSED, "PeerUnreachableError")
+    for name, wrong, error in (
+        ("protocol-2", hello(protocol=2), "ProtocolError"),
+        ("protocol-negative", hello(protocol=-1), "ProtocolError"),
+        ("protocol-huge", hello(protocol=(1 << 63) - 1), "ProtocolError"),
+        ("job-path", hello(job="../../etc/passwd"), "InvalidNameError"),
+        ("job-absolute", hello(job="/dev/shm"), "InvalidNameError"),
+        ("job-dots", hello(job=".."), "InvalidNameError"),
+        ("job-with-nul", hello(job="victim\0"), "InvalidNameError"),
+        ("job-empty", hello(job=""), "InvalidNameError"),
+        ("job-endless", hello(job="x" * 3000), "InvalidNameError"),
+        ("job-with-newline", hello(job="victim\n"), "InvalidNameError"),
+        ("node-path", hello(node="../n1"), "ProtocolError"),
+        ("node-empty", hello(node=""), "ProtocolError"),
+        ("node-with-nul", hello(node="n1\0"), "ProtocolError"),
+        ("nonce-empty", hello(nonce=b""), "ProtocolError"),
+        ("nonce-short", hello(nonce=NONCE[:-1]), "ProtocolError"),
+        ("nonce-long", hello(nonce=NONCE * 50), "ProtocolError"),
+    ):
+        yield f"stranger-{name}", Case(message(wrong), REFUSED, error)
+
+
+def _challenged() -> Iterator[tuple[str, Case]]:
+    recorded = proof(
+        SECRET,
+        "client",
+        msgspec.convert(HELLO, Hello),
+        Challenge(1, "n2", bytes(reversed(NONCE)), b"", "2"),
+    )
+    wrong = {
+        "nothing": b"",
+        "one-byte": b"\0",
+        "zeros": bytes(32),
+        "recorded": recorded,
+        "hash-of-the-secret": bytes.fromhex("5e" * 32),
+        "too-long": bytes(33),
+        "the-nonce": NONCE,
+    }
+    for name, guess in wrong.items():
+        yield f"challenged-proof-{name}", Case(message(Proof(guess)), REFUSED, "PeerRefusedError")
+    yield "challenged-proof-as-text", Case(message({"proof": "x" * 32}), CLOSED, "ProtocolError")
+    yield "challenged-no-proof", Case(message({}), CLOSED, "ProtocolError")
+    yield "challenged-hello-again", Case(message(HELLO), CLOSED, "ProtocolError")
+    yield "challenged-nested", Case(message(b"\x81\xa5proof" + nested(4000)), CLOSED, "ProtocolError")
+    yield "challenged-proof-with-payload", Case(message(Proof(recorded), b"x" * 10), CLOSED, "ProtocolError")
+    yield "challenged-proof-of-4-gib", Case(message(b"", announced=0xFFFFFFFF), CLOSED, "ProtocolError")
+    yield "challenged-http", Case(b"GET / HTTP/1.1\r\nHost: node7\r\n\r\n", CLOSED, "ProtocolError")
+    yield "challenged-cut", Case(message(Proof(recorded))[:-1], CLOSED, "PeerUnreachableError")
+    yield "challenged-goes", Case(b"", CLOSED, "PeerUnreachableError")
+
+
+def _members() -> Iterator[tuple[str, Case]]:
+    wrong = {
+        "http": b"GET / HTTP/1.1\r\nHost: node7\r\n\r\n",
+        "header-4-gib": message(b"", announced=0xFFFFFFFF),
+        "header-one-byte-too-long": message(b"x", announced=(64 << 20) + 1),
+        "payload-one-byte-too-long": message(b"x", payload_announced=(1 << 30) + 1),
+        "payload-16-eib": message(b"x", payload_announced=(1 << 64) - 1),
+        "version-2": message(b"x", version=2),
+        "out-of-step": message(b"fine", b"12345") + b"6" + message(b"shifted by one"),
+    }
+    for name, data in wrong.items():
+        yield f"member-{name}", Case(data, CLOSED, "ProtocolError")
+    cut = {
+        "largest-header-announced": message(b"x", announced=64 << 20),
+        "largest-payload-announced": message(b"x", b"y" * 1000, payload_announced=1 << 30),
+        "payload-cut": message(b"x", b"y" * 1000, payload_announced=1001),
+        "header-cut": message(b"x" * 100)[:-1],
+    }
+    for name, data in cut.items():
+        yield f"member-{name}", Case(data, CLOSED, "PeerUnreachableError")
+
+
+def main() -> None:
+    FILES.mkdir(exist_ok=True)
+    for old in FILES.iterdir():
+        old.unlink()
+    for name, case in cases().items():
+        (FILES / f"{name}.bytes").write_bytes(case.data)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""What no peer would send: that connection ends, with its reason in the log, and the listener goes on for others."""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+import tracemalloc
+
+import msgspec
+import pytest
+
+from peerstore.errors import PeerRefusedError, PeerUnreachableError
+from peerstore.transport import handshake
+from peerstore.transport.framing import MAGIC, PREFIX, VERSION
+from peerstore.transport.handshake import Challenge, Hello, Proof, Welcome, admit, greet, proof
+from peerstore.transport.tcp import TcpTransport
+from tests.hostile.peerstore.make_peers import CLOSED, FILES, HELLO, REFUSED, SECRET, cases, message
+
+HOSTILE = sorted(FILES.iterdir())
+PATIENCE_S = 20.0
+MIB = 1 << 20
+
+
+class Agent:
+    """Admits peers of the job ``victim`` and answers each message with the size of its payload."""
+
+    def __init__(self):
+        self.met, self.ended = queue.Queue(), queue.Queue()
+        self.transport = TcpTransport(timeout_s=PATIENCE_S)
+        self.listener = self.transport.listen("127.0.0.1:0", self._serve)
+
+    def _serve(self, channel):
+        self.met.put(channel.peer)
+        try:
+            admit(channel, me="n2", secret_of={"victim": SECRET}.get)
+            while (incoming := channel.receive(idle_s=PATIENCE_S)) is not None:
+                channel.discard()
+                channel.send(b"%d" % incoming.payload_bytes)
+        except Exception as error:
+            self.ended.put(error)
+            raise
+
+    def still_serves(self):
+        channel = self.transport.connect(self.listener.address)
+        greet(channel, job="victim", me="n1", secret=SECRET, expect="n2")
+        channel.send(b"", [memoryview(bytes(MIB))])
+        assert channel.receive(idle_s=PATIENCE_S).header == b"%d" % MIB
+        channel.close()
+
+    def calm_down(self):
+        """Nobody is served any more, and what ended them is forgotten."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.listener._serving._channels and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.met, self.ended = queue.Queue(), queue.Queue()
+
+    def knock(self):
+        host, _, port = self.listener.address.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def agent():
+    one = Agent()
+    yield one
+    one.listener.close()
+
+
+@pytest.fixture
+def knock(agent):
+    """Connections to the agent: of nobody, of one that was challenged, or of one that has proven who it is."""
+    with contextlib.ExitStack() as stack:
+
+        def connection(stage="stranger"):
+            sock = stack.enter_context(agent.knock())
+            if stage != "stranger":
+                sock.sendall(message(HELLO))
+                challenge = read(sock, Challenge)
+            if stage == "member":
+                sock.sendall(message(Proof(proof(SECRET, "client", msgspec.convert(HELLO, Hello), challenge))))
+                assert read(sock, Welcome) == Welcome()
+            return sock
+
+        yield connection
+    agent.calm_down()
+
+
+def read(sock, kind):
+    magic, version, header, payload = PREFIX.unpack(exactly(sock, PREFIX.size))
+    assert (magic, version, payload) == (MAGIC, VERSION, 0)
+    return msgspec.msgpack.decode(exactly(sock, header), type=kind)
+
+
+def exactly(sock, size):
+    data = b""
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        assert piece
+        data += piece
+    return data
+
+
+def ends(sock):
+    """Whether the other side has closed; a reset is as good: it did not read all of it."""
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(1 << 16):
+            """An answer to what was still a message."""
+    return True
+
+
+def test_the_files_are_what_the_script_writes():
+    assert {path.stem: path.read_bytes() for path in HOSTILE} == {name: case.data for name, case in cases().items()}
+
+
+@pytest.mark.parametrize("file", HOSTILE, ids=lambda path: path.stem)
+def test_hostile_bytes_end_their_own_connection_and_cost_nothing(agent, knock, file):
+    expected = cases()[file.stem]
+    sock = knock(file.stem.partition("-")[0])
+    tracemalloc.start()
+    try:
+        sock.sendall(file.read_bytes())
+        with contextlib.suppress(OSError):  # it may be closed already
+            sock.shutdown(socket.SHUT_WR)
+        if expected.answer == REFUSED:
+            assert read(sock, Challenge if file.stem.startswith("stranger") else Welcome).refused
+        else:
+            assert expected.answer == CLOSED
+        assert ends(sock)
+        error = agent.ended.get(timeout=PATIENCE_S)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MIB
+    finally:
+        tracemalloc.stop()
+    assert type(error).__name__ == expected.error
+    assert len(str(error)) < 3500
+    agent.still_serves()
+    assert agent.ended.empty()
+
+
+def test_a_recorded_conversation_does_not_open_the_door_again(agent, knock):
+    sock = knock("challenged")
+    first = knock()
+    first.sendall(message(HELLO))
+    said = message(Proof(proof(SECRET, "client", msgspec.convert(HELLO, Hello), read(first, Challenge))))
+    first.sendall(said)
+    assert read(first, Welcome) == Welcome()
+    sock.sendall(said)
+    assert read(sock, Welcome).refused
+    assert ends(sock)
+    assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerRefusedError)
+    agent.still_serves()
+
+
+def test_a_server_s_own_proof_sent_back_does_not_open_the_door(agent, knock):
+    sock = knock()
+    sock.sendall(message(HELLO))
+    sock.sendall(message(Proof(read(sock, Challenge).proof)))
+    assert read(sock, Welcome).refused
+    assert ends(sock)
+    assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerRefusedError)
+
+
+def test_a_challenge_passed_on_from_another_connection_is_of_no_use(agent, knock):
+    """The agent is made to prove itself on one connection, to answer its challenge on another."""
+    one, other = knock(), knock()
+    one.sendall(message(HELLO))
+    challenge = read(one, Challenge)
+    other.sendall(message({**HELLO, "nonce": challenge.nonce}))
+    one.sendall(message(Proof(read(other, Challenge).proof)))
+    assert read(one, Welcome).refused
+    assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerRefusedError)
+
+
+def test_an_unknown_job_and_a_wrong_secret_are_answered_alike(knock):
+    answers = []
+    for job in ("victim", "nobody"):
+        sock = knock()
+        sock.sendall(message({**HELLO, "job": job}))
+        challenge = read(sock, Challenge)
+        sock.sendall(message(Proof(bytes(32))))
+        welcome = read(sock, Welcome)
+        assert ends(sock)
+        shape = msgspec.structs.replace(challenge, nonce=bytes(len(challenge.nonce)), proof=bytes(len(challenge.proof)))
+        answers.append((shape, welcome))
+    assert answers[0] == answers[1]
+
+
+def test_who_sends_byte_by_byte_is_given_up(agent, knock, monkeypatch):
+    monkeypatch.setattr(handshake, "WITHIN_S", 0.3)
+    sock = knock()
+    stop = threading.Event()
+
+    def drip():
+        with contextlib.suppress(OSError):
+            sock.sendall(message(b"", announced=4000))
+            while not stop.wait(0.02):
+                sock.sendall(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerUnreachableError)
+    stop.set()
+    thread.join()
+    agent.still_serves()
+
+
+def test_many_who_say_nothing_do_not_keep_others_out(agent, knock, monkeypatch):
+    monkeypatch.setattr(handshake, "WITHIN_S", 1.0)
+    agent.calm_down()
+    crowd = [knock() for _ in range(200)]
+    for number, sock in enumerate(crowd):
+        sock.sendall((b"", MAGIC, message(b"", announced=4000))[number % 3])
+    for _ in crowd:
+        agent.met.get(timeout=PATIENCE_S)
+    monkeypatch.undo()
+    agent.still_serves()
+    for sock in crowd:
+        assert ends(sock)
+    for _ in crowd:
+        assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerUnreachableError)
+
+
+def test_a_member_that_never_reads_does_not_stop_the_others(agent, knock):
+    deaf = knock("member")
+    deaf.settimeout(0.2)
+    with contextlib.suppress(TimeoutError):
+        while True:
+            deaf.sendall(message(b"x") * 1000)
+    agent.still_serves()
+
+
+def test_many_at_once_who_all_misbehave(agent):
+    """Threads throw every file at the agent in their own order; a proper peer works all the time."""
+    threads = [threading.Thread(target=throw_all, args=(agent, step)) for step in (1, 3, 7)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        agent.still_serves()
+    for thread in threads:
+        thread.join()
+    agent.still_serves()
+    agent.calm_down()
+
+
+def throw_all(agent, step):
+    for number in range(len(HOSTILE)):
+        with agent.knock() as sock, contextlib.suppress(ConnectionError):
+            sock.sendall(HOSTILE[number * step % len(HOSTILE)].read_bytes())

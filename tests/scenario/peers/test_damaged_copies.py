@@ -1,0 +1,238 @@
+"""A copy is not what was sealed: in memory, on the wire, in its record. Nobody gets its bytes, and it is mended."""
+
+import threading
+
+import msgspec
+import pytest
+
+from peerstore.errors import UnavailableError
+from peerstore.peers.pulling import Puller, Target, Wish
+from peerstore.records import CHUNK_BYTES
+from tests.support.neighbours import neighbours, until
+from tests.support.stores import MIB, content, flip, key
+
+SIZE = 6 * MIB + 1234
+V1 = key(1)
+
+
+@pytest.fixture
+def nodes():
+    """Three nodes; what n1 wrote has copies on all of them."""
+    with neighbours("n1", "n2", "n3", copies=3) as made:
+        made["n1"].write(V1, SIZE)
+        made.settle(1)
+        assert made.holders(V1) == {"n1", "n2", "n3"}
+        yield made
+
+
+def is_mended(node, count=1):
+    until(lambda: node.team.repaired >= count, f"{node.name} has mended its copy")
+    assert node.is_good(V1)
+    assert node.store.verify(V1) == ()
+
+
+def test_a_flipped_byte_of_a_copy_is_refused_by_the_reader_dropped_reported_and_mended(nodes):
+    flip(nodes["n2"].path(V1), 3 * MIB)
+    _, alone = nodes["n1"].read(V1, sources=["n2"])
+    assert alone.failed.keys() == {V1}
+    assert {node for node, _, _ in alone.refused} == {"n2"}
+    is_mended(nodes["n2"])
+    assert any("changed after it was sealed" in reason for reason in nodes["n2"].damages())
+    assert nodes["n3"].damages() == nodes["n1"].damages() == []
+    # It is the copy it was before: the node that wrote the shard still answers for it.
+    assert nodes["n2"].facts()[V1].holders == nodes["n3"].facts()[V1].holders
+    assert nodes["n2"].facts()[V1].holders[0] == "n1"
+
+
+def test_a_flipped_byte_of_the_original_is_mended_from_a_copy_and_stays_the_original(nodes):
+    flip(nodes["n1"].path(V1), 5 * MIB)
+    _, alone = nodes["n3"].read(V1, sources=["n1"])
+    assert {node for node, _, _ in alone.refused} == {"n1"}
+    is_mended(nodes["n1"])
+    assert nodes["n1"].facts()[V1].holders == ()
+    assert nodes["n1"].team.protecting.standings()[0].mine
+
+
+def test_a_slice_of_a_chunk_is_compared_by_its_holder_before_it_leaves(nodes):
+    """The reader of a slice cannot compare it with the seal itself."""
+    flip(nodes["n2"].path(V1), CHUNK_BYTES + 10)
+    team = nodes["n1"].team
+    (record,) = team.records("n3", V1.group)
+    start = CHUNK_BYTES + 500
+    data = bytearray(100)
+    target = Target(start, start + 100, memoryview(data))
+    alone = Puller(team.tending.peer).pull([Wish(record, [target], ["n2"])])
+    assert {node for node, _, _ in alone.refused} == {"n2"}
+    assert data == bytes(100)
+    both = Puller(team.tending.peer).pull([Wish(record, [target], ["n2", "n3"])])
+    assert both.failed == {}
+    assert data == content(V1, SIZE)[start : start + 100]
+    is_mended(nodes["n2"])
+
+
+def test_the_reader_goes_on_with_the_next_copy(nodes):
+    """Every piece of one copy is bad: whichever of them is asked of it, the other copy has it."""
+    for at in range(0, SIZE, MIB):
+        flip(nodes["n2"].path(V1), at)
+    data, pulled = nodes["n1"].read(V1, sources=["n2", "n3"], streams=1)
+    assert data == content(V1, SIZE)
+    assert pulled.failed == {}
+    assert dict(pulled.bytes_from) == {"n3": SIZE}
+
+
+def test_every_copy_is_damaged_in_the_same_place_and_no_byte_of_it_is_used(nodes):
+    for node in nodes:
+        flip(node.path(V1), 2 * MIB)
+    _, pulled = nodes["n1"].read(V1, sources=["n2", "n3"])
+    assert pulled.failed.keys() == {V1}
+    assert "differs from what was sealed" in str(pulled.failed[V1])
+    until(lambda: not nodes["n2"].holds(V1) and not nodes["n3"].holds(V1), "the damaged copies are dropped")
+
+
+def test_a_bit_that_turns_on_the_wire_is_asked_for_again_and_the_copy_stays(nodes):
+    nodes.network.flip("n2", "n1", payload=0, byte=77)
+    data, pulled = nodes["n1"].read(V1, sources=["n2"], streams=1)
+    assert data == content(V1, SIZE)
+    assert pulled.failed == {}
+    assert pulled.refused == []
+    assert nodes["n2"].is_good(V1)
+    assert nodes["n2"].damages() == []
+
+
+def test_a_way_that_damages_all_it_carries_is_not_asked_for_ever(nodes):
+    for payload in range(8):
+        nodes.network.flip("n2", "n1", payload=payload, byte=77)
+    _, alone = nodes["n1"].read(V1, sources=["n2"], streams=1)
+    assert alone.failed.keys() == {V1}
+    assert {node for node, _, _ in alone.refused} == {"n2"}
+    assert nodes["n2"].is_good(V1)
+    assert nodes["n2"].damages() == []
+
+
+def test_a_connection_that_was_kept_and_ended_meanwhile_is_made_again(nodes):
+    """The other agent was started again since: there is nothing wrong with its copy."""
+    team = nodes["n1"].team
+    (record,) = team.records("n2", V1.group)
+    peer = team.tending.peer("n2")
+    with peer.line(), peer.line(fresh=True):
+        pass
+    for line in peer._idle:
+        line.close()
+    data = bytearray(SIZE)
+    pulled = Puller(lambda _: peer).pull([Wish(record, [Target(0, SIZE, memoryview(data))], ["n2"])])
+    assert pulled.failed == {}
+    assert data == content(V1, SIZE)
+
+
+def test_a_damaged_copy_does_not_end_the_reading_of_others_from_that_node(nodes):
+    """Its holder sees the damage itself, before a slice of it leaves, and has dropped it by the time it is told."""
+    other = key(1, 1)
+    nodes["n2"].write(other, SIZE, parts=2)
+    flip(nodes["n2"].path(V1), 5)
+    team = nodes["n3"].team
+    records = {record.key: record for record in team.records("n2", V1.group)}
+    slice_of, data = bytearray(100), bytearray(SIZE)
+    wishes = [
+        Wish(records[V1], [Target(10, 110, memoryview(slice_of))], ["n2"]),
+        Wish(records[other], [Target(0, SIZE, memoryview(data))], ["n2"]),
+    ]
+    pulled = Puller(team.tending.peer, streams=1).pull(wishes)
+    assert pulled.failed.keys() == {V1}
+    assert data == content(other, SIZE)
+
+
+def test_a_bit_that_turns_while_a_copy_is_made_is_sent_once_more(nodes):
+    for payload in (0, 3):
+        nodes.network.flip("n1", "n2", payload=payload, byte=5)
+    nodes["n1"].write(key(2), SIZE)
+    nodes.settle(2)
+    assert nodes["n2"].neighbourhood.desk.receiving.damaged_chunks == 2
+    assert all(node.holds(key(2)) for node in nodes)
+    assert nodes["n2"].store.verify(key(2)) == ()
+
+
+def test_a_way_that_damages_everything_makes_no_copy_until_it_is_good_again(nodes):
+    for payload in range(64):
+        nodes.network.flip("n1", "n2", payload=payload, byte=5)
+    nodes["n1"].write(key(2), SIZE)
+    trouble = until(lambda: nodes["n1"].team.protecting.trouble(key(2)), "a copy was refused")
+    assert "arrived damaged twice" in trouble
+    assert nodes["n1"].settled == 1
+    assert not nodes["n2"].holds(key(2))
+    assert nodes["n1"].holds(key(2))
+
+
+def lie(node):
+    """From now on the node describes its copy with other checksums."""
+    with node.store._shelf.lock:
+        slot, record = node.store._shelf.sealed(V1)
+        sums = bytes(byte ^ 0x55 for byte in record.checksums)
+        slot.record = msgspec.structs.replace(record, checksums=sums)
+
+
+@pytest.mark.parametrize("liar", ["n2", "n3"])
+def test_one_of_two_holders_describes_the_shard_wrongly_and_the_other_is_believed(liar):
+    """With one voice against another, the bytes decide."""
+    with neighbours("n1", "n2", "n3", "n4", copies=2) as nodes:
+        writer = next(node for node in nodes if liar in node.team.protecting.partners)
+        of = key(1)
+        writer.write(of, SIZE)
+        nodes.settle(1)
+        assert nodes.holders(of) == {writer.name, liar}
+        lie(nodes[liar])
+        reader = next(node for node in nodes if node.name not in (writer.name, liar))
+        data, pulled = reader.read(of)
+        assert pulled.failed == {}
+        assert data == content(of, SIZE)
+        assert set(pulled.bytes_from) == {writer.name}
+        until(nodes[liar].damages, "the wrong record is dropped")
+        until(lambda: nodes[liar].holds(of) and nodes[liar].store.verify(of) == (), "a good copy is there again")
+        assert nodes[liar].is_good(of)
+
+
+def test_the_writer_itself_describes_it_wrongly_and_is_mended_by_its_copies(nodes):
+    lie(nodes["n1"])
+    data, pulled = nodes["n3"].read(V1)
+    assert data == content(V1, SIZE)
+    assert set(pulled.bytes_from) == {"n2"}
+    is_mended(nodes["n1"])
+    assert nodes["n1"].facts()[V1].holders == ()
+
+
+def test_damage_of_one_shard_is_no_reason_to_doubt_another(nodes):
+    nodes["n2"].write(key(1, 1), MIB, parts=2)
+    until(lambda: nodes.holders(key(1, 1)) == {"n1", "n2", "n3"})
+    for node in nodes:
+        flip(node.path(V1), 0)
+    data, pulled = nodes["n3"].read(key(1, 1), sources=["n1", "n2"])
+    assert pulled.failed == {}
+    assert data == content(key(1, 1), MIB)
+
+
+def test_a_copy_that_is_described_wrongly_is_found_when_it_is_offered_again():
+    with neighbours("n1", "n2", copies=2) as nodes:
+        nodes["n1"].write(V1, SIZE)
+        nodes.settle(1)
+        lie(nodes["n2"])
+        nodes.restart("n1")  # and asks who has its copies
+        is_mended(nodes["n2"])
+        assert nodes["n2"].facts()[V1].holders == ("n1", "n2")
+        assert nodes["n1"].is_good(V1)
+
+
+def test_a_copy_is_mended_as_soon_as_somebody_who_has_it_can_be_asked():
+    with neighbours("n1", "n2", copies=2) as nodes:
+        nodes["n1"].write(V1, SIZE)
+        nodes.settle(1)
+        asked = threading.Event()
+
+        def unknown():
+            asked.set()
+            raise UnavailableError("ask again")
+
+        nodes["n1"].team.look = unknown
+        flip(nodes["n2"].path(V1), 0)
+        assert nodes["n2"].store.verify(V1) == (0,)
+        assert asked.wait(60)
+        del nodes["n1"].team.look
+        is_mended(nodes["n2"])

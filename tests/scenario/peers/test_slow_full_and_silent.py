@@ -1,0 +1,120 @@
+"""Partners that are slow, silent or full: the writer goes on, says what is missing, and others take the copy."""
+
+import threading
+
+from peerstore.cluster.placement import place
+from peerstore.peers.messages import Wanted
+from tests.support.neighbours import neighbours, until
+from tests.support.stores import MIB, key
+
+SIZE = 3 * MIB + 17
+
+
+def partner_of(nodes, name):
+    (found,) = place([node.node for node in nodes], copies=2).partners[nodes[name].node.id]
+    return str(found)
+
+
+def third(nodes, *names):
+    (found,) = {node.name for node in nodes} - set(names)
+    return found
+
+
+def test_a_silent_partner_is_replaced_as_soon_as_it_counts_as_dead():
+    """It goes silent after it has accepted the connection: the copy that waits for its answer is not waited for."""
+    with neighbours("n1", "n2", "n3", copies=2) as nodes:
+        n1, silent = nodes["n1"], partner_of(nodes, "n1")
+        n1.write(key(0), SIZE)
+        nodes.settle(0)
+        for other in nodes:
+            if other.name != silent:
+                nodes.network.stall(silent, other.name)
+        n1.write(key(1), SIZE)
+        stand_in = third(nodes, "n1", silent)
+        until(lambda: nodes[stand_in].holds(key(1)), "another node has the copy")
+        nodes.settle(1, "n1", stand_in)
+        n1.write(key(2), SIZE)
+        nodes.settle(2, "n1", stand_in)
+        for other in nodes:
+            if other.name != silent:
+                nodes.network.heal(silent, other.name)
+        until(lambda: all(node.sees("n1", "n2", "n3") for node in nodes), "it is back")
+        n1.write(key(3), SIZE)
+        nodes.settle(3)
+        assert len(nodes.holders(key(3))) >= 2
+
+
+def test_a_slow_partner_delays_copies_and_nothing_else():
+    with neighbours("n1", "n2", copies=2) as nodes:
+        n1 = nodes["n1"]
+        nodes.network.delay("n1", "n2", 0.05)
+        n1.write(key(1), SIZE)
+        n1.write(key(2), SIZE)
+        (waiting,) = [one for one in n1.team.protecting.standings() if one.key == key(2)]
+        assert (waiting.copies, waiting.lacking) in ((1, 1), (2, 0))
+        nodes.settle(2)
+        assert nodes["n2"].is_good(key(2))
+
+
+def test_a_limit_on_copies_holds_up_nobody_who_waits_for_something_else():
+    """While one copy creeps along, this node answers, takes copies and is read from."""
+    with neighbours("n1", "n2", copies=2) as nodes:
+        n1, n2 = nodes["n1"], nodes["n2"]
+        begun, go_on = threading.Event(), threading.Event()
+
+        def creep(_size):
+            begun.set()
+            go_on.wait(60)
+
+        n1.team.pace.take = creep
+        n1.write(key(1, 0), SIZE, parts=2)
+        assert begun.wait(60)
+        n2.write(key(1, 1), SIZE, parts=2)
+        until(lambda: n1.holds(key(1, 1)), "it takes a copy")
+        assert n2.read(key(1, 1), sources=["n1"])[1].failed == {}
+        assert n1.settled == -1
+        go_on.set()
+        nodes.settle(1)
+
+
+def test_a_full_partner_is_replaced_by_a_node_with_room():
+    with neighbours(copies=2) as nodes:
+        names = ("n1", "n2", "n3")
+        full = "n2"
+        for name in names:
+            nodes.add(name, budget="2MiB" if name == full else "256MiB")
+        nodes.meet()
+        writer = next(name for name in names if name != full and partner_of(nodes, name) == full)
+        roomy = third(nodes, writer, full)
+        nodes[writer].write(key(1), SIZE)
+        until(lambda: nodes[roomy].holds(key(1)), "the node with room has it")
+        nodes.settle(1)
+        assert nodes.holders(key(1)) == {writer, roomy}
+        assert nodes[roomy].facts()[key(1)].holders == (writer, roomy)
+
+
+def test_where_everybody_is_full_the_writer_goes_on_with_one_copy_and_says_why():
+    with neighbours(copies=2) as nodes:
+        nodes.add("n1")
+        nodes.add("n2", budget="2MiB")
+        nodes.meet()
+        n1 = nodes["n1"]
+        for version in range(1, 6):
+            n1.write(key(version), SIZE)
+            nodes.settle(version)
+            (standing,) = [one for one in n1.team.protecting.standings() if one.key == key(version)]
+            assert (standing.copies, standing.lacking, standing.short) == (1, 0, 1)
+            assert "does not fit: the arena's budget is 2097152 bytes" in n1.team.protecting.trouble(key(version))
+        assert n1.is_good(key(5))
+        assert nodes.holders(key(5)) == {"n1"}
+
+
+def test_a_partner_that_asks_for_chunks_that_do_not_exist_stops_no_other_copy():
+    with neighbours("n1", "n2", "n3", copies=3) as nodes:
+        n1, liar = nodes["n1"], nodes["n2"].neighbourhood.desk.receiving
+        liar.offer = lambda *_: Wanted("0123456789abcdef", ((0, 1 << 60),))
+        n1.write(key(1), SIZE)
+        until(lambda: nodes["n3"].holds(key(1)), "the honest one has its copy")
+        assert n1.settled == -1
+        assert n1.team.protecting.totals.errors >= 1
+        assert n1.is_good(key(1))

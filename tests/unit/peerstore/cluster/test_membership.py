@@ -1,0 +1,434 @@
+"""One node's view of the others, call by call."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from peerstore.cluster.gossip import Gossip, News, Rumour, Standing
+from peerstore.cluster.members import MembershipSettings
+from peerstore.cluster.membership import Membership
+from peerstore.cluster.nodes import Node, NodeId
+from peerstore.cluster.roster import Roster, roster_of
+from peerstore.errors import RequestError
+from tests.support.gossiping import node, nodes
+
+N1, N2, N3, N4, N5 = (node(f"n{number}") for number in range(1, 6))
+FIVE = roster_of(1, [N1, N2, N3, N4, N5])
+ALIVE, SUSPECT, DEAD = Standing.ALIVE, Standing.SUSPECT, Standing.DEAD
+
+
+def says(*rumours: Rumour, roster: Roster | None = None, fence=(0, "")) -> Gossip:
+    return Gossip(rumours, roster.mark if roster else None, fence)
+
+
+def lives(one: Node, number: int = 1) -> Rumour:
+    return Rumour(one, number, ALIVE)
+
+
+def view(me: Node = N1, roster: Roster | None = FIVE, *, sees=(), number: int = 1, **settings) -> Membership:
+    member = Membership(me, number, MembershipSettings(**settings), seed=1)
+    if roster is not None:
+        member.set_roster(0.0, roster)
+    member.heard(0.0, N2.id, says(*map(lives, sees)))
+    return member
+
+
+def periods(member: Membership, count: int, *, start: float, answers=frozenset()) -> float:
+    """``count`` periods in which only ``answers`` answer. The time after them."""
+    for _ in range(count):
+        for ping in member.tick(start):
+            if ping.node.id in answers:
+                member.answered(start, ping.node.id)
+        start += 1.0
+    return start
+
+
+# -- suspicion and death ----------------------------------------------------------------------------------------------
+
+
+def test_nobody_is_alive_until_somebody_says_so():
+    member = view()
+    assert member.living == (N1,)
+    assert [member.standing(one.id) for one in FIVE.nodes] == [ALIVE, DEAD, DEAD, DEAD, DEAD]
+    member.heard(0.0, N2.id, says(lives(N2), lives(N3)))
+    assert member.living == (N1, N2, N3)
+
+
+def test_suspicion_comes_before_death_and_both_take_their_time():
+    member = view(roster=roster_of(1, [N1, N2]), sees=[N2])
+    seen = []
+    for second in range(12):
+        member.tick(float(second))
+        seen.append(member.standing(N2.id))
+    # Three pings, each given up one period later; then five seconds.
+    assert seen == [ALIVE] * 3 + [SUSPECT] * 5 + [DEAD] * 4
+    assert member.explain() == "sees 1 of 2 nodes: n1; not n2 (dead for 3 s)"
+
+
+def test_a_suspect_still_holds_copies_but_does_not_count_for_a_quorum():
+    member = view(sees=[N2, N3])
+    assert member.quorum
+    member.heard(0.0, N2.id, says(Rumour(N3, 1, SUSPECT)))
+    assert N3 in member.living
+    assert not member.quorum
+    assert "n3 (suspected for 0 s)" in member.explain()
+
+
+def test_pings_that_fail_at_once_count_at_once_and_only_once():
+    member = view(roster=roster_of(1, [N1, N2]), sees=[N2])
+    for second in range(3):
+        (ping,) = member.tick(float(second))
+        assert member.standing(N2.id) is ALIVE
+        for _ in range(3):
+            member.failed(float(second), ping.node.id)
+    assert member.standing(N2.id) is SUSPECT
+
+
+def test_an_answer_however_late_ends_the_count():
+    member = view(roster=roster_of(1, [N1, N2]), sees=[N2])
+    for second in range(20):
+        member.tick(float(second))
+        if second % 2:
+            member.answered(float(second) + 0.5, N2.id)
+    assert member.standing(N2.id) is ALIVE
+
+
+def test_a_suspected_node_raises_its_number_and_that_refutes_it():
+    accused, other = view(N2, number=7), view(N3, sees=[N1])
+    other.heard(0.0, N1.id, says(Rumour(N2, 7, SUSPECT)))
+    accused.heard(0.0, N3.id, other.gossip_for(N2.id))
+    assert accused.number == 8
+    other.heard(0.0, N2.id, accused.gossip_for(N3.id))
+    assert other.standing(N2.id) is ALIVE
+
+
+@pytest.mark.parametrize("standing", [SUSPECT, DEAD])
+def test_a_refuted_rumour_that_comes_late_changes_nothing(standing):
+    member = view(sees=[N2])
+    member.heard(0.0, N2.id, says(lives(N2, 5)))
+    before = member.changes
+    member.heard(0.0, N3.id, says(Rumour(N2, 4, standing)))
+    assert (member.standing(N2.id), member.changes) == (ALIVE, before)
+
+
+def test_whoever_is_pinged_hears_first_what_is_said_about_it():
+    everybody = nodes(200)
+    member = view(everybody[0], roster_of(1, everybody), sees=everybody)
+    accused = everybody[150]
+    member.heard(0.0, N2.id, says(Rumour(accused, 1, DEAD)))
+    for one in everybody[1:100]:
+        member.heard(0.0, N2.id, says(Rumour(one, 2, SUSPECT)))  # newer news that would fill every message
+    assert member.gossip_for(accused.id).rumours[1] == Rumour(accused, 1, DEAD)
+
+
+def test_a_node_that_restarts_wins_over_its_death():
+    member = view(sees=[N2])
+    member.heard(0.0, N3.id, says(Rumour(N2, 1, DEAD)))
+    again = msgspec.structs.replace(N2, address="n2.local:7171")
+    member.heard(1.0, N2.id, says(lives(again, 2)))
+    assert again in member.living
+
+
+def test_a_node_whose_clock_fell_behind_between_two_lives_still_wins():
+    member = view(N2, number=5)
+    other = view(N1, sees=[])
+    other.heard(0.0, N3.id, says(lives(msgspec.structs.replace(N2, address="old:1"), 9)))
+    member.heard(0.0, N1.id, other.gossip_for(N2.id))
+    other.heard(0.0, N2.id, member.gossip_for(N1.id))
+    assert N2 in other.living
+
+
+def test_one_bad_path_is_not_accused_again_and_again():
+    """Others reach n2 and refute for it; this node does not. It learns that the path is bad."""
+    member = view(roster=roster_of(1, [N1, N2, N3]), sees=[N2, N3])
+    accusations, number, now = 0, 1, 0.0
+    for _ in range(300):
+        now = periods(member, 1, start=now, answers={N3.id})
+        if member.standing(N2.id) is SUSPECT:
+            accusations, number = accusations + 1, number + 1
+            member.heard(now, N3.id, says(lives(N2, number)))
+    assert 3 <= accusations <= 10
+    now = periods(member, 1, start=now, answers={N2.id, N3.id})
+    now = periods(member, 5, start=now, answers={N3.id})
+    assert member.standing(N2.id) is SUSPECT  # one answer, and it is as patient as with anybody
+
+
+# -- whom to ping -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 60, 1000])
+def test_a_nodes_pings_do_not_grow_with_the_job(count):
+    everybody = nodes(count)
+    member = view(everybody[0], roster_of(1, everybody), sees=everybody)
+    pinged = set()
+    for second in range(50):
+        pings = member.tick(float(second))
+        assert len(pings) == min(count - 1, 4)
+        assert len({ping.node.id for ping in pings}) == len(pings)
+        for ping in pings:
+            assert len(ping.gossip.rumours) <= member.settings.gossip_max
+            assert len(msgspec.msgpack.encode(ping.gossip)) < 6000
+            pinged.add(ping.node.id)
+            member.answered(float(second), ping.node.id)
+    assert len(pinged) >= min(count - 1, 30)  # the neighbours, and somebody else each time
+
+
+def test_nobody_pings_more_than_seven_however_many_are_suspected():
+    everybody = nodes(100)
+    member = view(everybody[0], roster_of(1, everybody), sees=everybody)
+    member.heard(0.0, N2.id, says(*(Rumour(one, 1, SUSPECT) for one in everybody[1:90])))
+    assert len(member.tick(0.0)) == 7
+
+
+def test_a_dead_node_is_pinged_now_and_then_so_that_partitions_heal():
+    member = view(sees=[N2, N3, N4])
+    pinged = [ping.node.id for second in range(20) for ping in member.tick(float(second))]
+    assert N5.id in pinged
+
+
+# -- quorum -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("me", "roster", "sees", "quorum"),
+    [
+        ("a", "a", "", True),
+        ("a", "ab", "", True),  # exactly half, with the lowest
+        ("b", "ab", "", False),
+        ("b", "ab", "a", True),
+        ("a", "abc", "", False),
+        ("b", "abc", "c", True),
+        ("a", "abcd", "b", True),
+        ("c", "abcd", "d", False),
+        ("b", "abcd", "cd", True),
+        ("a", "abcde", "b", False),
+        ("a", "bcd", "bcd", False),  # not of the job
+        ("a", "ab", "cdefg", True),  # strangers are not counted
+        ("b", "ab", "cdefg", False),
+    ],
+)
+def test_quorum(me, roster, sees, quorum):
+    member = view(node(me), roster_of(1, map(node, roster)), sees=map(node, sees))
+    assert member.quorum is quorum
+    assert member.explain()
+
+
+def test_without_a_roster_there_is_no_quorum_and_nobody_to_ping():
+    member = view(roster=None, sees=[N2])
+    assert (member.quorum, member.living, member.tick(0.0), member.standing(N1.id)) == (False, (), (), None)
+    assert member.explain() == "nobody has said yet which nodes belong to the job"
+
+
+def test_a_quorum_is_explained_in_words():
+    member = view(sees=[N3])
+    member.heard(0.0, N3.id, says(Rumour(N2, 1, DEAD)))
+    member.tick(1.0)
+    assert member.explain() == (
+        "sees 2 of 5 nodes: n1, n3; not n2 (dead for 1 s), n4 (never seen), n5 (never seen); that is no quorum"
+    )
+    many = nodes(100)
+    assert len(view(many[0], roster_of(1, many), sees=many[:50]).explain()) < 400
+
+
+def test_a_node_cut_off_from_a_thousand_knows_it_within_seconds():
+    """It cannot ask them all in that time; a few at random are enough to know that its beliefs are old."""
+    everybody = nodes(1000)
+    member = view(everybody[0], roster_of(1, everybody), sees=everybody)
+    now = periods(member, 20, start=0.0, answers={one.id for one in everybody})
+    assert member.quorum
+    periods(member, 5, start=now)
+    assert len(member.living) == 1000
+    assert not member.quorum
+    assert "it pinged did not answer" in member.explain()
+
+
+# -- clocks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leap_s", [3600.0, -3600.0, 6.0])
+def test_a_clock_that_jumps_declares_nobody_dead(leap_s):
+    member = view(sees=[N2, N3, N4, N5])
+    now = periods(member, 3, start=0.0)  # two of three pings of everybody are missing by now
+    member.heard(now, N2.id, says(Rumour(N5, 1, SUSPECT)))
+    now += leap_s
+    member.tick(now)
+    assert [member.standing(one.id) for one in FIVE.nodes] == [ALIVE, ALIVE, ALIVE, ALIVE, SUSPECT]
+    periods(member, 3, start=now + 1, answers={N2.id, N3.id, N4.id})
+    assert member.standing(N5.id) is SUSPECT  # it has its five seconds again
+    periods(member, 3, start=now + 4, answers={N2.id, N3.id, N4.id})
+    assert [member.standing(one.id) for one in FIVE.nodes] == [ALIVE, ALIVE, ALIVE, ALIVE, DEAD]
+
+
+def test_a_node_that_slept_looks_around_before_it_decides_anything():
+    member = view(sees=[N2, N3, N4, N5])
+    now = periods(member, 3, start=0.0, answers={one.id for one in FIVE.nodes})
+    assert member.quorum
+    now = periods(member, 1, start=now + 3600)
+    assert not member.quorum
+    assert "its clock leapt" in member.explain()
+    awake, asleep = member, view(sees=[N2, N3, N4, N5])
+    periods(awake, 7, start=now, answers={one.id for one in FIVE.nodes})
+    assert awake.quorum
+    periods(asleep, 1, start=0.0)
+    for second in range(10):  # it is cut off: at no time does it believe what it believed an hour ago
+        periods(asleep, 1, start=3600.0 + second)
+        assert not asleep.quorum
+
+
+def test_times_that_are_a_little_out_of_order_are_no_leap():
+    member = view(sees=[N2, N3])
+    member.tick(1.0)
+    member.heard(0.99, N2.id, says(lives(N4)))
+    assert member.quorum
+
+
+# -- rosters and the fence --------------------------------------------------------------------------------------------
+
+
+def test_the_roster_decides_who_belongs_to_the_job():
+    member = view(sees=[N2, N3, N4])
+    assert member.set_roster(1.0, roster_of(2, [N1, N2, N5]))
+    assert (member.living, member.standing(N3.id)) == ((N1, N2), None)
+    member.heard(1.0, N3.id, says(lives(N3, 9), lives(N4, 9)))
+    assert member.living == (N1, N2)
+    assert {ping.node.id for ping in member.tick(2.0)} == {N2.id, N5.id}
+
+
+def test_a_lower_version_never_replaces_a_higher_one():
+    member = view(roster=roster_of(5, [N1, N2]))
+    before = member.changes
+    for version in (0, 4, 5):
+        assert not member.set_roster(1.0, roster_of(version, [N1, N2]))
+    assert not member.set_roster(1.0, roster_of(4, [N1, N2, N3]))
+    assert (member.roster.version, len(member.roster.nodes), member.changes) == (5, 2, before)
+
+
+def test_of_two_rosters_with_one_version_all_choose_the_same():
+    small, one, other = roster_of(3, [N1, N2]), roster_of(3, [N1, N2, N3]), roster_of(3, [N1, N2, N4])
+    chosen = max(one.mark, other.mark)
+    for order in ([small, one, other], [other, one, small], [one, small, other]):
+        member = view(roster=None)
+        for roster in order:
+            member.set_roster(0.0, roster)
+        assert member.roster.mark == chosen
+
+
+def test_whoever_hears_of_a_newer_roster_asks_for_it_and_decides_nothing_until_then():
+    member, newer = view(sees=[N2, N3]), roster_of(2, [N1, N2, N3])
+    member.heard(1.0, N3.id, says(lives(N3), roster=newer))
+    assert (member.wanted, member.quorum) == (N3.id, False)
+    assert "n3 has roster 2, this is 1" in member.explain()
+    member.set_roster(1.0, newer)
+    assert (member.wanted, member.quorum) == (None, True)
+
+
+def test_a_newer_roster_that_nobody_can_show_is_given_up():
+    member = view(sees=[N2, N3])
+    member.heard(1.0, N3.id, says(roster=roster_of(2, [N1, N2, N3])))
+    periods(member, 7, start=1.0, answers={N2.id, N3.id})
+    assert (member.wanted, member.quorum) == (None, True)
+
+
+def test_a_higher_version_of_the_same_nodes_is_simply_taken():
+    member = view(sees=[N2, N3])
+    member.heard(1.0, N3.id, says(roster=roster_of(9, FIVE.nodes)))
+    assert (member.wanted, member.roster.version) == (None, 9)
+
+
+def test_what_the_node_does_not_say_of_itself_the_roster_says():
+    listed = Node(NodeId("n2"), "10.0.0.2:7070", (("rack", "r2"),), 5)
+    member = view(roster=roster_of(1, [N1, listed]))
+    member.heard(0.0, N2.id, says(lives(Node(NodeId("n2"), "", (), 0))))
+    assert member.living[1] == listed
+    member.heard(0.0, N2.id, says(lives(N2, 2)))
+    assert member.living[1] == Node(NodeId("n2"), N2.address, (("rack", "r2"),), N2.memory_bytes)
+
+
+def test_the_fence_only_rises():
+    member = view()
+    assert member.advance_fence((3, "b"))
+    member.heard(0.0, N2.id, says(fence=(3, "a")))
+    member.heard(0.0, N2.id, says(fence=(2, "z")))
+    assert member.fence == (3, "b")
+    assert not member.advance_fence((3, "b"))
+    member.heard(0.0, NodeId("stranger"), says(fence=(3, "c")))
+    assert member.gossip_for(N2.id).fence == (3, "c")
+
+
+def test_every_change_is_counted_and_nothing_else():
+    member = view()
+    for happens, counts in [
+        (lambda: member.heard(0.0, N2.id, says(lives(N2))), True),
+        (lambda: member.heard(0.0, N2.id, says(lives(N2))), False),
+        (lambda: member.heard(0.0, N2.id, says(lives(N2, 2))), False),  # refuted something we never heard
+        (lambda: member.heard(0.0, N2.id, says(Rumour(N2, 2, SUSPECT))), True),
+        (lambda: member.advance_fence((1, "a")), True),
+        (lambda: member.set_roster(0.0, roster_of(2, [N1, N2])), True),
+    ]:
+        before = member.changes
+        happens()
+        assert (member.changes > before) is counts
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_and_least_told_goes_first_and_everything_has_its_turn():
+    names = [NodeId(f"n{number}") for number in range(10)]
+    news = News(names)
+    for name in names[:4]:
+        news.add(name)
+    assert news.pick(3, leave_out=()) == [names[3], names[2], names[1]]
+    news.add(names[9])
+    assert news.pick(2, leave_out=()) == [names[9], names[0]]
+    assert names[9] not in news.pick(10, leave_out=(names[9],))
+    told = [name for _ in range(200) for name in news.pick(1, leave_out=())]
+    assert set(told[-10:]) == set(names)  # what changed was told often enough; now everybody in turn
+    assert sorted(news.pick(50, leave_out=())) == names
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [[], None, [-1, ""]],
+        [[], None, [1 << 63, ""]],
+        [[[{"id": "n1", "address": "a"}, -1, "alive"]], None, [0, ""]],
+        [[[{"id": "n1", "address": "a"}, 1 << 62, "alive"]], None, [0, ""]],
+        [[[{"id": "n1"}, 1, "alive"]], None, [0, ""]],
+        [[[{"id": "n1", "address": "a"}, 1, "undead"]], None, [0, ""]],
+    ],
+)
+def test_gossip_that_could_not_be_is_refused(bad):
+    fine = [[[{"id": "n1", "address": "a"}, 1, "alive"]], [1, 1, "d"], [0, ""]]
+    msgspec.msgpack.decode(msgspec.msgpack.encode(fine), type=Gossip)
+    with pytest.raises(msgspec.DecodeError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(bad), type=Gossip)
+
+
+def test_a_roster_from_a_peer_is_checked_like_any_other():
+    def decode(*listed):
+        return msgspec.msgpack.decode(msgspec.msgpack.encode({"version": 1, "nodes": listed}), type=Roster)
+
+    one, two = {"id": "n1", "address": "a:1"}, {"id": "n2", "address": "a:2"}
+    assert decode(one, two).nodes[1].id == "n2"
+    for listed in [(), (two, one), (one, one), ({"id": "../x", "address": ""},)]:
+        with pytest.raises((RequestError, msgspec.DecodeError)):
+            decode(*listed)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"heartbeat_s": 0},
+        {"heartbeat_s": float("nan")},
+        {"ping_timeout_s": -1},
+        {"dead_after_s": float("inf")},
+        {"suspect_after": 0},
+        {"neighbours": 0},
+        {"gossip_max": 3},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(setting):
+    with pytest.raises(RequestError, match=next(iter(setting))):
+        MembershipSettings(**setting)

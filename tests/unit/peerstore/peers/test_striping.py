@@ -1,0 +1,202 @@
+"""Which parities are made, and which lost shards are made again, as tables."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from peerstore import checksum
+from peerstore.cluster.nodes import NodeId
+from peerstore.cluster.parity import Stripe
+from peerstore.errors import RequestError
+from peerstore.peers.messages import ParityFact
+from peerstore.peers.striping import (
+    awaited,
+    kept_parity,
+    lost_shards,
+    numbered,
+    parity_key,
+    rebuildable,
+    rows_with,
+    sealed_parity,
+    stripes_due,
+    superseded,
+)
+from peerstore.records import Group, ShardFact, ShardKey
+from tests.support.parities import shard_record
+
+MEMBERS = ("n0", "n16", "n8")
+
+
+def fact(part, sealed_ns, version=1):
+    return ShardFact(ShardKey("job", version, 1, "a", 0, part), 8, 1, b"", sealed_ns, False)
+
+
+def stripe(members=MEMBERS, number=0, version=3, **parts):
+    """``n8=3``: node n8 has part 3 in it, of which each is as many bytes as ten and its number."""
+    shards = {
+        member: shard_record(parts[member], bytes([parts[member]]) * (10 + parts[member]), version=version)
+        for member in members
+        if member in parts
+    }
+    return Stripe(number, tuple(map(NodeId, members)), tuple(shards.get(member) for member in members))
+
+
+def kept(keeper, members=MEMBERS, number=0, version=3, **parts):
+    """A parity as ``keeper`` has it sealed."""
+    made = stripe(members, number, version, **parts)
+    size = made.parity(NodeId(keeper)).size_bytes
+    sums = checksum.checksums(memoryview(bytes(size)), chunk_bytes=4)
+    return kept_parity(sealed_parity(made, NodeId(keeper), sums, 1))
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_shards_are_numbered_as_they_were_sealed_each_version_for_itself():
+    facts = [fact(0, 20), fact(1, 10), fact(0, 5, version=2)]
+    assert {key.part: n for key, n in numbered(facts, {}).items() if key.version == 1} == {1: 0, 0: 1}
+    assert numbered(facts, {})[facts[2].key] == 0
+
+
+def test_a_number_stays_whatever_comes_and_goes():
+    first, gone, late = fact(5, 10), fact(6, 20), fact(1, 1)
+    known = numbered([first, gone], {})
+    assert numbered([first, late], known) == {first.key: 0, late.key: 2}
+
+
+# -- what is to be made -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told", "done", "complete", "due"),
+    [
+        ({"n16": {0: 1}, "n8": {0: 2}}, [], False, {0: {"n16": 1, "n8": 2}}),
+        ({"n16": {0: 1}}, [], False, {}),
+        ({"n16": {0: 1}}, [], True, {0: {"n16": 1}}),
+        ({"n16": {0: 1}, "n8": {0: 2}}, [{"n16": 1, "n8": 2}], True, {}),
+        ({"n16": {0: 1}, "n8": {0: 2}}, [{"n16": 1}], True, {0: {"n16": 1, "n8": 2}}),
+        ({"n16": {0: 1, 1: 3}, "n8": {0: 2}}, [], False, {0: {"n16": 1, "n8": 2}}),
+        ({"n16": {0: 1, 1: 3}, "n8": {0: 2}}, [], True, {0: {"n16": 1, "n8": 2}, 1: {"n16": 3}}),
+        ({"n16": {0: 1}, "n8": {0: 1}}, [], False, {0: {"n16": 1}}),
+        ({"n16": {0: 1}, "n8": {}}, [{"n16": 1, "n8": 2}], True, {}),
+        ({"n0": {0: 0}}, [], True, {}),
+        ({}, [], True, {}),
+    ],
+    ids=[
+        "everybody has told",
+        "one has not told yet",
+        "nobody will tell more",
+        "it is there",
+        "one was late",
+        "the second stripe waits",
+        "the second stripe has one shard",
+        "two have the same shard",
+        "one has lost what is in the parity: it stays",
+        "its own shard is not its business",
+        "nobody has anything",
+    ],
+)
+def test_stripes_due(told, done, complete, due):
+    assert stripes_due("n0", MEMBERS, told, done, complete=complete) == due
+
+
+def test_a_parity_goes_when_another_one_has_everything_that_is_in_it():
+    early, late = kept("n0", n16=1), kept("n0", n16=1, n8=2)
+    other_group = kept("n0", members=("n0", "n16"), n16=1)
+    assert superseded([early, late, other_group]) == [early.key]
+    assert superseded([late, other_group]) == []
+
+
+# -- how it is kept ---------------------------------------------------------------------------------------------------
+
+
+def test_a_parity_is_found_under_what_it_is_made_of():
+    one = stripe(n16=1, n8=2)
+    assert parity_key(one, NodeId("n0")) == parity_key(stripe(n16=1, n8=2), NodeId("n0"))
+    keys = [
+        parity_key(one, NodeId("n0")),
+        parity_key(stripe(n16=1), NodeId("n0")),
+        parity_key(stripe(n16=1, n8=2, number=1), NodeId("n0")),
+        parity_key(stripe(n16=1, n0=2), NodeId("n8")),
+    ]
+    assert len(set(keys)) == 4
+    assert all(key.kind and key.seat < 0 for key in keys)
+
+
+def test_a_record_that_is_not_what_it_says_is_refused():
+    record = sealed_parity(stripe(n16=1), NodeId("n0"), checksum.checksums(memoryview(bytes(4)), chunk_bytes=4) * 2, 1)
+    assert kept_parity(record).parity.keeper == "n0"
+    for change in (
+        {"key": msgspec.structs.replace(record.key, kind="parity.0000000000000000")},
+        {"checksums": record.checksums[8:]},
+        {"meta": b"\x80"},
+        {"size_bytes": record.size_bytes + 1},
+    ):
+        with pytest.raises(RequestError):
+            kept_parity(msgspec.structs.replace(record, **change))
+
+
+def test_old_keys_are_read_and_written_as_before():
+    old = {"job": "job", "version": 1, "epoch": 1, "incarnation": "a", "attempt": 0, "part": 0}
+    key = msgspec.convert(old, ShardKey)
+    assert (key.kind, key.seat) == ("", 0)
+    assert msgspec.to_builtins(key) == old
+
+
+# -- what was lost ----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_living_member_makes_lost_shards_again():
+    mine = kept("n0", n16=1, n8=2)
+    there = mine.shards[NodeId("n8")].key
+    assert [shard.key.part for shard, _ in lost_shards([mine], me="n0", living={"n0", "n16"}, here=set())] == [2]
+    assert lost_shards([mine], me="n0", living={"n0", "n16"}, here={there}) == []
+    assert lost_shards([mine], me="n0", living={"n0", "n16", "n8"}, here=set()) == []
+    second = kept("n16", n0=0, n8=2)
+    assert lost_shards([second], me="n16", living={"n0", "n16"}, here=set()) == []
+    assert [s.key.part for s, _ in lost_shards([second], me="n16", living={"n16", "n8"}, here=set())] == [0]
+
+
+def test_only_whole_sets_of_parities_give_a_shard_back():
+    first, third = kept("n0", n16=1, n8=2), kept("n8", n0=0, n16=1)
+    lost = first.shards[NodeId("n16")].key
+    parities = [first.parity, third.parity]
+    assert [(member, len(row)) for member, row in rows_with(lost, parities)] == [("n16", 2)]
+    assert rows_with(lost, parities[:1]) == []
+    other = kept("n8", members=("n0", "n16", "n24", "n8"), n0=0, n16=1)
+    assert rows_with(lost, [first.parity, other.parity]) == []
+    fuller = kept("n8", n0=0, n16=1)
+    emptier = kept("n8", n16=1)
+    ((_, row),) = rows_with(lost, [first.parity, fuller.parity, emptier.parity])
+    assert fuller.parity in row
+    assert emptier.parity not in row
+
+
+G1, G2, G3 = (Group(1, version, 0, "a") for version in (1, 2, 3))
+
+
+def facts_of(group, *keepers, parts):
+    return [
+        ParityFact(group, 0, MEMBERS, keeper, {m: p for m, p in parts.items() if m != keeper}) for keeper in keepers
+    ]
+
+
+def test_what_parities_give_back():
+    parts = {"n0": 0, "n16": 1, "n8": 2}
+    found = facts_of(G1, "n0", "n8", parts=parts)
+    assert rebuildable(found, {G1: {0, 2}}) == {G1: {1}}
+    assert rebuildable(found[:1], {G1: {0, 2}}) == {}
+    assert rebuildable(found, {G1: {0}}) == {}
+    assert rebuildable(found, {G1: {0, 1, 2}}) == {}
+
+
+def test_only_a_version_newer_than_the_newest_whole_one_is_waited_for():
+    parts = {"n0": 0, "n16": 1, "n8": 2}
+    found = [one for group in (G1, G2, G3) for one in facts_of(group, "n0", "n8", parts=parts)]
+    in_all = dict.fromkeys((G1, G2, G3), 3)
+    assert awaited({G1: {0, 2}, G2: {0, 2}}, in_all, found) == {G1: {1}, G2: {1}}
+    assert awaited({G1: {0, 2}, G2: {0, 1, 2}}, in_all, found) == {}
+    assert awaited({G2: {0, 1, 2}, G3: {0, 2}}, in_all, found) == {G3: {1}}
+    assert awaited({G2: {0, 1, 2}, G3: {2}}, in_all, found) == {}
+    assert awaited({}, {}, []) == {}

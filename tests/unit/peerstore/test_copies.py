@@ -1,0 +1,146 @@
+import pytest
+
+from peerstore.checksum import checksums
+from peerstore.errors import ArenaBusyError, FencedError
+from peerstore.records import CHUNK_BYTES, Base, ShardKey, ShardRecord
+from peerstore.testing import memory_store
+
+DATA = memoryview(bytes(100))
+
+
+def record(version, epoch=1, incarnation="a", part=0, parts=2):
+    key = ShardKey("job", version, epoch, incarnation, 0, part)
+    return ShardRecord(key, parts, len(DATA), CHUNK_BYTES, checksums(DATA), b"", 0)
+
+
+def test_a_whole_version_of_a_past_incarnation_still_gets_its_copies():
+    with memory_store() as store:
+        store.claim("job", "b", at_least=1)
+        lease = store.begin_copy(record(3), whole=True)
+        store.seal_copy(lease.id, record(3), ("n1", "n2"))
+        assert [fact.key for fact in store.inventory("job")] == [record(3).key]
+
+
+def test_what_a_past_incarnation_left_unfinished_gets_none():
+    with memory_store() as store:
+        store.claim("job", "b", at_least=1)
+        with pytest.raises(FencedError, match="not whole"):
+            store.begin_copy(record(3), whole=False)
+
+
+def seal_own(store, version, epoch=1, incarnation="a", part=0):
+    key = ShardKey("job", version, epoch, incarnation, 0, part)
+    lease = store.lease(key, len(DATA), 2)
+    return store.seal(lease.id, len(DATA))
+
+
+def take_in(store, wanted, holders=("n1", "n2")):
+    lease = store.begin_copy(wanted, whole=True)
+    store.seal_copy(lease.id, wanted, holders)
+
+
+def test_a_damaged_part_of_the_settled_version_gets_its_slot_back():
+    """All slots of the part hold versions, none of which may go while the settled one is damaged: but for itself."""
+    with memory_store() as store:
+        store.copies.guard("job", guarded=True)
+        records = [seal_own(store, version) for version in (0, 1, 2)]
+        store.copies.settle("job", records[1].key.group)
+        store.report(records[1].key, "a flipped bit")
+        seal_own(store, 3)  # takes the slot that came free
+        with pytest.raises(ArenaBusyError):
+            seal_own(store, 4)
+        take_in(store, records[1])
+        assert {fact.key.version for fact in store.inventory("job")} == {1, 2, 3}
+        store.copies.settle("job", records[2].key.group)
+        seal_own(store, 4)
+
+
+def test_what_was_mended_is_not_damaged_any_more():
+    with memory_store() as store:
+        store.copies.guard("job", guarded=True)
+        records = [seal_own(store, version) for version in (0, 1, 2)]
+        store.copies.settle("job", records[2].key.group)
+        store.report(records[2].key, "a flipped bit")
+        take_in(store, records[2])
+        seal_own(store, 3)
+        seal_own(store, 4)
+
+
+def test_versions_after_the_one_the_job_went_back_to_do_not_lock_it_out():
+    """They were whole once, as somebody said, and are not any more: nobody will ever settle them."""
+    with memory_store() as store:
+        store.copies.guard("job", guarded=True)
+        records = [seal_own(store, version) for version in (0, 1, 2)]
+        for one in records:
+            store.mark_whole("job", one.key.group)
+        store.copies.settle("job", records[0].key.group)
+        store.copies.go_back("job", records[0].key.group)
+        seal_own(store, 1, epoch=2, incarnation="b")
+        seal_own(store, 2, epoch=2, incarnation="b")
+        assert records[0].key in {fact.key for fact in store.inventory("job")}
+
+
+def test_between_what_is_settled_and_what_the_job_went_on_from_nothing_is_kept_for_good():
+    with memory_store() as store:
+        store.copies.guard("job", guarded=True)
+        records = [seal_own(store, version) for version in (0, 1, 2)]
+        for one in records:
+            store.mark_whole("job", one.key.group)
+        store.copies.settle("job", records[0].key.group)
+        store.copies.go_back("job", records[2].key.group)
+        seal_own(store, 3, epoch=2, incarnation="b")
+        assert {fact.key.version for fact in store.inventory("job")} == {0, 2, 3}
+
+
+def test_who_has_not_heard_that_the_job_went_back_does_not_make_others_give_up_what_it_went_back_to():
+    with memory_store() as store:
+        store.copies.guard("job", guarded=True)
+        records = [seal_own(store, version) for version in (0, 1)]
+        store.copies.settle("job", records[1].key.group)
+        store.copies.go_back("job", records[0].key.group)
+        seal_own(store, 1, epoch=2, incarnation="b")
+        store.copies.settle("job", records[1].key.group)  # by a ping from a node that was away
+        assert store.copies.settled("job") == records[0].key.group
+        assert store.copies.base("job") == Base(2, "b", 0, records[0].key.group)
+
+
+def test_a_node_without_processes_keeps_what_the_others_went_on_from():
+    with memory_store() as store:
+        store.copies.guard("job", guarded=True)
+        take_in(store, record(3))
+        take_in(store, record(4))
+        store.copies.learn("job", Base(2, "b", 0, record(3).key.group))
+        for version in (4, 5):
+            take_in(store, record(version, epoch=2, incarnation="b"))
+        assert record(3).key in {fact.key for fact in store.inventory("job")}
+        with pytest.raises(FencedError, match="does not need"):
+            store.begin_copy(record(4), whole=True)
+        with pytest.raises(ArenaBusyError):
+            store.begin_copy(record(6, epoch=2, incarnation="b"), whole=False)
+
+
+def test_of_what_is_said_of_the_past_the_latest_counts():
+    with memory_store() as store:
+        store.copies.guard("job", guarded=True)
+        store.claim("job", "a")
+        versions = [record(version).key.group for version in range(4)]
+        store.copies.go_back("job", versions[3])
+        again = Base(1, "a", 1, versions[3])
+        store.copies.go_back("job", versions[3])  # the next rank of this node
+        assert store.copies.base("job") == again
+        store.copies.go_back("job", versions[1])  # that one was not to be read after all
+        assert store.copies.base("job") == Base(1, "a", 2, versions[1])
+        store.copies.learn("job", again)
+        assert store.copies.base("job") == Base(1, "a", 2, versions[1])
+        store.claim("job", "b")
+        assert store.copies.base("job") == Base(2, "b", 0, versions[1])
+        store.copies.learn("job", Base(1, "a", 7, versions[2]))  # a side that was cut off tried on its own
+        assert store.copies.base("job") == Base(2, "b", 0, versions[1])
+
+
+@pytest.mark.parametrize(("me", "gives_way"), [("n1", False), ("n3", True)])
+def test_of_two_that_answer_for_one_shard_one_goes_on_doing_so(me, gives_way):
+    with memory_store() as store:
+        own = seal_own(store, 0)
+        store.copies.offered(own.key, ("n2", me), me=me)
+        assert store.copies.facts("job")[0].holders == (("n2", me) if gives_way else ())

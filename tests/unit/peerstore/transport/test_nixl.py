@@ -1,0 +1,235 @@
+"""What is NIXL's own: who may be offered something, whose buffer it is, and pieces that are not what was offered."""
+
+import contextlib
+import time
+
+import msgspec
+import pytest
+
+from peerstore.errors import PeerUnreachableError, ProtocolError, RequestError
+from peerstore.transport import offering, registered
+from peerstore.transport.handshake import admit, greet
+from peerstore.transport.memory import MemoryNetwork
+from peerstore.transport.nixl import NixlTransport
+from peerstore.transport.pieces import Offer, Piece
+from peerstore.transport.registered import Registered
+from tests.support.wires import PATIENCE_S, Wire, nixl_wire, without_nixl
+
+if without_nixl():
+    pytest.skip(without_nixl(), allow_module_level=True)
+
+MIB = 1 << 20
+SECRET = b"the secret of the job"
+encode = msgspec.msgpack.encode
+
+
+def test_a_backend_that_is_not_there_is_said():
+    with pytest.raises(RequestError, match=r"NIXL cannot use 'NOSUCH' here .* it comes with .*UCX"):
+        NixlTransport(backend="NOSUCH")
+
+
+@pytest.fixture
+def line():
+    with nixl_wire(PATIENCE_S) as made, contextlib.closing(made):
+        yield made
+
+
+@pytest.fixture
+def memory():
+    """The buffers of one node, next to which there is nobody."""
+    made = Registered("UCX", {}, buffer_bytes=MIB, buffers=3, timeout_s=PATIENCE_S)
+    yield made
+    made.close()
+
+
+def free(memory):
+    with memory._lock:
+        memory._collect()
+        return len(memory._free)
+
+
+def take_all(channel):
+    incoming = channel.receive(idle_s=PATIENCE_S)
+    payload = bytearray(incoming.payload_bytes)
+    channel.receive_into([memoryview(payload)])
+    return bytes(payload)
+
+
+def test_large_payloads_do_not_pass_through_the_carrier(line):
+    near, far = line.meet()
+    carried = []
+    real = near._carrier.send
+    near._carrier.send = lambda header, payload=(): carried.append(sum(map(len, payload))) or real(header, payload)
+    data = bytes(range(256)) * (5 * MIB // 256) + b"the rest"
+    sent = line.aside(near.send, b"", [memoryview(data)])
+    assert take_all(far) == data
+    sent.result(PATIENCE_S)
+    assert sum(carried) == 0
+    near.send(b"", [memoryview(b"small")])
+    assert take_all(far) == b"small"
+    assert sum(carried) == 5
+
+
+def test_buffers_come_back_once_they_were_read(line):
+    near, far = line.meet()
+    for _ in range(3):
+        sent = line.aside(near.send, b"", [memoryview(bytes(20 * MIB))])
+        take_all(far)
+        sent.result(PATIENCE_S)
+        sent = line.aside(near.send, b"", [memoryview(bytes(20 * MIB))])
+        far.receive(idle_s=PATIENCE_S)
+        far.discard()
+        sent.result(PATIENCE_S)
+    assert (free_in_the_end(line.here._memory), free_in_the_end(line.there._memory)) == (6, 8)
+
+
+def free_in_the_end(memory):
+    """Word of a read arrives a little after its bytes."""
+    while (count := free(memory)) not in (6, 8):
+        time.sleep(0.001)
+    return count
+
+
+def test_what_was_sent_can_be_read_after_its_sender_has_closed(line):
+    near, far = line.meet()
+    data = bytes(range(256)) * (3 * MIB // 256)
+    near.send(b"", [memoryview(data)])
+    near.close()
+    assert take_all(far) == data
+    assert far.receive(idle_s=PATIENCE_S) is None
+
+
+def test_buffers_that_nobody_will_read_are_used_again_but_not_at_once(line, monkeypatch):
+    near, far = line.meet()
+    near.send(b"", [memoryview(bytes(3 * MIB))])
+    far.close()
+    near.close()
+    memory = line.here._memory
+    assert free(memory) == 3
+    now = registered.time.monotonic()
+    monkeypatch.setattr(registered.time, "monotonic", lambda: now + 2 * PATIENCE_S - 5)
+    assert free(memory) == 3
+    monkeypatch.setattr(registered.time, "monotonic", lambda: now + 2 * PATIENCE_S + 5)
+    assert free(memory) == 6
+
+
+def test_strangers_may_offer_nothing(line):
+    near, far = line.meet()
+    server = line.aside(admit, far, me="n2", secret_of={"job": SECRET}.get)
+    near.send(b"", [memoryview(bytes(MIB))])
+    with pytest.raises(ProtocolError, match="the limit is"):
+        server.result(PATIENCE_S)
+
+
+def test_peers_that_know_each_other_may(line):
+    near, far = line.meet()
+    server = line.aside(admit, far, me="n2", secret_of={"job": SECRET}.get)
+    greet(near, job="job", me="n1", secret=SECRET)
+    server.result(PATIENCE_S)
+    sent = line.aside(near.send, b"", [memoryview(b"x" * MIB)])
+    assert take_all(far) == b"x" * MIB
+    sent.result(PATIENCE_S)
+
+
+def envelope(kind, body=b"", header_bytes=0):
+    return offering._ENVELOPE.pack(kind, header_bytes) + body
+
+
+@pytest.fixture
+def raw(memory):
+    """A carrier's end in a test's hands, and the channel at the other."""
+    network = MemoryNetwork()
+    line = Wire(network.transport("n1"), NixlTransport.__new__(NixlTransport), "n2:0")
+    line.there._carrier, line.there._memory, line.there._least_bytes = network.transport("n2"), memory, 1000
+    yield line.meet()
+    line.close()
+
+
+@pytest.mark.parametrize(
+    ("header", "payload", "match"),
+    [
+        (b"", b"", "without an envelope"),
+        (b"\0\0\0\0", b"", "without an envelope"),
+        (envelope(4), b"", "of kind 4"),
+        (envelope(2, encode(Piece(1, 1, 1))), b"", "did not offer"),
+        (envelope(1, b"\xc1"), b"", "not a Offer"),
+        (envelope(1, encode(Offer(0, b""))), b"", "payload of 0 bytes"),
+        (envelope(1, encode(Offer((1 << 30) + 1, b""))), b"", "the limit is 1073741824"),
+        (envelope(1, encode(Offer(-1, b""))), b"", "payload of -1 bytes"),
+        (envelope(1, encode(Offer(5, b""))), b"extra", "where none belong"),
+        (envelope(0, b"", 0xFFFFFFFF), b"", "header of 4294967295 bytes"),
+        (envelope(0, b"", 1), b"", "cut short"),
+    ],
+)
+def test_messages_that_make_no_sense_end_the_channel(raw, header, payload, match):
+    near, far = raw
+    near.send(header, [memoryview(payload)])
+    with pytest.raises(ProtocolError, match=match):
+        far.receive(idle_s=PATIENCE_S)
+    with pytest.raises(PeerUnreachableError, match="over"):
+        far.receive()
+
+
+@pytest.mark.parametrize("introduction", [b"x", b"nixl" * 100, bytes(500)])
+def test_an_introduction_that_is_none_ends_the_channel(raw, introduction):
+    near, far = raw
+    near.send(envelope(1, encode(Offer(5000, introduction))))
+    with pytest.raises(PeerUnreachableError, match="does not know how to reach it"):
+        far.receive(idle_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("piece", "error", "match"),
+    [
+        (envelope(0), ProtocolError, "something else"),
+        (envelope(2, encode(Piece(4096, 0, 1))), ProtocolError, "something else"),
+        (envelope(2, encode(Piece(4096, 5001, 1))), ProtocolError, "something else"),
+        (envelope(2, encode(Piece(4096, 5000, 1))), PeerUnreachableError, "NIXL could not read"),
+        (envelope(2, encode(["x", 1, 1])), ProtocolError, "not a Piece"),
+    ],
+    ids=["message", "empty", "too-much", "elsewhere", "text"],
+)
+def test_pieces_that_were_not_offered_end_the_channel_and_cost_no_buffer(raw, memory, piece, error, match):
+    other = Registered("UCX", {}, buffer_bytes=MIB, buffers=1, timeout_s=PATIENCE_S)
+    near, far = raw
+    near.send(envelope(1, encode(Offer(5000, other.introduction))))
+    assert far.receive(idle_s=PATIENCE_S).payload_bytes == 5000
+    near.send(piece)
+    target = bytearray(5000)
+    with pytest.raises(error, match=match):
+        far.receive_into([memoryview(target)])
+    assert target == bytes(5000)
+    assert free(memory) == 3
+    other.close()
+
+
+def test_a_reader_with_smaller_buffers_reads_in_steps(raw, memory):
+    other = Registered("UCX", {}, buffer_bytes=4 * MIB, buffers=1, timeout_s=PATIENCE_S)
+    near, far = raw
+    data = bytes(range(256)) * (3 * MIB // 256) + b"end"
+    buffer = other.take(lambda: None)
+    buffer.view[: len(data)] = data
+    ticket = other.lend(buffer)
+    near.send(envelope(1, b"head" + encode(Offer(len(data), other.introduction)), 4))
+    near.send(envelope(2, encode(Piece(buffer.address, len(data), ticket))))
+    assert far.receive(idle_s=PATIENCE_S).header == b"head"
+    target = bytearray(len(data))
+    far.receive_into([memoryview(target)])
+    assert target == data
+    while other.still_lent([ticket]):
+        time.sleep(0.001)
+    other.close()
+
+
+def test_a_buffer_is_waited_for_until_it_makes_no_sense_any_more(memory):
+    for _ in range(3):
+        memory.take(lambda: None)
+    asked = []
+
+    def check():
+        asked.append(None)
+        if len(asked) == 3:
+            raise PeerUnreachableError("closed")
+
+    with pytest.raises(PeerUnreachableError, match="closed"):
+        memory.take(check)

@@ -1,0 +1,61 @@
+"""How a list of views is worked off."""
+
+import array
+
+import pytest
+
+from peerstore.transport.views import MAX_VIEWS, Cursor
+
+
+def worked_off(views, most_bytes, step):
+    """What comes by, when each time at most ``step`` bytes of a window are transferred."""
+    seen = b""
+    with Cursor(views) as cursor:
+        while cursor.left:
+            window = cursor.window(most_bytes)
+            assert 0 < sum(view.nbytes for view in window) <= most_bytes
+            assert len(window) <= MAX_VIEWS
+            assert all(view.nbytes for view in window)
+            part = b"".join(window)[:step]
+            cursor.advance(len(part))
+            seen += part
+    return seen
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 100, 5000])
+@pytest.mark.parametrize("most_bytes", [1, 3, 64, 10_000])
+def test_every_byte_comes_by_once_and_in_order(most_bytes, step):
+    sizes = [0, 1, 1, 5, 0, 64, 200, 3, 0]
+    data = bytes(range(251)) + bytes(23)
+    views, at = [], 0
+    for size in sizes:
+        views.append(memoryview(data)[at : at + size])
+        at += size
+    assert worked_off(views, most_bytes, step) == data[:at]
+
+
+def test_no_more_views_at_a_time_than_the_kernel_takes():
+    data = bytes(range(256)) * 20
+    assert worked_off([memoryview(data)[at : at + 1] for at in range(len(data))], 1 << 20, 1 << 20) == data
+
+
+def test_what_it_made_is_let_go_with_the_next_window_and_at_the_end():
+    target = array.array("d", bytes(800))
+    with memoryview(target) as view:
+        with Cursor([view]) as cursor:
+            (first,) = cursor.window(100)
+            cursor.advance(100)
+            (second,) = cursor.window(100)
+            with pytest.raises(ValueError, match="released"):
+                first[0]
+            assert second[0] == 0
+        with pytest.raises(ValueError, match="released"):
+            second[0]
+    target.append(1)
+
+
+def test_views_that_are_given_stay_the_giver_s():
+    view = memoryview(bytearray(10))
+    with Cursor([view]) as cursor:
+        assert cursor.window(10) == [view]
+    assert view.nbytes == 10
