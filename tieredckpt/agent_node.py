@@ -10,15 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from peerstore.client import Client, Connector, connect
+from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.errors import AgentUnreachableError
 from peerstore.launch import connect_or_launch
-from peerstore.records import Group
+from peerstore.peers.plan import TeamPlan
+from peerstore.records import Group, ShardKey
 from peerstore.settings import AgentPlace
 from tieredckpt.agent.messages import (
     MAX_WAIT_S,
+    AskDurability,
     AskSurvey,
     Configure,
     Describe,
+    Join,
+    Nothing,
     Observe,
     OfJob,
     Quarantine,
@@ -26,7 +31,7 @@ from tieredckpt.agent.messages import (
     WaitDurable,
 )
 from tieredckpt.errors import wire_errors
-from tieredckpt.node import Described, DrainView, Survey
+from tieredckpt.node import ClusterView, Described, DrainView, Durability, Passport, Survey
 from tieredckpt.settings import DurableSettings, Settings
 
 _ADOPTION_S = 660.0
@@ -52,8 +57,9 @@ class AgentNode:
     def configure(self, job: str, durable: DurableSettings) -> None:
         self.store.call("configure", Configure(job, durable), type(None))
 
-    def survey(self, job: str, *, fresh: bool = False) -> Survey:
-        return self.store.call("survey", AskSurvey(job, fresh), Survey, timeout_s=_ADOPTION_S)
+    def survey(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> Survey:
+        ask = AskSurvey(job, fresh, patience_s)
+        return self.store.call("survey", ask, Survey, timeout_s=patience_s + _ADOPTION_S)
 
     def describe(self, job: str, group: Group) -> Described:
         return self.store.call("describe", Describe(job, group), Described, timeout_s=_ADOPTION_S)
@@ -75,6 +81,27 @@ class AgentNode:
             view = self.store.call("wait_durable", ask, DrainView | None, timeout_s=ask.timeout_s + _ADOPTION_S)
             if view is None or view.state not in ("waiting", "running") or left <= MAX_WAIT_S:
                 return view
+
+    def join(self, job: str, plan: TeamPlan) -> None:
+        self.store.call("join", Join(job, plan), type(None))
+
+    def me(self) -> PeerNode | None:
+        return self.store.call("me", Nothing(), PeerNode | None)
+
+    def passport(self, job: str) -> Passport | None:
+        return self.store.call("passport", OfJob(job), Passport | None)
+
+    def cluster(self, job: str) -> ClusterView:
+        return self.store.call("cluster", OfJob(job), ClusterView, timeout_s=_ADOPTION_S)
+
+    def durability(self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0) -> Durability:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            ask = AskDurability(key, copies, domains, min(left, MAX_WAIT_S))
+            found: Durability = self.store.call("durability", ask, Durability, timeout_s=ask.timeout_s + _ADOPTION_S)
+            if left <= MAX_WAIT_S or (found.copies >= copies and found.domains >= domains):
+                return found
 
     def observe(self, job: str, values: Mapping[str, float]) -> None:
         self.store.call("observe", Observe(job, dict(values)), type(None))
@@ -105,6 +132,8 @@ def agent_command(settings: Settings, *, detach: bool = True, linger: bool = Tru
     command = [sys.executable, "-m", "tieredckpt.agent", "--dir", str(settings.agent_directory)]
     command += ["--budget", agent.budget, "--slots-per-part", str(agent.slots_per_rank)]
     command += ["--burst-slots", str(agent.burst_slots), "--job-ttl-s", str(agent.job_ttl_s), "--http", agent.http]
+    command += ["--node", agent.node, "--peers", agent.peers, "--labels", agent.labels]
+    command += ["--interface", agent.interface, "--tls", agent.tls]
     if linger:
         command += ["--linger-s", str(agent.linger_s)]
     return command + (["--detach"] if detach else [])

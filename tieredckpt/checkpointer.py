@@ -22,26 +22,29 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 
 from peerstore.errors import PeerStoreError
-from peerstore.records import Group, ShardRecord
+from peerstore.records import Group, ShardKey, ShardRecord
 from tieredckpt.board import Board, board_for
 from tieredckpt.copying import Piece
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
     MismatchError,
+    PeersLostError,
     SaveFailedError,
     StoreBusyError,
     TieredCheckpointError,
     TierUnavailableError,
     UsageError,
 )
+from tieredckpt.joining import join_others
 from tieredckpt.location import check_step, parse_location
+from tieredckpt.node import Durability
 from tieredckpt.plain import plain_reader, plain_steps, plain_writer
 from tieredckpt.planned import PlannedSave
 from tieredckpt.preemption import Preemption
 from tieredckpt.quiet import collector_paused
 from tieredckpt.reader import RestoreReport, TieredReader
-from tieredckpt.saved import Saved, SaveState, StepInfo, step_infos
+from tieredckpt.saved import Saved, SaveState, StepInfo, show_durability, step_infos
 from tieredckpt.session import Session, Staged, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.state import ObjectArchives, as_plain, fingerprint, flatten, local_tensor
@@ -106,6 +109,9 @@ class Checkpointer:
         self._board: Board | None = None
         self._planned_before = False
         self._preparing: threading.Thread | None = None
+        self._joined = self._asked_to_join = False
+        self._last: ShardKey | None = None
+        """What was sealed last."""
         self.last_restore: RestoreReport | None = None
         """What :meth:`restore` read, and from which tiers."""
         self._preemption = Preemption(self._flush, grace_s) if on_sigterm == "save" else None
@@ -113,6 +119,21 @@ class Checkpointer:
     @property
     def session(self) -> Session:
         return open_session(self._location.job, self.settings)
+
+    def _join(self) -> None:
+        """Once per process, before the first save or restore: have the job's nodes know each other."""
+        if self._asked_to_join:
+            return
+        error: TieredCheckpointError | None = None
+        try:
+            self._joined = join_others(self.session)
+        except (TieredCheckpointError, PeerStoreError) as problem:
+            error = problem if isinstance(problem, TieredCheckpointError) else TierUnavailableError(str(problem))
+        # Also so that nobody asks a node for its copies before it knows the job.
+        problems = [text for text in self._from_all(str(error) if error is not None else "") if text]
+        if problems:
+            raise error or TierUnavailableError(problems[0])
+        self._asked_to_join = True
 
     # -- saving -----------------------------------------------------------------------------------------------
 
@@ -156,13 +177,30 @@ class Checkpointer:
         wait_s = self.settings.memory.wait_s if wait else 0.0
         wanted = (durable and bool(self.settings.durable.url)) or session.is_durable(step)
         self._finish_last(wait_s=self.settings.memory.wait_s)
+        self._until_last_is_copied()
         if wanted and self.settings.durable.on_busy == "wait":
             session.wait_drained(self.settings.durable.retry_s)
         staged, items = self._stage(session, planned, flat, step, wait_s)
-        saved = Saved(step, SaveState.STAGED)
+        saved = self._followed(Saved(step, SaveState.STAGED), durable=wanted)
         self._sealing = saved._sealing = self._sealer.submit(self._seal, saved, staged, items, wanted, planned)
-        saved._until_durable = self._until_durable
         return saved
+
+    def _followed(self, saved: Saved, *, durable: bool) -> Saved:
+        """So that ``saved`` can say, and wait for, what becomes of the step."""
+        saved._until_durable = self._until_durable
+        saved._durable_state = self._durable_state if durable else None
+        if self._joined:
+            saved._until_copied = self._until_copied
+        return saved
+
+    def _until_last_is_copied(self) -> None:
+        """Where policy says so: no new step before the last one is safe from the loss of this node."""
+        if self._last is None or not self._joined or self.settings.peer.require != "copied":
+            return
+        copies, wait_s = self.settings.peer.copies, self.settings.memory.wait_s
+        found = self._until_copied(self._last, copies, 1, wait_s)
+        if found.copies < copies and found.lacking:
+            raise StoreBusyError(f"the last save has {show_durability(found)} after {wait_s:.0f} s")
 
     def _stage(
         self, session: Session, planned: PlannedSave, flat: Mapping[str, Any], step: int, wait_s: float
@@ -191,6 +229,7 @@ class Checkpointer:
             session.observe(failed=1)
             raise
         saved._state = SaveState.SEALED
+        self._last = record.key
         session.observe(saves=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)
         if self._board is not None:
             self._board.sealed(record.key.group)
@@ -205,6 +244,7 @@ class Checkpointer:
     def _save_first(self, state: State, step: int, *, durable: bool) -> Saved:
         """A state that was not planned before: once through DCP's planning, with its collectives."""
         self._all_ready()
+        self._join()
         settings = (
             self.settings if not durable else override(self.settings, durable={"every": self.settings.memory.every})
         )
@@ -214,10 +254,9 @@ class Checkpointer:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self._planned_before = True
         self._board = self._board or board_for(self.session)
-        saved = Saved(step, SaveState.SEALED)
+        saved = self._followed(Saved(step, SaveState.SEALED), durable=durable or self.session.is_durable(step))
         saved._sealing = Future()
         saved._sealing.set_result(writer.record)
-        saved._until_durable = self._until_durable
         return saved
 
     def _dcp(self, call: Callable[..., object], state: State, **storage: object) -> None:
@@ -300,6 +339,15 @@ class Checkpointer:
             )
         return True
 
+    def _until_copied(self, key: ShardKey, copies: int, domains: int, timeout_s: float) -> Durability:
+        return self.session.node.durability(key, copies=copies, domains=domains, timeout_s=timeout_s)
+
+    def _durable_state(self, group: Group) -> str:
+        view = next((view for view in self.session.node.drains(self._location.job) if view.group == group), None)
+        if view is None or view.state in ("waiting", "running"):
+            return "durable pending"
+        return "durable" if view.state == "done" else f"not durable ({view.error or view.state})"
+
     def _flush(self, deadline_s: float) -> None:
         """What SIGTERM leaves time for: seal what is staged, and make it durable."""
         self.wait("memory", timeout_s=deadline_s)
@@ -317,6 +365,7 @@ class Checkpointer:
         """
         if not self.settings.enabled:
             return self._restore_plain(state, step)
+        self._join()
         restored = self._restore(state, step)
         if restored < 0:
             self.session.base = -1
@@ -324,8 +373,11 @@ class Checkpointer:
         return restored
 
     def _restore(self, state: State, step: int | None) -> int:
+        fresh = False
+        error: BaseException | None = None
         for _ in range(_MAX_FALLBACKS):
             reader = TieredReader(self._location.job, step, settings=self.settings)
+            reader.fresh = fresh
             if not self._anything(reader, step):
                 return -1
             _make_moments(state, reader)
@@ -333,6 +385,10 @@ class Checkpointer:
                 self._dcp(dcp.load, state, storage_reader=reader)
             except CheckpointException as failure:
                 error = _typed(failure)
+                if isinstance(error, PeersLostError):  # what is left may be whole all the same, or an older step is
+                    log.error("restore of %s: %s; looking again what there is", self._location.job, error)
+                    fresh = True
+                    continue
                 if step is not None or not isinstance(error, CheckpointDamagedError):
                     raise error from failure
                 log.error("restore of %s: %s; trying the next older step", self._location.job, error)
@@ -345,6 +401,8 @@ class Checkpointer:
                 )
             self._board = self._board or board_for(self.session)
             return reader.restored_step
+        if isinstance(error, PeersLostError):  # unknown, not damaged
+            raise error
         raise CheckpointDamagedError(
             f"{self._location.job}: {_MAX_FALLBACKS} steps were tried and none could be loaded"
         )
@@ -459,7 +517,7 @@ def _own(failure: BaseException) -> BaseException:
     """Our own error inside DCP's: what tells the caller most, damaged before unknown before the rest."""
     if isinstance(failure, CheckpointException):
         errors = [error for error, _ in failure.failures.values() if isinstance(error, TieredCheckpointError)]
-        for kind in (CheckpointDamagedError, TierUnavailableError, TieredCheckpointError):
+        for kind in (CheckpointDamagedError, PeersLostError, TierUnavailableError, TieredCheckpointError):
             for error in errors:
                 if isinstance(error, kind):
                     return error

@@ -48,6 +48,11 @@ class Move(NamedTuple):
     size_bytes: int
 
 
+def memory_at(address: int, size_bytes: int) -> memoryview:
+    """The bytes at an address, writable. Whoever owns them has to keep them there."""
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+
+
 class Copier:
     """A few threads that move memory."""
 

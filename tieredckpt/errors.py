@@ -10,7 +10,8 @@
     │   └── FormatVersionError          written by a newer release: upgrade
     ├── CheckpointNotFoundError     absent: there is no such (whole) step; starting fresh is a decision, not an accident
     ├── TierUnavailableError        unknown: a tier could not be asked; retry, do not start fresh
-    │   └── StoreBusyError              the store asks to slow down, or a slot or an upload is still in use
+    │   ├── StoreBusyError              the store asks to slow down, or a slot or an upload is still in use
+    │   └── PeersLostError              the nodes that held some of the bytes went away while they were read
     ├── CheckpointDamagedError      bytes are not what was saved, and no other copy of them is left
     ├── DurableRefusedError         the object store says no (credentials, permission, no such bucket)
     └── SaveFailedError             this save did not happen; training may go on and the last whole step is kept
@@ -55,6 +56,10 @@ class TierUnavailableError(TieredCheckpointError):
 
 class StoreBusyError(TierUnavailableError):
     """Try again later."""
+
+
+class PeersLostError(TierUnavailableError):
+    """Every node that held some of the bytes went away while they were read: look again what there is."""
 
 
 class CheckpointDamagedError(TieredCheckpointError):

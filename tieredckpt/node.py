@@ -7,8 +7,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.operations import Store
-from peerstore.records import Group
+from peerstore.peers.plan import TeamPlan
+from peerstore.records import Group, ShardFact, ShardKey
 from tieredckpt.manifest import Manifest
 from tieredckpt.resolve import Candidate, Tier
 from tieredckpt.settings import DurableSettings
@@ -51,11 +53,91 @@ class Survey(msgspec.Struct, frozen=True):
     """Where this job becomes durable, when the agent knows."""
 
 
+class Source(msgspec.Struct, frozen=True):
+    """Another node that holds a shard."""
+
+    node: str
+    address: str
+
+
 class Described(msgspec.Struct, frozen=True):
     """One step in full: its shards' indexes and layouts, and where each shard is."""
 
     manifest: Manifest
     found: dict[int, tuple[Tier, ...]]
+    sources: dict[int, tuple[Source, ...]] = {}
+    """The nodes whose memory has a part, other than this one."""
+
+
+class Passport(msgspec.Struct, frozen=True):
+    """What a trainer needs to read from other nodes' agents itself."""
+
+    node: str
+    secret: bytes
+
+
+class Durability(msgspec.Struct, frozen=True):
+    """How well one shard of this node is kept in memory."""
+
+    copies: int
+    """Living nodes that hold it, this one included."""
+    domains: int
+    """Failure domains they are in."""
+    level: str
+    """What a failure domain is: rack, zone, or node where nobody said."""
+    lacking: int = 0
+    """Copies that are still on their way."""
+    settled: bool = False
+    """Every part of the whole step has the copies it was to have."""
+    trouble: str = ""
+    """Why copies are missing."""
+    group: int = 0
+    """Nodes that protect it by parity, this one included; ``copies`` then is how many copies that is as good as."""
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """One of a job's nodes, and what its memory holds of the job."""
+
+    node: PeerNode
+    standing: str
+    """alive, suspect or dead, as the node that was asked sees it."""
+    facts: tuple[ShardFact, ...] = ()
+    epoch: int = 0
+    settled: Group | None = None
+    silent: str = ""
+    """Why it could not be asked: what it holds is not known then."""
+    path_bytes_per_s: float = 0.0
+    """How fast copies go there from the node that was asked; 0 when none went yet."""
+    verifying: int = 0
+    """Shards that a killed agent left there and that are not verified yet: it may hold more than it says."""
+
+
+class ClusterView(msgspec.Struct, frozen=True):
+    """All nodes of a job, as one of them sees them."""
+
+    job: str
+    me: str
+    """The node that was asked."""
+    nodes: tuple[NodeView, ...]
+    roster: int = 0
+    """Version of the list of nodes; 0 when the job has only this one."""
+    quorum: bool = True
+    sees: str = ""
+    """How many of the nodes are seen, in words."""
+    copies: int = 1
+    """Copies of each shard that are asked for, the writer's included."""
+    levels: tuple[str, ...] = ()
+    """Labels that say what fails together, the outermost first."""
+    partners: tuple[str, ...] = ()
+    """Where copies of what the asked node writes go."""
+    sending: str = ""
+    """What it sends right now."""
+    sent_bytes: int = 0
+    """What the asked node has sent for copies since its agent started."""
+    lag_s: float = 0.0
+    """From the seal of the shard it copied last to that copy."""
+    mode: str = "mirror"
+    """mirror or parity."""
 
 
 DrainState = Literal["waiting", "running", "done", "skipped", "failed"]
@@ -86,7 +168,9 @@ class Node(Protocol):
     def configure(self, job: str, durable: DurableSettings) -> None:
         """Where and how this job's steps become durable; remembered by the agent across restarts."""
 
-    def survey(self, job: str, *, fresh: bool = False) -> Survey: ...
+    def survey(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> Survey:
+        """What there is; waits up to ``patience_s`` for a newer step that other nodes are about to make whole."""
+
     def describe(self, job: str, group: Group) -> Described: ...
     def quarantine(self, job: str, group: Group, reason: str) -> None: ...
     def restored(self, job: str, group: Group, rank: int) -> None:
@@ -95,6 +179,19 @@ class Node(Protocol):
     def drains(self, job: str) -> tuple[DrainView, ...]: ...
     def wait_durable(self, job: str, group: Group | None, timeout_s: float) -> DrainView | None:
         """Wait for one step, or (``None``) for all that were begun; the last state seen."""
+
+    # -- with the job's other nodes --
+
+    def join(self, job: str, plan: TeamPlan) -> None:
+        """Keep copies of this job's shards on other nodes, and theirs here."""
+
+    def me(self) -> PeerNode | None:
+        """This node as others reach it; ``None`` when it does not listen."""
+
+    def passport(self, job: str) -> Passport | None: ...
+    def cluster(self, job: str) -> ClusterView: ...
+    def durability(self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0) -> Durability:
+        """How well a shard is kept; waits up to ``timeout_s`` for so many copies in so many domains."""
 
     def observe(self, job: str, values: Mapping[str, float]) -> None:
         """Add to the agent's metrics what only the trainer can measure."""

@@ -74,9 +74,9 @@ def resolve(planner: SavePlanner, item: WriteItem) -> Any:
     """The planner's data for an item: a detached local tensor, or bytes."""
     data = planner.resolve_data(item)
     if item.type is WriteItemType.BYTE_IO:
-        if not hasattr(data, "getbuffer"):
+        if not hasattr(data, "getvalue"):
             raise UsageError(f"the planner gave a {type(data).__name__} for {item.index.fqn}, expected a BytesIO")
-        return data.getbuffer()
+        return data.getvalue()  # not getbuffer: a buffer that outlives its BytesIO is an error in newer Pythons
     if not isinstance(data, torch.Tensor):
         raise UsageError(f"the planner gave a {type(data).__name__} for tensor {item.index.fqn}")
     data = data.detach()

@@ -15,7 +15,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -48,7 +48,7 @@ from tieredckpt.location import Location, parse_location
 from tieredckpt.plain import plain_reader, plain_steps
 from tieredckpt.quiet import collector_paused
 from tieredckpt.reading import Reading, item_box
-from tieredckpt.resolve import Candidate, Resolution, Tier, resolve
+from tieredckpt.resolve import Candidate, Resolution, Tier, elect, resolve
 from tieredckpt.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
@@ -58,6 +58,8 @@ from tieredckpt.writer import at_step
 log = logging.getLogger(__name__)
 
 _MAX_VOTES = 8
+_REBUILD_S = 60.0
+"""How long a load waits for a newer step that the other nodes are rebuilding, before it takes an older one."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class RestoreReport:
     seconds: float = 0.0
     refused: tuple[str, ...] = ()
     """Steps that were newer but could not be used, and why."""
+    bytes_by_node: dict[str, int] = field(default_factory=dict)
+    """Of the peer tier's bytes, what came from which node."""
 
 
 class TieredReader(StorageReader):
@@ -117,6 +121,8 @@ class TieredReader(StorageReader):
         """The step whose pieces were verified and are pinned."""
         self._plain: tuple[int, StorageReader] | None = None
         """A plain DCP checkpoint that is newer than everything else, and DCP's own reader of it."""
+        self.fresh = False
+        """Ask every node and the durable tier again, instead of taking an answer of a few seconds ago."""
         self.error: TieredCheckpointError | None = None
         """Why the last load failed on this rank."""
         self.report: RestoreReport | None = None
@@ -228,7 +234,7 @@ class TieredReader(StorageReader):
         if not self.settings.enabled:
             newest = max((s for s in plain_steps(self.settings.durable, job) if step in (None, s)), default=None)
             return Resolution(None, {}), newest
-        seen = self.session.node.survey(job)
+        seen = self.session.node.survey(job, fresh=self.fresh, patience_s=_REBUILD_S)
         candidates = [view.candidate for view in seen.views]
         bad = {view.group for view in seen.views if view.quarantined}
         limit = self.settings.memory.quarantine_after
@@ -391,7 +397,9 @@ class TieredReader(StorageReader):
         session.observe(
             loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}
         )
-        return RestoreReport(group.version, group, dict(work.bytes_by_tier), seconds, tuple(self._refused))
+        return RestoreReport(
+            group.version, group, dict(work.bytes_by_tier), seconds, tuple(self._refused), dict(work.bytes_by_node)
+        )
 
 
 def _needs(plan: LoadPlan) -> tuple[list[tuple[str, Box]], list[str]]:
@@ -404,13 +412,13 @@ def _agree(votes: Sequence[Vote], location: Location) -> Group:
     """The newest step that every rank can load."""
     if not votes:
         raise CheckpointNotFoundError(f"{location}: the planner dropped what the ranks voted (LoadPlan.storage_data)")
-    common = set(votes[0].groups).intersection(*(vote.groups for vote in votes[1:]))
-    if not common:
+    chosen = elect([vote.groups for vote in votes])
+    if chosen is None:
         reasons = sorted({reason for vote in votes for reason in vote.refused})
         raise CheckpointDamagedError(
             f"{location}: no step can be loaded by all ranks: {'; '.join(reasons) or 'no votes'}"
         )
-    return max(common, key=lambda group: (group.version, group.epoch, group.attempt, group.incarnation))
+    return chosen
 
 
 def _nothing(location: Location, resolution: Resolution) -> TieredCheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,16 +12,22 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
+from peerstore.errors import ShardDamagedError
+from peerstore.peers.pulling import Wish
+from peerstore.peers.spans import Target
 from tieredckpt.boxes import Box, relative, runs
-from tieredckpt.copying import Move
-from tieredckpt.errors import CheckpointDamagedError, MismatchError, TierUnavailableError
+from tieredckpt.copying import Move, memory_at
+from tieredckpt.errors import CheckpointDamagedError, MismatchError, PeersLostError, TierUnavailableError
 from tieredckpt.fetch import PinnedShards, from_object
 from tieredckpt.resolve import Tier
 from tieredckpt.session import Session
 from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
 from tieredckpt.tensors import dtype_name, dtype_named
 
+log = logging.getLogger(__name__)
+
 _WINDOW_BYTES = 256 << 20
+_Wanted = list[tuple[ByteRange, int]]
 
 
 class Reading:
@@ -47,11 +54,13 @@ class Reading:
         self._near: dict[int, list[Move]] = defaultdict(list)
         """For shards in memory: which bytes (by their place in the shard) go to which address."""
         self._far: dict[int, list[tuple[ByteRange, int]]] = defaultdict(list)
-        """For shards in the durable tier: which bytes go to which address."""
+        """For shards on other nodes and in the durable tier: which bytes go to which address."""
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Targets that are filled from a buffer of their own at the end, and the buffer."""
         self._done: list[tuple[ReadItem, torch.Tensor]] = []
         self.bytes_by_tier: dict[str, int] = defaultdict(int)
+        self.bytes_by_node: dict[str, int] = defaultdict(int)
+        """What came from the memory of each other node."""
 
     def run(self, items: Sequence[ReadItem]) -> None:
         size = 0
@@ -77,7 +86,7 @@ class Reading:
                 copier.read(self._pinned.file(part), moves)
             except OSError as error:
                 raise TierUnavailableError(f"{self._step.shards[part].key} cannot be read: {error}") from error
-        for part, wanted in self._far.items():
+        for part, wanted in self._pull(self._far).items():
             self._fetch(part, wanted)
         for target, buffer in self._after:
             target.copy_(buffer)
@@ -98,10 +107,11 @@ class Reading:
     def _plan_piece(self, piece: TensorPiece, target: torch.Tensor, wanted: Box) -> None:
         step, entry = self._step, piece.entry
         near = step.tier(piece.part) is Tier.MEMORY
-        self.bytes_by_tier[step.tier(piece.part).value] += piece.box.volume * entry.itemsize
         if piece.item >= 0:
             _put(target, relative(piece.box, wanted), self._from_archive(piece), entry.fqn)
             return
+        if near:
+            self.bytes_by_tier[Tier.MEMORY.value] += piece.box.volume * entry.itemsize
         base = step.layouts[piece.part].header_bytes + entry.start
         simple = target.device.type == "cpu" and target.is_contiguous() and dtype_name(target.dtype) == entry.dtype
         if near and not simple:
@@ -134,8 +144,44 @@ class Reading:
             warnings.simplefilter("ignore", UserWarning)  # "not writable": nobody writes through it
             return torch.frombuffer(view, dtype=torch.uint8).view(kind).view(sizes)
 
-    def _fetch(self, part: int, wanted: Sequence[tuple[ByteRange, int]]) -> None:
+    def _pull(self, far: Mapping[int, _Wanted]) -> dict[int, _Wanted]:
+        """What other nodes have of it, straight to where it is to be; the rest is the answer: the durable tier's."""
+        step = self._step
+        near = {part: wanted for part, wanted in far.items() if step.tier(part) is Tier.PEER}
+        left = {part: wanted for part, wanted in far.items() if part not in near}
+        failed = self._pull_targets(
+            {
+                part: [Target(first, last, memory_at(at, last - first)) for (first, last), at in wanted]
+                for part, wanted in near.items()
+            }
+        )
+        return {**left, **{part: near[part] for part in failed}}
+
+    def _pull_targets(self, targets: Mapping[int, Sequence[Target]]) -> list[int]:
+        """Fill ``targets`` from other nodes; the answer is the parts that have to come from the durable tier."""
+        step = self._step
+        wishes = [
+            Wish(step.shards[part], wanted, [source.node for source in step.sources[part]])
+            for part, wanted in targets.items()
+        ]
+        if not wishes:
+            return []
+        pulled = self._session.puller(source for part in targets for source in step.sources[part]).pull(wishes)
+        for node, count in pulled.bytes_from.items():
+            self.bytes_by_node[node] += count
+        self.bytes_by_tier[Tier.PEER.value] += sum(pulled.bytes_from.values())
+        failed = {part: pulled.failed.get(step.shards[part].key) for part in targets}
+        for part, failure in failed.items():
+            if failure is not None and Tier.DURABLE not in step.found[part]:
+                kind = CheckpointDamagedError if isinstance(failure, ShardDamagedError) else PeersLostError
+                raise kind(f"{step.shards[part].key} cannot be read from other nodes: {failure}") from failure
+            if failure is not None:
+                log.warning("%s is read from the durable tier: %s", step.shards[part].key, failure)
+        return [part for part, failure in failed.items() if failure is not None]
+
+    def _fetch(self, part: int, wanted: _Wanted) -> None:
         shard = self._step.shards[part]
+        self.bytes_by_tier[Tier.DURABLE.value] += sum(last - first for (first, last), _ in wanted)
         order = sorted(wanted)
         moves: list[Move] = []
         keep = []
@@ -157,9 +203,14 @@ class Reading:
 
     def _item(self, part: int, number: int) -> bytes:
         span = self._step.item_range(part, number)
-        self.bytes_by_tier[self._step.tier(part).value] += span.stop - span.start
         if self._step.tier(part) is Tier.MEMORY:
+            self.bytes_by_tier[Tier.MEMORY.value] += span.stop - span.start
             return bytes(self._pinned.view(part)[span.start : span.stop])
+        if self._step.tier(part) is Tier.PEER:
+            data = bytearray(span.stop - span.start)  # no larger than its shard, whose layout has been checked
+            if not self._pull_targets({part: [Target(span.start, span.stop, memoryview(data))]}):
+                return bytes(data)
+        self.bytes_by_tier[Tier.DURABLE.value] += span.stop - span.start
         out = bytearray()  # grown by what is there: its claimed size is not to be trusted with memory
         for found in from_object(self._session.durable_store(), self._step.shards[part], [span]):
             low, high = max(span.start, found.start), min(span.stop, found.start + len(found.data))

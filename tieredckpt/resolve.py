@@ -109,6 +109,12 @@ def resolve(
     return Resolution(left[0] if left else None, verdicts, tuple(t for t in Tier if t in unreachable), tuple(left[1:]))
 
 
+def elect(votes: Sequence[Collection[Group]]) -> Group | None:
+    """The newest step that every rank can load; each vote has all that one rank can."""
+    common = set(votes[0]).intersection(*votes[1:]) if votes else set()
+    return max(common, key=_order, default=None)
+
+
 def _rejection(
     candidate: Candidate, candidates: Sequence[Candidate], step: int | None, quarantined: Collection[Group]
 ) -> Verdict | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Literal
 
-from peerstore.records import Group, ShardRecord
-from tieredckpt.errors import StoreBusyError
-from tieredckpt.node import Survey
+from peerstore.records import Group, ShardKey, ShardRecord
+from tieredckpt.errors import StoreBusyError, TierUnavailableError
+from tieredckpt.node import Durability, Survey
 
 
 class SaveState(str, enum.Enum):
@@ -22,6 +23,7 @@ class SaveState(str, enum.Enum):
     FAILED = "failed"
     STAGED = "staged"
     SEALED = "sealed"
+    COPIED = "copied"
     DURABLE = "durable"
 
 
@@ -34,6 +36,8 @@ class Saved:
         self._error = error
         self._sealing: Future[ShardRecord] | None = None
         self._until_durable: Callable[[Group, float], bool] | None = None
+        self._durable_state: Callable[[Group], str] | None = None
+        self._until_copied: Callable[[ShardKey, int, int, float], Durability] | None = None
 
     @property
     def error(self) -> BaseException | None:
@@ -49,8 +53,19 @@ class Saved:
         """Whether the step is (or will be, unless :meth:`wait` says otherwise) saved."""
         return self._state not in (SaveState.SKIPPED, SaveState.FAILED, SaveState.NOT_DUE)
 
-    def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> SaveState:
-        """Until this rank's part has reached ``tier`` (for durable: the whole step has), or raise why it did not."""
+    def wait(
+        self,
+        tier: Literal["memory", "durable"] = "memory",
+        *,
+        copies: int = 1,
+        domains: int = 1,
+        timeout_s: float = 600.0,
+    ) -> SaveState:
+        """Until this rank's part has reached ``tier`` (for durable: the whole step has), or raise why it did not.
+
+        ``copies=2, domains=2``: also until so many nodes hold this rank's part, in so many failure domains.
+        """
+        deadline = time.monotonic() + timeout_s
         if self._error is not None:
             raise self._error
         if self._sealing is None:
@@ -59,12 +74,46 @@ class Saved:
             record = self._sealing.result(timeout_s)
         except FutureTimeoutError:
             raise StoreBusyError(f"step {self.step} was not sealed within {timeout_s:.0f} s") from None
+        if copies > 1 or domains > 1:
+            self._wait_copied(record.key, copies, domains, max(0.0, deadline - time.monotonic()))
         if tier == "durable" and self._until_durable is not None and self._until_durable(record.key.group, timeout_s):
             self._state = SaveState.DURABLE
         return self._state
 
+    def _wait_copied(self, key: ShardKey, copies: int, domains: int, timeout_s: float) -> None:
+        if self._until_copied is None:
+            raise TierUnavailableError(f"step {self.step} has one copy: no other node keeps copies for this job")
+        found = self._until_copied(key, copies, domains, timeout_s)
+        if found.copies < copies or found.domains < domains:
+            raise TierUnavailableError(
+                f"step {self.step} has {show_durability(found)} after {timeout_s:.0f} s, {copies} in {domains} were "
+                f"asked for{f': {found.trouble}' if found.trouble else ''}"
+            )
+        if self._state is SaveState.SEALED:
+            self._state = SaveState.COPIED
+
+    @property
+    def durability(self) -> str:
+        """How well this rank's part is kept by now: "2 copies in 2 racks, durable pending"."""
+        if self._sealing is None or not self._sealing.done() or self._sealing.exception() is not None:
+            return f"{self._state.value}{f' ({self._error})' if self._error else ''}"
+        key = self._sealing.result().key
+        memory = "1 copy" if self._until_copied is None else show_durability(self._until_copied(key, 0, 0, 0.0))
+        return memory if self._durable_state is None else f"{memory}, {self._durable_state(key.group)}"
+
     def __repr__(self) -> str:
         return f"Saved(step={self.step}, {self._state.value}{f', {self._error}' if self._error else ''})"
+
+
+def show_durability(found: Durability) -> str:
+    """``2 copies in 2 racks``, or ``parity over 4 nodes``."""
+    if found.group:
+        coming = ", parity on the way" if found.lacking else ", no parity"
+        return f"parity over {found.group} nodes" if found.copies > 1 else f"1 copy{coming}"
+    copies = f"{found.copies} cop{'y' if found.copies == 1 else 'ies'}"
+    where = f" in {found.domains} {found.level}{'' if found.domains == 1 else 's'}" if found.copies > 1 else ""
+    coming = f", {found.lacking} on the way" if found.lacking else ""
+    return copies + where + coming
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,15 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from peerstore.cluster.nodes import node_id
 from peerstore.crashpoints import reach
 from peerstore.errors import ArenaBusyError, ArenaFullError, FencedError, PeerStoreError
+from peerstore.peers.calling import Pass, Peer
+from peerstore.peers.plan import TeamPlan
+from peerstore.peers.pulling import Puller
 from peerstore.records import Group, Lease, ShardKey, ShardRecord
 from tieredckpt.agent.messages import LAYOUT, TABLE
 from tieredckpt.agent_node import AgentNode
@@ -25,10 +29,11 @@ from tieredckpt.durable.store import ObjectStore
 from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableError
 from tieredckpt.layout import Layout, encode, round_up
 from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table
-from tieredckpt.node import Node
+from tieredckpt.node import Node, Passport, Source
 from tieredckpt.planned import PlannedSave
 from tieredckpt.settings import Settings, copy_threads
 from tieredckpt.state import Fingerprint
+from tieredckpt.teaming import configured_plan, transport_of
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +131,10 @@ class Session:
         self._memories: dict[str, SlotMemory] = {}
         self._known_blobs: set[str] = set()
         self._arena_id = node.store.arena_id
+        self._plan: TeamPlan | None = None
+        self._puller: tuple[Passport, Puller] | None = None
+        self._peers: dict[str, Peer] = {}
+        self._transport = transport_of(settings.agent.interface, settings.agent.tls)
         self._lock = threading.RLock()
         self._configure()
 
@@ -133,11 +142,20 @@ class Session:
         """Only who names a durable tier changes it: a tool that merely looks must not."""
         if self.settings.durable.url:
             self.node.configure(self.job, self.settings.durable)
+        plan = configured_plan(self.settings.peer)
+        if plan is not None:
+            self.join(plan)
+
+    def join(self, plan: TeamPlan) -> None:
+        """Keep copies with the job's other nodes from now on."""
+        if plan != self._plan:
+            self.node.join(self.job, plan)
+            self._plan = plan
 
     def use(self, settings: Settings) -> None:
         """Settings may change between saves (another durable URL, say)."""
         if settings != self.settings:
-            changed = settings.durable != self.settings.durable
+            changed = (settings.durable, settings.peer) != (self.settings.durable, self.settings.peer)
             self.settings = settings
             if changed:
                 self._close_durable()
@@ -220,6 +238,27 @@ class Session:
                 self._durable = open_store(durable.url, durable)
             return self._durable
 
+    def puller(self, sources: Iterable[Source]) -> Puller:
+        """Reads from other nodes' agents, by this process itself."""
+        with self._lock:
+            passport = self.node.passport(self.job)
+            if passport is None:
+                raise TierUnavailableError(f"{self.job}: this node's agent does not know the job's other nodes")
+            if self._puller is None or self._puller[0] != passport:
+                self._close_peers()
+                self._puller = passport, Puller(self._peers.__getitem__, streams=self.settings.peer.streams)
+            credentials = Pass(self.job, node_id(passport.node), passport.secret)
+            for source in sources:
+                known = self._peers.get(source.node)
+                if known is None or known.address != source.address:
+                    self._peers[source.node] = Peer(self._transport, source.address, credentials)
+            return self._puller[1]
+
+    def _close_peers(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
     # -- plans ------------------------------------------------------------------------------------------------
 
     @property
@@ -256,12 +295,14 @@ class Session:
         return Staged(lease, layout, self._memory(lease))
 
     def _notice_new_arena(self) -> None:
-        """An agent that lost its arena has none of the layouts it was given before."""
+        """An agent that lost its arena has none of the layouts it was given before, and knows no other node."""
         with self._lock:
             if self.node.store.arena_id != self._arena_id:
                 self._arena_id = self.node.store.arena_id
                 self._known_blobs.clear()
                 self._configure()
+                if self._plan is not None:
+                    self.node.join(self.job, self._plan)
 
     def _memory(self, lease: Lease) -> SlotMemory:
         with self._lock:
@@ -392,6 +433,7 @@ class Session:
             memory.close()
         self._memories.clear()
         self.copier.close()
+        self._close_peers()
         self._close_durable()
         self.node.close()
 

@@ -18,6 +18,7 @@ import msgspec
 import yaml
 
 from peerstore.errors import RequestError
+from peerstore.peers.plan import MOST_IN_GROUP
 from peerstore.settings import StoreSettings, budget_bytes
 from peerstore.units import parse_size
 from tieredckpt.errors import SettingsError
@@ -43,6 +44,47 @@ class AgentSettings:
     """An embedded agent leaves this long after the last job's memory was given back."""
     http: str = "127.0.0.1:0"
     """Where /metrics and /status are served; port 0 picks one (``tieredckpt doctor`` shows it), "off": nowhere."""
+    node: str = ""
+    """What this node is called among the job's nodes. Default: the host's name."""
+    peers: str = ":0"
+    """HOST:PORT where agents of other nodes reach this one, opened when a job has several nodes; no host: the address
+    other machines see, port 0 picks one, "off": never."""
+    interface: str = ""
+    """Network interface (or its address) for traffic between nodes; empty: where the routes lead."""
+    tls: str = ""
+    """A directory with ``tls.crt``, ``tls.key`` and ``ca.crt``: connections between nodes are encrypted, and both sides
+    show certificates of that authority. Empty: not encrypted, but still authenticated by the job's secret."""
+    labels: str = ""
+    """What this node fails together with: ``rack=r1,zone=a``."""
+
+
+@dataclass(frozen=True)
+class PeerSettings:
+    """The peer tier: copies in the memory of the job's other nodes."""
+
+    copies: int = 2
+    """Copies of every shard in memory in all, this node's own included (1 to 3), as far as the job has nodes."""
+    mode: Literal["mirror", "parity"] = "mirror"
+    """``parity``: groups of nodes keep parities of each other's shards instead of copies. That takes less memory, one
+    ``group``-th of a shard more than the shard. Any one node of a group may be lost; what it had is rebuilt."""
+    group: int = 4
+    """With parity: a group has one node more than this."""
+    discovery: str = "world"
+    """Where the job's nodes come from. ``world``: its ranks tell each other through torch.distributed when it has more
+    than one node; else ``static:n1=10.0.0.1:7070/rack=r1,...``, ``file:/path.json``, ``hyperpod``, ``dns:name:port``,
+    or ``off``."""
+    secret: str = ""
+    """What the job's agents prove to each other: the secret, or ``file:/path``. Empty: the first rank makes one and
+    shares it through torch.distributed (``world`` only)."""
+    levels: str = "zone,rack"
+    """Node labels that say what fails together, the outermost first."""
+    streams: int = 2
+    """Connections one copy is sent over, and one source is read over."""
+    require: Literal["sealed", "copied"] = "sealed"
+    """Checkpointer: what a save must have reached before the next one begins. ``copied``: its copies; a save that
+    would wait longer than ``memory.wait_s`` for that is skipped."""
+    bandwidth: str = ""
+    """Limit for the copies a node sends, per second ("2GiB"); empty: none."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +141,7 @@ class Settings:
     """False: the same scripts write plain DCP checkpoints to the durable URL, without agent and memory tier."""
     agent: AgentSettings = AgentSettings()
     memory: MemorySettings = MemorySettings()
+    peer: PeerSettings = PeerSettings()
     durable: DurableSettings = field(default_factory=DurableSettings)
 
     @property
@@ -160,7 +203,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     if tree is None:
         return {}, []
     if not isinstance(tree, dict):
-        return {}, [f"{path}: expected sections (agent, memory, durable), found {type(tree).__name__}"]
+        return {}, [f"{path}: expected sections ({', '.join(_SECTIONS)}), found {type(tree).__name__}"]
     return tree, []
 
 
@@ -270,6 +313,12 @@ def _contradictions(settings: Settings) -> list[_Problem]:
         problems.append((("durable.every", "memory.every"), text))
     if durable.keep_every and not durable.keep_last:
         problems.append((("durable.keep_every", "durable.keep_last"), "has no effect without durable.keep_last"))
+    if settings.peer.mode == "parity" and settings.peer.copies != PeerSettings.copies:
+        text = (
+            f"{settings.peer.copies} copies and parity exclude each other: leave peer.copies out, or set peer.mode to "
+            "mirror"
+        )
+        problems.append((("peer.copies", "peer.mode"), text))
     if not settings.enabled and not durable.url:
         text = "false needs durable.url, the place plain checkpoints are written to"
         problems.append((("enabled", "durable.url"), text))
@@ -297,6 +346,7 @@ def _bad_sizes(settings: Settings) -> list[_Problem]:
         ("agent.budget", settings.agent.budget, budget_bytes),
         ("durable.part_size", durable.part_size, parse_size),
         ("durable.bandwidth", durable.bandwidth or "1", parse_size),
+        ("peer.bandwidth", settings.peer.bandwidth or "1", parse_size),
     ):
         try:
             if parse(text) <= 0:
@@ -307,7 +357,7 @@ def _bad_sizes(settings: Settings) -> list[_Problem]:
 
 
 def _out_of_range(settings: Settings) -> list[_Problem]:
-    agent, memory, durable = settings.agent, settings.memory, settings.durable
+    agent, memory, peer, durable = settings.agent, settings.memory, settings.peer, settings.durable
     problems: list[_Problem] = []
     for key, number, least, most in (
         ("agent.slots_per_rank", agent.slots_per_rank, 2, _MOST),
@@ -318,6 +368,9 @@ def _out_of_range(settings: Settings) -> list[_Problem]:
         ("memory.wait_s", memory.wait_s, 0, _LONGEST_S),
         ("memory.quarantine_after", memory.quarantine_after, 0, _MOST),
         ("memory.copy_threads", memory.copy_threads, 0, _MOST),
+        ("peer.copies", peer.copies, 1, 3),
+        ("peer.group", peer.group, 1, MOST_IN_GROUP),
+        ("peer.streams", peer.streams, 1, 64),
         ("durable.every", durable.every, 1, _MOST),
         ("durable.keep_last", durable.keep_last, 0, _MOST),
         ("durable.keep_every", durable.keep_every, 0, _MOST),
@@ -339,5 +392,10 @@ def _is_url(text: str) -> bool:
         return False
 
 
-_SECTION_TYPES: dict[str, Any] = {"agent": AgentSettings, "memory": MemorySettings, "durable": DurableSettings}
+_SECTION_TYPES: dict[str, Any] = {
+    "agent": AgentSettings,
+    "memory": MemorySettings,
+    "peer": PeerSettings,
+    "durable": DurableSettings,
+}
 _SECTIONS: dict[str, dict[str, Any]] = {name: get_type_hints(kind) for name, kind in _SECTION_TYPES.items()}

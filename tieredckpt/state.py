@@ -68,7 +68,7 @@ def fingerprint(flat: Mapping[str, Any]) -> list[Fingerprint]:
 def _shape_of(value: Any) -> Fingerprint:
     if type(value) is DTensor:
         local = value._local_tensor
-        return value.shape, value.dtype, local.shape, value.placements, id(value.device_mesh)
+        return value.shape, value.dtype, local.shape, value.placements, value.device_mesh
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, type(value) is torch.Tensor or type(value) is torch.nn.Parameter, value.layout
     return ()

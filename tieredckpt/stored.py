@@ -11,7 +11,7 @@ from tieredckpt.boxes import Box, intersection, subtract
 from tieredckpt.errors import CheckpointDamagedError, MismatchError
 from tieredckpt.layout import ItemEntry, Layout, TensorEntry
 from tieredckpt.manifest import Manifest, ShardIndex
-from tieredckpt.node import Described
+from tieredckpt.node import Described, Source
 from tieredckpt.resolve import Tier
 
 
@@ -46,6 +46,7 @@ class StoredStep:
     def __init__(self, described: Described) -> None:
         self.manifest: Manifest = described.manifest
         self.found: Mapping[int, tuple[Tier, ...]] = described.found
+        self.sources: Mapping[int, tuple[Source, ...]] = described.sources
         self.shards: dict[int, ShardIndex] = {shard.key.part: shard for shard in self.manifest.shards}
         self.layouts: dict[int, Layout] = {}
         self.tensors: dict[str, list[_Place]] = {}

@@ -5,19 +5,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 from peerstore.cli import add_serve_arguments, start_process, store_settings
+from peerstore.cluster.nodes import node_id, parse_labels
 from peerstore.errors import PeerStoreError
+from peerstore.peers.neighbourhood import Identity, Neighbourhood
 from peerstore.serve import Extras, serve
-from peerstore.settings import AgentPlace
+from peerstore.settings import AgentPlace, budget_bytes
 from peerstore.store import NodeStore
 from tieredckpt.agent.http import serving
+from tieredckpt.agent.others import blobs_of
 from tieredckpt.agent.service import NodeService, node_operations
 from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.teaming import transport_of
 
 
 def version() -> str:
@@ -32,13 +37,31 @@ def run(place: AgentPlace, args: argparse.Namespace) -> None:
 
     @contextlib.contextmanager
     def extend(store: NodeStore) -> Iterator[Extras]:
-        node = NodeService(store, writer=f"tieredckpt {version()}")
-        with contextlib.closing(node), serving(node, args.http) as address:
+        with contextlib.ExitStack() as cleanup:
+            neighbourhood = _neighbourhood(store, args)
+            node = NodeService(store, writer=f"tieredckpt {version()}", neighbourhood=neighbourhood)
+            if neighbourhood is not None:
+                cleanup.callback(neighbourhood.close)
+                neighbourhood.start()
+            cleanup.callback(node.close)
+            address = cleanup.enter_context(serving(node, args.http))
             (place.directory / "http").write_text(address)
             yield Extras(node_operations(node), (TieredCheckpointError,), lambda: node.drain.busy)
 
     os.nice(args.nice)
     serve(place, store_settings(args), version=version(), linger_s=args.linger_s, extend=extend)
+
+
+def _neighbourhood(store: NodeStore, args: argparse.Namespace) -> Neighbourhood | None:
+    if args.peers == "off":
+        return None
+    identity = Identity(
+        node=node_id(args.node or socket.gethostname()),
+        listen=args.peers,
+        labels=parse_labels(args.labels),
+        memory_bytes=budget_bytes(args.budget),
+    )
+    return Neighbourhood(store, identity, transport_of(args.interface, args.tls), version=version(), blobs_of=blobs_of)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--http", default="127.0.0.1:0", help="where /metrics and /status are served, or off (%(default)s)"
     )
+    parser.add_argument("--node", default="", help="what this node is called among a job's nodes (the host's name)")
+    parser.add_argument(
+        "--peers", default=":0", help="HOST:PORT where other nodes' agents reach this one, or off (%(default)s)"
+    )
+    parser.add_argument("--interface", default="", help="network interface for traffic between nodes")
+    parser.add_argument("--tls", default="", help="directory with tls.crt, tls.key, ca.crt: encrypt what nodes send")
+    parser.add_argument("--labels", default="", help="what this node fails together with: rack=r1,zone=a")
     parser.add_argument("--nice", type=int, default=5, help="give trainers precedence by so much (%(default)s)")
 
 

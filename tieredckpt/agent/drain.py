@@ -47,6 +47,8 @@ from tieredckpt.settings import DurableSettings
 log = logging.getLogger(__name__)
 
 _RETRY_S = 15.0
+_OTHERS_S = 2.0
+"""Between two looks whether other nodes have done their part; this node's slots wait for it."""
 _ABANDONED_S = 24 * 3600.0
 _REMEMBERED = 32
 DRAINED, JOURNAL = "drained.", "upload."
@@ -281,7 +283,7 @@ class Drain(SealListener):
             with self._changed:
                 if all(key in step.done for key in step.shards):
                     # A part of this node that is sealed later wakes the step up; others' are looked for again.
-                    step.error, step.not_before = "other parts are not durable yet", self._clock() + _RETRY_S
+                    step.error, step.not_before = "other parts are not durable yet", self._clock() + _OTHERS_S
                 step.state = "waiting"
             return False
         manifest = manifest_from(list(files.values()), created_ns=time.time_ns(), writer=self._writer)
@@ -296,7 +298,10 @@ class Drain(SealListener):
         The parts of a preempted rank's last step do not all know that it is the last one; of a step of files only the
         last one knows whether it is to be durable.
         """
+        copies = {fact.key for fact in self._store.inventory(step.job) if fact.holders}
         for record in self._store.records(step.job, step.group):
+            if record.key in copies:  # the node that wrote it makes it durable, or who took it over
+                continue
             with self._changed:
                 if record.key not in step.shards:
                     self._hold(record.key)

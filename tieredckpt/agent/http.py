@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from peerstore.peers.team import Team
 from tieredckpt.agent.service import NodeService
 from tieredckpt.errors import UsageError
 
@@ -87,7 +88,22 @@ def status(node: NodeService) -> dict[str, Any]:
             "totals": vars(node.drain.totals),
             "jobs": {job: msgspec.to_builtins(node.drains(job)) for job in jobs},
         },
+        "peers": {team.job: _peers(team) for team in node.teams},
         "trainers": {job: dict(node.observed[job]) for job in list(node.observed)},
+    }
+
+
+def _peers(team: Team) -> dict[str, Any]:
+    sending = team.protecting.sending
+    return {
+        "node": team.me.id,
+        "sees": team.tending.explain(),
+        "quorum": team.tending.quorum,
+        "nodes": {name: team.tending.standing(name) for name in sorted(team.tending.living)},
+        "partners": team.protecting.partners,
+        "settled": team.settled.version if team.settled is not None else None,
+        "sending": f"{sending[0].key} to {sending[0].to}" if sending is not None else None,
+        "totals": vars(team.protecting.totals),
     }
 
 
@@ -142,6 +158,52 @@ class _Collector:
         ):
             yield CounterMetricFamily(f"tieredckpt_{name}", text, value=value)
         yield from self._jobs()
+        yield from self._peers()
+
+    def _peers(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        teams = self._node.teams
+        gauges: dict[str, tuple[str, Callable[[Team], float]]] = {
+            "peers_living": ("Nodes of the job that are there, this one included.", lambda t: len(t.tending.living)),
+            "peers_quorum": ("Whether this node sees enough of them to go on.", lambda t: float(t.tending.quorum)),
+            "shards_lacking_copies": (
+                "Shards this node answers for with copies still to be made.",
+                lambda t: sum(one.mine and one.lacking > 0 for one in t.protecting.standings()),
+            ),
+            "shards_short_of_copies": (
+                "Shards this node answers for whose copies find no node.",
+                lambda t: sum(one.mine and one.short > 0 for one in t.protecting.standings()),
+            ),
+            "settled_step": (
+                "Newest step with all the copies it was to have.",
+                lambda t: t.settled.version if t.settled is not None else -1,
+            ),
+            "copy_lag_seconds": ("From the last copied shard's seal to its copy.", lambda t: t.protecting.totals.lag_s),
+        }
+        counters: dict[str, tuple[str, Callable[[Team], float]]] = {
+            "copies": ("Copies made on other nodes.", lambda t: t.protecting.totals.copies),
+            "copied_bytes": ("Bytes sent for copies.", lambda t: t.protecting.totals.sent_bytes),
+            "copies_unchanged_bytes": ("Bytes of copies not sent again.", lambda t: t.protecting.totals.skipped_bytes),
+            "copy_seconds": ("Time spent sending copies.", lambda t: t.protecting.totals.seconds),
+            "copy_errors": ("Copies that failed, and were tried again.", lambda t: t.protecting.totals.errors),
+            "copy_throttled_seconds": ("Time the limit on copies has cost.", lambda t: t.pace.waited_s),
+            "shards_repaired": ("Damaged shards fetched again from other nodes.", lambda t: t.repaired),
+            "shards_taken_over": ("Shards of lost nodes this one answers for now.", lambda t: t.taken_over),
+        }
+        for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in families.items():
+                family = kind(f"tieredckpt_{name}", text, labels=["job"])
+                for team in teams:
+                    family.add_metric([team.job], value(team))
+                yield family
+        paths = GaugeMetricFamily(
+            "tieredckpt_path_bytes_per_second", "How fast copies go to another node.", labels=["job", "node"]
+        )
+        for team in teams:
+            for name, rate in team.protecting.paths.rates.items():
+                paths.add_metric([team.job, name], rate)
+        yield paths
 
     def _jobs(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily

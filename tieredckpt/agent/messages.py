@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from peerstore.records import Group
+from peerstore.peers.plan import TeamPlan
+from peerstore.records import Group, ShardKey
 from tieredckpt.settings import DurableSettings
 
 LAYOUT, TABLE, DURABLE, QUARANTINE, RESTORED = "layout.", "table.", "durable", "quarantine.", "restored."
@@ -23,6 +24,7 @@ class Configure(msgspec.Struct, frozen=True):
 class AskSurvey(msgspec.Struct, frozen=True):
     job: str
     fresh: bool = False
+    patience_s: float = 0.0
 
 
 class Describe(msgspec.Struct, frozen=True):
@@ -49,6 +51,22 @@ class OfJob(msgspec.Struct, frozen=True):
 class WaitDurable(msgspec.Struct, frozen=True):
     job: str
     group: Group | None
+    timeout_s: float
+
+
+class Join(msgspec.Struct, frozen=True):
+    job: str
+    plan: TeamPlan
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    pass
+
+
+class AskDurability(msgspec.Struct, frozen=True):
+    key: ShardKey
+    copies: int
+    domains: int
     timeout_s: float
 
 

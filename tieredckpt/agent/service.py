@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -10,8 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from peerstore.errors import RequestError, ShardNotFoundError
+from peerstore.cluster.nodes import Node as PeerNode
+from peerstore.cluster.nodes import NodeId
+from peerstore.errors import PeerStoreError, RequestError, ShardNotFoundError
 from peerstore.operations import Operation
+from peerstore.peers.neighbourhood import Neighbourhood
+from peerstore.peers.plan import TeamPlan
+from peerstore.peers.team import Team
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
 from tieredckpt.agent.catalog import Catalog
@@ -24,15 +30,19 @@ from tieredckpt.agent.messages import (
     QUARANTINE,
     RESTORED,
     TABLE,
+    AskDurability,
     AskSurvey,
     Configure,
     Describe,
+    Join,
+    Nothing,
     Observe,
     OfJob,
     Quarantine,
     Restored,
     WaitDurable,
 )
+from tieredckpt.agent.others import Others, cluster_of, durability_of
 from tieredckpt.coverage import gaps
 from tieredckpt.durable import names
 from tieredckpt.durable.open import open_store
@@ -47,7 +57,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.layout import decode
 from tieredckpt.manifest import Manifest, ShardIndex, ShardMeta, build_manifest, decode_meta, decode_table
-from tieredckpt.node import Described, DrainView, StepView, Survey
+from tieredckpt.node import ClusterView, Described, DrainView, Durability, NodeView, Passport, StepView, Survey
 from tieredckpt.resolve import Tier
 from tieredckpt.settings import DurableSettings
 
@@ -65,8 +75,16 @@ class _DamageNote(msgspec.Struct, frozen=True):
 class NodeService(SealListener):
     """A :class:`~tieredckpt.node.Node` over this process's own store."""
 
-    def __init__(self, store: NodeStore, *, open_durable: OpenStore = open_store, writer: str = "") -> None:
+    def __init__(
+        self,
+        store: NodeStore,
+        *,
+        open_durable: OpenStore = open_store,
+        writer: str = "",
+        neighbourhood: Neighbourhood | None = None,
+    ) -> None:
         self.store = store
+        self.others = Others(neighbourhood) if neighbourhood is not None else None
         self._open = open_durable
         self._writer = writer
         self._lock = threading.Lock()
@@ -88,9 +106,17 @@ class NodeService(SealListener):
             self._forget_catalog(job)
         self.drain.wake()
 
-    def survey(self, job: str, *, fresh: bool = False) -> Survey:
-        views = {view.group: view for view in self._memory_views(job)}
+    def survey(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> Survey:
+        if self.others is not None and patience_s > 0:
+            self.others.await_others(job, patience_s)
         unreachable: dict[Tier, str] = {}
+        elsewhere: dict[Group, dict[int, ShardFact]] = {}
+        if self.others is not None:
+            # What was sealed a moment ago counts: a job that goes on at once must not find an older step, or nothing.
+            elsewhere, silent = self.others.facts(job)
+            if silent:
+                unreachable[Tier.PEER] = silent
+        views = {view.group: view for view in self._memory_views(job, elsewhere)}
         plain: tuple[int, ...] = ()
         self._add_damaged(job, views)
         try:
@@ -106,18 +132,24 @@ class NodeService(SealListener):
 
     def describe(self, job: str, group: Group) -> Described:
         here = {record.key.part: record for record in self.store.records(job, group)}
-        durable = self._durable_manifest(job, group, needed=not self._whole_here(job, list(here.values())))
-        if durable is None and not here:
+        sources = self.others.sources(job, group) if self.others is not None else {}
+        missing = {part: there for part, there in sources.items() if part not in here}
+        elsewhere = self.others.records(job, group, missing) if self.others is not None else {}
+        in_memory = {**elsewhere, **here}
+        durable = self._durable_manifest(job, group, needed=not self._whole_here(job, list(in_memory.values())))
+        if durable is None and not in_memory:
             raise CheckpointNotFoundError(f"job {job} has no step {group.version} ({names.stem(group)}) here")
         shards = {shard.key.part: shard for shard in durable.shards} if durable else {}
         found: dict[int, tuple[Tier, ...]] = dict.fromkeys(shards, (Tier.DURABLE,))
-        for part, record in here.items():
+        for part, record in in_memory.items():
+            near = (Tier.MEMORY,) if part in here else ()
+            tiers = (*near, Tier.PEER) if part in sources else near
             known = shards.get(part)
             if known is None:
                 shards[part] = _index_of(record)
-                found[part] = (Tier.MEMORY,)
+                found[part] = tiers
             elif known.checksums == record.checksums:
-                found[part] = (Tier.MEMORY, Tier.DURABLE)
+                found[part] = (*tiers, Tier.DURABLE)
             else:
                 raise CheckpointDamagedError(
                     f"{record.key}: the durable copy has other checksums than the one in memory"
@@ -126,14 +158,13 @@ class NodeService(SealListener):
         tables = {} if durable is None else dict(durable.tables)
         for shard in shards.values():
             if shard.meta.layout not in layouts:
-                layouts[shard.meta.layout] = self.store.get_blob(job, LAYOUT + shard.meta.layout)
+                layouts[shard.meta.layout] = self._blob_of_job(job, LAYOUT + shard.meta.layout)
             if shard.meta.table and shard.meta.table not in tables:
-                table = self._blob(job, TABLE + shard.meta.table)
-                if table is not None:
-                    tables[shard.meta.table] = table
+                with contextlib.suppress(ShardNotFoundError):
+                    tables[shard.meta.table] = self._blob_of_job(job, TABLE + shard.meta.table)
         created = durable.created_ns if durable else time.time_ns()
         manifest = build_manifest(list(shards.values()), layouts, tables, created_ns=created, writer=self._writer)
-        return Described(manifest, found)
+        return Described(manifest, found, {part: there for part, there in sources.items() if part in shards})
 
     def quarantine(self, job: str, group: Group, reason: str) -> None:
         """Nobody loads this step again, here and (where it can be said) anywhere."""
@@ -149,6 +180,7 @@ class NodeService(SealListener):
                 )
 
     def restored(self, job: str, group: Group, rank: int) -> None:
+        self.store.copies.go_back(job, group)
         name = f"{RESTORED}{names.stem(group)}.{rank}"
         self.store.put_blob(job, name, str(self._count(job, name) + 1).encode())
         with self._lock:
@@ -180,6 +212,47 @@ class NodeService(SealListener):
     def wait_durable(self, job: str, group: Group | None, timeout_s: float) -> DrainView | None:
         self._tell_drain(job)
         return self.drain.wait(job, group, timeout_s)
+
+    def join(self, job: str, plan: TeamPlan) -> None:
+        self._neighbourhood().join(job, plan)
+
+    def me(self) -> PeerNode | None:
+        return self.others.neighbourhood.me if self.others is not None else None
+
+    def passport(self, job: str) -> Passport | None:
+        team = self.others.team(job) if self.others is not None else None
+        return Passport(team.me.id, team.credentials.secret) if team is not None else None
+
+    def durability(self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0) -> Durability:
+        team = self.others.team(key.job) if self.others is not None else None
+        if team is None:
+            return Durability(1, 1, "node")
+
+        def enough() -> bool:
+            now = durability_of(team, key)
+            return now.copies >= copies and now.domains >= domains
+
+        team.protecting.wait(enough, timeout_s)
+        return durability_of(team, key)
+
+    def cluster(self, job: str) -> ClusterView:
+        team = self.others.team(job) if self.others is not None else None
+        if team is None:
+            me = self.others.neighbourhood.name if self.others is not None else "this node"
+            facts = tuple(self.store.inventory(job))
+            alone = NodeView(PeerNode(NodeId(me), ""), "alive", facts, self.store.epoch(job))
+            return ClusterView(job, me, (alone,))
+        return cluster_of(team)
+
+    @property
+    def teams(self) -> list[Team]:
+        """The jobs of this node that have other nodes."""
+        return self.others.neighbourhood.teams if self.others is not None else []
+
+    def _neighbourhood(self) -> Neighbourhood:
+        if self.others is None:
+            raise UsageError("this node's agent does not listen for other nodes (agent.peers is off)")
+        return self.others.neighbourhood
 
     def observe(self, job: str, values: Mapping[str, float]) -> None:
         with self._lock:
@@ -234,23 +307,35 @@ class NodeService(SealListener):
 
     def _tell_drain(self, job: str) -> None:
         """What a killed agent left is drained once it is verified; that nothing is to do would be wrong until then."""
-        unknown = {fact.key.group for fact in self.store.inventory(job) if not self.drain.knows(job, fact.key.group)}
+        own = {fact.key for fact in self.store.inventory(job) if not fact.holders}
+        unknown = {key.group for key in own if not self.drain.knows(job, key.group)}
         for group in sorted(unknown):
             for record in self.store.records(job, group):
-                self.drain.sealed(record)
+                if record.key in own:
+                    self.drain.sealed(record)
 
-    def _memory_views(self, job: str) -> list[StepView]:
-        groups: dict[Group, list[ShardFact]] = defaultdict(list)
+    def _memory_views(self, job: str, elsewhere: Mapping[Group, Mapping[int, ShardFact]]) -> list[StepView]:
+        here: dict[Group, dict[int, ShardFact]] = defaultdict(dict)
         for fact in self.store.inventory(job):
-            groups[fact.key.group].append(fact)
-        return [self._memory_view(job, group, facts) for group, facts in groups.items()]
+            here[fact.key.group][fact.key.part] = fact
+        return [
+            self._memory_view(job, group, here.get(group, {}), elsewhere.get(group, {}))
+            for group in sorted(here.keys() | elsewhere.keys())
+        ]
 
-    def _memory_view(self, job: str, group: Group, facts: Sequence[ShardFact]) -> StepView:
+    def _memory_view(
+        self, job: str, group: Group, here: Mapping[int, ShardFact], elsewhere: Mapping[int, ShardFact]
+    ) -> StepView:
+        facts = [*{**elsewhere, **here}.values()]
         metas = [decode_meta(fact.meta) for fact in facts]
+        found: dict[int, tuple[Tier, ...]] = {}
+        for part in sorted(here.keys() | elsewhere.keys()):
+            near = (Tier.MEMORY,) if part in here else ()
+            found[part] = (*near, Tier.PEER) if part in elsewhere else near
         return StepView(
             group=group,
             parts=facts[0].parts,
-            found={fact.key.part: (Tier.MEMORY,) for fact in facts},
+            found=found,
             base=next((meta.base for meta in metas if meta.base is not None), None),
             covered=len(facts) < facts[0].parts and self._covers(job, metas),
             size_bytes=sum(fact.size_bytes for fact in facts),
@@ -258,11 +343,21 @@ class NodeService(SealListener):
         )
 
     def _covers(self, job: str, metas: Sequence[ShardMeta]) -> bool:
-        table = next((self._blob(job, TABLE + meta.table) for meta in metas if meta.table), None)
-        layouts = [self._blob(job, LAYOUT + meta.layout) for meta in metas]
-        if table is None:
+        try:
+            table = next((self._blob_of_job(job, TABLE + meta.table) for meta in metas if meta.table), None)
+            layouts = {meta.layout: self._blob_of_job(job, LAYOUT + meta.layout) for meta in metas}
+        except PeerStoreError:  # who has it does not answer, or nobody has: it is not known to be covered
             return False
-        return not gaps(decode_table(table), [decode(layout) for layout in layouts if layout is not None])
+        return table is not None and not gaps(decode_table(table), [decode(layouts[meta.layout]) for meta in metas])
+
+    def _blob_of_job(self, job: str, name: str) -> bytes:
+        """A layout or table, from another node where this one has not got it."""
+        data = self._blob(job, name)
+        if data is None:
+            if self.others is None:
+                raise ShardNotFoundError(f"job {job} has no {name} here")
+            data = self.others.blob(job, name)
+        return data
 
     def _add_damaged(self, job: str, views: dict[Group, StepView]) -> None:
         """Put what was lost to damage beside what is there, until a newer step is whole."""
@@ -360,8 +455,16 @@ def node_operations(node: NodeService) -> dict[str, Operation]:
             raise UsageError("a memory:// durable tier would end with the agent: it is for tests in one process")
         node.configure(args.job, args.durable)
 
+    def survey(args: AskSurvey, _: object) -> Survey:
+        patience_s = min(max(args.patience_s, 0.0), MAX_WAIT_S)
+        return node.survey(args.job, fresh=args.fresh, patience_s=patience_s)
+
     def wait(args: WaitDurable, _: object) -> DrainView | None:
         return node.wait_durable(args.job, args.group, min(max(args.timeout_s, 0.0), MAX_WAIT_S))
+
+    def durability(args: AskDurability, _: object) -> Durability:
+        timeout_s = min(max(args.timeout_s, 0.0), MAX_WAIT_S)
+        return node.durability(args.key, copies=args.copies, domains=args.domains, timeout_s=timeout_s)
 
     def observe(args: Observe, _: object) -> None:
         if len(args.values) > 100:
@@ -370,10 +473,15 @@ def node_operations(node: NodeService) -> dict[str, Operation]:
 
     return {
         "configure": Operation(Configure, none, configure),
-        "survey": Operation(AskSurvey, Survey, lambda a, _: node.survey(a.job, fresh=a.fresh)),
+        "survey": Operation(AskSurvey, Survey, survey),
         "describe": Operation(Describe, Described, lambda a, _: node.describe(a.job, a.group)),
         "quarantine": Operation(Quarantine, none, lambda a, _: node.quarantine(a.job, a.group, a.reason)),
         "restored": Operation(Restored, none, lambda a, _: node.restored(a.job, a.group, a.rank)),
+        "join": Operation(Join, none, lambda a, _: node.join(a.job, a.plan)),
+        "me": Operation(Nothing, PeerNode | None, lambda *_: node.me()),
+        "passport": Operation(OfJob, Passport | None, lambda a, _: node.passport(a.job)),
+        "durability": Operation(AskDurability, Durability, durability),
+        "cluster": Operation(OfJob, ClusterView, lambda a, _: node.cluster(a.job)),
         "drains": Operation(OfJob, tuple[DrainView, ...], lambda a, _: node.drains(a.job)),
         "wait_durable": Operation(WaitDurable, DrainView | None, wait),
         "observe": Operation(Observe, none, observe),

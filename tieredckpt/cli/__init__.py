@@ -17,6 +17,9 @@ from tieredckpt.errors import TieredCheckpointError
 _COMMANDS = {
     "agent": "tieredckpt.cli.running",
     "ls": "tieredckpt.cli.listing",
+    "status": "tieredckpt.cli.reporting",
+    "top": "tieredckpt.cli.watching",
+    "whatif": "tieredckpt.cli.foretelling",
     "inspect": "tieredckpt.cli.inspecting",
     "verify": "tieredckpt.cli.verifying",
     "export": "tieredckpt.cli.exporting",

@@ -15,7 +15,7 @@ from peerstore.units import show_size
 from tieredckpt.boxes import Box
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
-from tieredckpt.cli.screen import Screen, count, iso, table
+from tieredckpt.cli.screen import Screen, count, iso, ranges, table
 from tieredckpt.cli.sight import open_sight
 from tieredckpt.errors import CheckpointNotFoundError
 from tieredckpt.layout import TensorEntry
@@ -145,7 +145,7 @@ def _show(out: Console, value: dict[str, Any], *, pieces: bool) -> None:
             _show_pieces(out, one)
     if objects:
         out.print()
-        rows = [[escape(one["name"]), show_size(one["size_bytes"]), _ranges(one["parts"])] for one in objects]
+        rows = [[escape(one["name"]), show_size(one["size_bytes"]), ranges(one["parts"])] for one in objects]
         out.print(table(["OBJECT", "SIZE", "PARTS"], rows, right=("SIZE",)))
     total = sum(one["size_bytes"] for one in tensors)
     out.print(f"\n{count(len(tensors), 'tensor')} with {show_size(total)}, {count(len(objects), 'object')}")
@@ -159,7 +159,7 @@ def _rows(tensors: Sequence[dict[str, Any]]) -> list[list[str]]:
             "x".join(map(str, one["shape"])) or "scalar",
             show_size(one["size_bytes"]),
             one["sharding"] + (" (archive)" if one["archived"] else ""),
-            _ranges(sorted({piece["part"] for piece in one["pieces"]})),
+            ranges(sorted({piece["part"] for piece in one["pieces"]})),
         ]
         for one in tensors
     ]
@@ -170,14 +170,3 @@ def _show_pieces(out: Console, tensor: dict[str, Any]) -> None:
     for piece in tensor["pieces"]:
         offsets, sizes = (", ".join(map(str, piece[key])) for key in ("offsets", "sizes"))
         out.print(f"  part {piece['part']}: from ({offsets}) size ({sizes})")
-
-
-def _ranges(parts: Sequence[int]) -> str:
-    """``0-3,7`` for 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for part in parts:
-        if runs and part == runs[-1][1] + 1:
-            runs[-1][1] = part
-        else:
-            runs.append([part, part])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

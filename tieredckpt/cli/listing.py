@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 from rich.console import Console
 from rich.markup import escape
 
@@ -22,7 +21,6 @@ from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Screen, iso, show_age, table
 from tieredckpt.cli.sight import Sight, nothing, open_sight
-from tieredckpt.durable import names
 from tieredckpt.durable.open import open_store
 from tieredckpt.errors import (
     CheckpointDamagedError,
@@ -184,16 +182,9 @@ def lines_of(sight: Sight, location: Location, survey: Survey) -> list[Line]:
                 if sight.agent is not None:
                     manifests[group] = sight.agent.describe(location.job, group).manifest
 
-    def reason(view: StepView) -> StepView:
-        """The mark's own text, instead of the fact that there is one."""
-        with contextlib.suppress(TieredCheckpointError):
-            data = sight.catalog(location.job).store.get(names.quarantine(location.job, view.group))
-            return msgspec.structs.replace(view, quarantined=data.decode(errors="replace"))
-        return view
-
     with ThreadPoolExecutor(_READERS, thread_name_prefix="tieredckpt-ls") as readers:
         list(readers.map(read, wanted))
-        views = list(readers.map(lambda view: reason(view) if view.quarantined and view.durable else view, views))
+        views = list(readers.map(lambda view: sight.reason(location.job, view), views))
     lines = [line_of(v, manifests.get(v.group), damaged.get(v.group, ""), drains.get(v.group)) for v in views]
     return sorted(lines, key=lambda line: (line.group.version, *line.group))
 

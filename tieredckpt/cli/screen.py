@@ -119,3 +119,14 @@ def iso(ns: int) -> str | None:
 def count(number: int, word: str) -> str:
     """``1 tensor``, ``2 tensors``."""
     return f"{number} {word}" + ("" if number == 1 else "s")
+
+
+def ranges(parts: Sequence[int]) -> str:
+    """``0-3,7`` for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for part in parts:
+        if runs and part == runs[-1][1] + 1:
+            runs[-1][1] = part
+        else:
+            runs.append([part, part])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -17,6 +17,7 @@ from peerstore.store import NodeStore
 from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.service import NodeService
 from tieredckpt.agent_node import AgentNode
+from tieredckpt.durable import names
 from tieredckpt.durable.open import open_store
 from tieredckpt.durable.store import ObjectStore
 from tieredckpt.errors import (
@@ -96,6 +97,14 @@ class Sight:
             raise nothing(location, survey, found.explain())
         group = found.chosen.group
         return next(view for view in survey.views if view.group == group)
+
+    def reason(self, job: str, view: StepView) -> StepView:
+        """With a quarantine mark's own text, instead of the fact that there is one in the durable tier."""
+        if view.quarantined and view.durable:
+            with contextlib.suppress(TieredCheckpointError):
+                data = self.catalog(job).store.get(names.quarantine(job, view.group))
+                return msgspec.structs.replace(view, quarantined=data.decode(errors="replace"))
+        return view
 
     # -- the durable tier -------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""``tieredckpt demo``: train, kill, restore, lose the node, restore again; the loss goes on bit for bit."""
+"""``tieredckpt demo``: train on two nodes, kill, lose one node, lose both; the loss goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from tieredckpt.demo.bucket import Bucket, free_port, local_bucket
 from tieredckpt.errors import UsageError
 
 WORLD = 2
-PHASES = (12, 24, 30)
-"""Where the trainer is killed, where the node is lost, and the end."""
+PHASES = (12, 18, 24, 30)
+"""Where a trainer is killed, where one node is lost, where both are lost, and the end."""
+NODES = ("n1", "n2")
+SPARE = "n3"
 DURABLE_EVERY = 5
 _LIMIT_S = 90.0
 _NOTHING = subprocess.DEVNULL
@@ -46,11 +48,32 @@ class Phase:
     def losses(self) -> dict[int, str]:
         return {e["step"]: e["loss"] for e in self.events[0] if e["event"] == "step"}
 
-    def restored(self) -> dict[str, Any]:
-        return next((e for e in self.events[0] if e["event"] == "restored"), {"step": -1, "tiers": {}, "seconds": 0.0})
+    def restored(self, rank: int = 0) -> dict[str, Any]:
+        return next(
+            (e for e in self.events[rank] if e["event"] == "restored"), {"step": -1, "tiers": {}, "seconds": 0.0}
+        )
 
     def blocked(self) -> list[float]:
         return [e["blocked"] for events in self.events for e in events if e["event"] == "step"]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One of the demo's nodes: a node agent with memory of its own, all on this machine."""
+
+    name: str
+    directory: Path
+    extra: Mapping[str, str]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {
+            **self.extra,
+            "TIEREDCKPT_AGENT_DIRECTORY": str(self.directory),
+            "TIEREDCKPT_AGENT_NODE": self.name,
+            "TIEREDCKPT_AGENT_PEERS": "127.0.0.1:0",
+            "TIEREDCKPT_AGENT_BUDGET": "1GiB",
+        }
 
 
 def main(*, as_json: bool = False, keep: Path | None = None) -> int:
@@ -62,23 +85,31 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tieredckpt-demo-")))
         arena = Path(cleanup.enter_context(_arena()))
         console.print("[bold]1.[/] a transformer trains on 2 ranks, nothing is saved: the reference")
-        reference = _train(folder / "reference", PHASES[-1], {})
+        reference = _train(folder / "reference", PHASES[-1], [_Node("n1", arena / "none", {})] * WORLD)
         bucket = cleanup.enter_context(local_bucket(keep))
-        environ = {**bucket.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(arena), "TIEREDCKPT_AGENT_BUDGET": "1GiB"}
+        nodes = {name: _Node(name, arena / name, bucket.environ) for name in (*NODES, SPARE)}
         number = PHASES[0] - 1
-        console.print(f"[bold]2.[/] the same, saved every step; rank 1 gets SIGKILL in step {number}'s save")
-        crash = {**environ, "PEERSTORE_CRASH_AT": f"stage.half:{PHASES[0]}"}
-        killed = _train(folder / "killed", PHASES[1], environ, durable=bucket.url, victim=crash)
-        console.print("[bold]3.[/] both ranks start again and find the last whole step in this node's memory")
-        resumed = _train(folder / "resumed", PHASES[1], environ, durable=bucket.url)
-        agent = _agent_status(arena)
         console.print(
-            "[bold]4.[/] the node is lost: agent killed, its memory gone; new ranks find the last step in the bucket"
+            f"[bold]2.[/] the same on two nodes, saved every step, each step copied to the other node's memory; rank 1 "
+            f"gets SIGKILL in step {number}'s save"
         )
-        _lose_node(arena)
-        hydrated = _train(folder / "hydrated", PHASES[2], environ, durable=bucket.url)
-        seen = _listing(environ, bucket)
-        phases = {"killed": killed, "resumed": resumed, "hydrated": hydrated}
+        crash = {"PEERSTORE_CRASH_AT": f"stage.half:{PHASES[0]}"}
+        both = [nodes[name] for name in NODES]
+        killed = _train(folder / "killed", PHASES[1], both, durable=bucket.url, victim=crash)
+        console.print("[bold]3.[/] both ranks start again and find the last whole step in memory")
+        resumed = _train(folder / "resumed", PHASES[1], both, durable=bucket.url)
+        agent = _agent_status(both[0].directory)
+        console.print(
+            "[bold]4.[/] n2 is lost with everything on it; on the new node n3 its rank pulls its bytes from n1's memory"
+        )
+        _lose_node(both[1].directory)
+        replaced = _train(folder / "replaced", PHASES[2], [nodes["n1"], nodes[SPARE]], durable=bucket.url)
+        console.print("[bold]5.[/] all nodes are lost; new ranks find the last step in the bucket")
+        for node in nodes.values():
+            _lose_node(node.directory)
+        hydrated = _train(folder / "hydrated", PHASES[3], both, durable=bucket.url)
+        seen = _listing(both[0], bucket)
+        phases = {"killed": killed, "resumed": resumed, "replaced": replaced, "hydrated": hydrated}
         result = _compare(reference, phases)
         summary = _summary(result, phases, agent, time.monotonic() - began)
         if as_json:
@@ -104,14 +135,15 @@ def _arena() -> Iterator[str]:
     root = Path("/dev/shm")  # noqa: S108 - where memory is a file system
     directory = Path(tempfile.mkdtemp(prefix="tieredckpt-demo-", dir=root if os.access(root, os.W_OK) else None))
     try:
-        yield str(directory / "agent")
+        yield str(directory)
     finally:
-        _lose_node(directory / "agent")
+        for node in (*NODES, SPARE):
+            _lose_node(directory / node)
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def _train(
-    folder: Path, steps: int, environ: Mapping[str, str], *, durable: str = "", victim: Mapping[str, str] | None = None
+    folder: Path, steps: int, nodes: Sequence[_Node], *, durable: str = "", victim: Mapping[str, str] | None = None
 ) -> Phase:
     """Start the ranks and wait for their end; when one dies, the launcher ends the others."""
     folder.mkdir()
@@ -121,7 +153,7 @@ def _train(
         ranks = []
         for rank in range(WORLD):
             log = files.enter_context((folder / f"rank{rank}.log").open("wb"))
-            own = victim if victim is not None and rank == WORLD - 1 else environ
+            own = {**nodes[rank].environ, **(victim if victim is not None and rank == WORLD - 1 else {})}
             command = [sys.executable, "-m", "tieredckpt.demo.trainer", "--events", str(events[rank])]
             command += ["--steps", str(steps), "--durable", durable, "--durable-every", str(DURABLE_EVERY)]
             environ_of_rank = _rank_environ(rank, port, own)
@@ -151,8 +183,8 @@ def _rank_environ(rank: int, port: int, extra: Mapping[str, str]) -> dict[str, s
         **extra,
         "RANK": str(rank),
         "WORLD_SIZE": str(WORLD),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(WORLD),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
@@ -184,20 +216,20 @@ def _agent_status(arena: Path) -> dict[str, Any]:
     return status
 
 
-def _listing(environ: Mapping[str, str], bucket: Bucket) -> list[dict[str, Any]]:
+def _listing(on: _Node, bucket: Bucket) -> list[dict[str, Any]]:
     """What is where now, as `tieredckpt ls` would say it."""
     from tieredckpt.agent_node import AgentNode
     from tieredckpt.demo.trainer import JOB
     from tieredckpt.settings import load_settings
 
-    os.environ.update(environ)
-    node = AgentNode(load_settings({**environ, "TIEREDCKPT_DURABLE_URL": bucket.url}), JOB)
+    os.environ.update(on.environ)
+    node = AgentNode(load_settings({**on.environ, "TIEREDCKPT_DURABLE_URL": bucket.url}), JOB)
     with contextlib.closing(node):
         survey = node.survey(JOB, fresh=True)
     return [
         {
             "step": view.group.version,
-            "memory": sum("memory" in [t.value for t in tiers] for tiers in view.found.values()),
+            "memory": sum(bool({"memory", "peer"} & {t.value for t in tiers}) for tiers in view.found.values()),
             "parts": view.parts or WORLD,
             "durable": view.durable,
         }
@@ -220,13 +252,17 @@ def _summary(
     result: Mapping[str, Any], phases: Mapping[str, Phase], agent: Mapping[str, Any], seconds: float
 ) -> dict[str, Any]:
     counters, drain = agent["store"]["counters"], agent["drain"]["totals"]
+    copies = next(iter(agent["peers"].values()))["totals"]
     resumed, hydrated = phases["resumed"].restored(), phases["hydrated"].restored()
+    replaced = phases["replaced"].restored(rank=WORLD - 1)
     blocked = phases["resumed"].blocked()
     return {
         **result,
         "killed_in_step": PHASES[0] - 1,
         "resumed_from": resumed["step"],
         "resumed_tiers": resumed["tiers"],
+        "replaced_from": replaced["step"],
+        "replaced_tiers": replaced["tiers"],
         "hydrated_from": hydrated["step"],
         "hydrated_tiers": hydrated["tiers"],
         "first_save_s": blocked[0],
@@ -235,7 +271,9 @@ def _summary(
         "shard_bytes": int(counters.get("sealed_bytes", 0) / max(1, counters.get("sealed", 1))),
         "drain_s": drain["seconds"] / max(1, drain["steps"]),
         "drained_steps": drain["steps"],
+        "copy_s": copies["seconds"] / max(1, copies["copies"]),
         "restore_memory_s": resumed["seconds"],
+        "restore_peer_s": replaced["seconds"],
         "restore_durable_s": hydrated["seconds"],
         "seconds": seconds,
     }
@@ -264,23 +302,25 @@ def _show(
     names = {
         "killed": "the first ranks",
         "resumed": "restarted from memory",
+        "replaced": "with a new node, from the other one's memory",
         "hydrated": "restarted from the bucket",
     }
-    for step in (0, 5, PHASES[0] - 2, PHASES[0] - 1, PHASES[0], PHASES[1] - 1, PHASES[1], PHASES[2] - 1):
+    edges = [step for phase in PHASES[:-1] for step in (phase - 1, phase)]
+    for step in (0, PHASES[0] - 2, *edges, PHASES[-1] - 1):
         loss, name = found[step]
         same = "[green]equal[/]" if loss == expected[step] else "[red]different[/]"
         table.add_row(str(step), _short(expected[step]), _short(loss), same, names[name])
     console.print(table)
 
     where = Table(title="what is where at the end", header_style="bold", title_justify="left")
-    for name in ("step", "this node's memory", "bucket"):
+    for name in ("step", "memory of n1 and n2", "bucket"):
         where.add_column(name)
     for row in seen:
         memory = f"{row['memory']} of {row['parts']} shards" if row["memory"] else "-"
         where.add_row(str(row["step"]), memory, "whole" if row["durable"] else "-")
     console.print(where)
 
-    times = Table(title="how long each stage took (2 ranks on this machine)", header_style="bold", title_justify="left")
+    times = Table(title="how long each stage took (2 nodes on this machine)", header_style="bold", title_justify="left")
     times.add_column("stage")
     times.add_column("time", justify="right")
     shard = show_size(summary["shard_bytes"])
@@ -288,19 +328,30 @@ def _show(
         ("first save: plan, take a slot, copy, seal", summary["first_save_s"]),
         (f"every later save: what training waits for ({shard} a rank)", summary["save_blocked_s"]),
         ("checksum and seal, in the agent", summary["seal_s"]),
+        ("copy to the other node's memory, verified there, in the agents", summary["copy_s"]),
         ("one step to the bucket, in the agent", summary["drain_s"]),
         ("restore from memory", summary["restore_memory_s"]),
+        ("restore of a new node, from another node's memory", summary["restore_peer_s"]),
         ("restore from the bucket", summary["restore_durable_s"]),
     ):
         times.add_row(stage, show_seconds(seconds))
     console.print(times)
 
-    memory, durable = (summary[k].get(t, 0) for k, t in (("resumed_tiers", "memory"), ("hydrated_tiers", "durable")))
+    memory, peer, durable = (
+        sum(n for tier, n in summary[k].items() if tier in tiers)
+        for k, tiers in (
+            ("resumed_tiers", ("memory",)),
+            ("replaced_tiers", ("peer", "memory")),
+            ("hydrated_tiers", ("durable",)),
+        )
+    )
     console.print(
         f"killed in step {summary['killed_in_step']}'s save: resumed after step {summary['resumed_from']} "
         f"({show_size(memory)} a rank from memory, nothing from the bucket)\n"
-        f"node lost after step {PHASES[1] - 1}: resumed after step {summary['hydrated_from']}, the last durable one "
-        f"({show_size(durable)} a rank from the bucket)\n"
+        f"n2 lost after step {PHASES[1] - 1}: resumed after step {summary['replaced_from']} "
+        f"({show_size(peer)} for n3 from n1's memory, nothing from the bucket)\n"
+        f"all nodes lost after step {PHASES[2] - 1}: resumed after step {summary['hydrated_from']}, the last durable "
+        f"one ({show_size(durable)} a rank from the bucket)\n"
         f"durable tier: {bucket.name}\nlook at what is in it: {bucket.look}"
     )
     verdict = "[bold green]equal bit for bit[/]" if summary["equal"] else "[bold red]NOT equal[/]"

@@ -113,6 +113,8 @@ def train(args: argparse.Namespace, say: TextIO) -> None:
             saved = ckpt.save(state_of(model, optimizer), current)
             blocked = time.perf_counter() - began
             tell(say, event="step", step=current, loss=loss.hex(), blocked=blocked, saved=saved.state.value)
+        if args.durable:
+            saved.wait(copies=2, timeout_s=60)
         began = time.perf_counter()
         ckpt.wait("durable", timeout_s=60)
         tell(say, event="drained", seconds=time.perf_counter() - began)
@@ -132,7 +134,9 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.Ten
 def checkpointer(args: argparse.Namespace) -> Checkpointer | NullCheckpointer:
     if not args.durable:
         return NullCheckpointer()
-    return Checkpointer(f"tiered://{JOB}", durable=args.durable, every=1, durable_every=args.durable_every)
+    return Checkpointer(
+        f"tiered://{JOB}", durable=args.durable, every=1, durable_every=args.durable_every, on_busy="wait"
+    )
 
 
 def tell(say: TextIO, **event: Any) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import Buffer
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
-    from tieredckpt.durable.bandwidth import Bandwidth
+    from peerstore.bandwidth import Bandwidth
     from tieredckpt.durable.retry import Retry
     from tieredckpt.durable.source import Source
     from tieredckpt.durable.stop import Stop

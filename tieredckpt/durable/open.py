@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from peerstore.bandwidth import Bandwidth
 from peerstore.units import parse_size
-from tieredckpt.durable.bandwidth import Bandwidth
 from tieredckpt.durable.parts import part_size_for
 from tieredckpt.durable.reliable import ReliableStore
 from tieredckpt.durable.retry import Retry

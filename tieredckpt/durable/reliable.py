@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-    from tieredckpt.durable.bandwidth import Bandwidth
+    from peerstore.bandwidth import Bandwidth
     from tieredckpt.durable.retry import Retry
 
 T = TypeVar("T")

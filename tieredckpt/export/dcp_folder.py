@@ -58,7 +58,7 @@ class _Writer(FileSystemWriter):
                     torch.save(data, stream)  # type: ignore[arg-type]
                     self._advance(data.nbytes)
                 else:
-                    stream.write(data.getbuffer())
+                    stream.write(data.getvalue())
                 size = stream.tell() - start
                 results.append(WriteResult(item.index, size, _StorageInfo(_FILE, start, size)))
         future: Future[list[WriteResult]] = Future()

@@ -1,0 +1,159 @@
+"""What the memory of a job's other nodes holds, in the words of a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+
+from peerstore.cluster.nodes import Node as PeerNode
+from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
+from peerstore.peers.neighbourhood import Neighbourhood
+from peerstore.peers.team import Team
+from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
+from tieredckpt.agent.messages import LAYOUT, TABLE
+from tieredckpt.errors import CheckpointDamagedError
+from tieredckpt.manifest import decode_meta
+from tieredckpt.node import ClusterView, Durability, NodeView, Source
+
+log = logging.getLogger(__name__)
+
+
+def blobs_of(fact: ShardFact) -> tuple[str, ...]:
+    """What one needs beside a shard to read it."""
+    try:
+        meta = decode_meta(fact.meta)
+    except CheckpointDamagedError:  # a shard of somebody else's
+        return ()
+    return (LAYOUT + meta.layout, *([TABLE + meta.table] if meta.table else []))
+
+
+class Others:
+    """The peer tier as the agent's answers use it."""
+
+    def __init__(self, neighbourhood: Neighbourhood) -> None:
+        self.neighbourhood = neighbourhood
+
+    def team(self, job: str) -> Team | None:
+        return self.neighbourhood.team(job)
+
+    def await_others(self, job: str, timeout_s: float) -> None:
+        """Until other nodes are not about to make a newer step whole any more."""
+        team = self.team(job)
+        if team is not None:
+            team.await_others(timeout_s)
+
+    def facts(self, job: str) -> tuple[dict[Group, dict[int, ShardFact]], str]:
+        """What other nodes hold right now, by version and part; and who could not be asked."""
+        team = self.team(job)
+        if team is None:
+            return {}, ""
+        sight = team.sight(fresh=True)
+        found: dict[Group, dict[int, ShardFact]] = defaultdict(dict)
+        for node, looked in sight.nodes.items():
+            if node == team.me.id:
+                continue
+            for fact in looked.facts:
+                found[fact.key.group].setdefault(fact.key.part, fact)
+        return found, "; ".join(f"{node}: {why}" for node, why in sorted(sight.silent.items()))
+
+    def sources(self, job: str, group: Group) -> dict[int, tuple[Source, ...]]:
+        """For each part of a version, the other nodes that hold it."""
+        team = self.team(job)
+        if team is None:
+            return {}
+        found: dict[int, list[Source]] = defaultdict(list)
+        for node, looked in team.sight().nodes.items():
+            if node != team.me.id:
+                for fact in looked.facts:
+                    if fact.key.group == group:
+                        found[fact.key.part].append(Source(node, team.tending.peer(node).address))
+        return {part: tuple(sources) for part, sources in found.items()}
+
+    def records(self, job: str, group: Group, sources: Mapping[int, tuple[Source, ...]]) -> dict[int, ShardRecord]:
+        """The records of the parts that are on other nodes; a node that does not answer is left out."""
+        team = self.team(job)
+        if team is None or not sources:
+            return {}
+        said: dict[int, dict[str, ShardRecord]] = defaultdict(dict)
+        for node in sorted({source.node for there in sources.values() for source in there}):
+            try:
+                for record in team.records(node, group):
+                    if record.key.part in sources:
+                        said[record.key.part][node] = record
+            except (PeerStoreError, OSError) as error:
+                log.warning("job %s: %s did not describe step %d: %s", job, node, group.version, error)
+        found = {}
+        for part, records in said.items():
+            try:
+                found[part] = team.agreed(records)[0]
+            except ShardDamagedError as error:
+                log.error("job %s: step %d: %s", job, group.version, error)
+        return found
+
+    def blob(self, job: str, name: str) -> bytes:
+        """A layout or table that is not on this node."""
+        team = self.team(job)
+        if team is None:
+            raise ShardNotFoundError(f"job {job} has no {name} here")
+        others = tuple(node for node in team.tending.living if node != team.me.id)
+        return team.blob(name, others)
+
+
+def durability_of(team: Team, key: ShardKey) -> Durability:
+    """How well one of this node's shards is kept by now."""
+    living = team.tending.living
+    group = team.sharing.members if team.shares else ()
+    nodes = [living[node] for node in group if node in living] or team.protecting.holders(key)
+    levels = team.settings.levels
+    level = next((name for name in reversed(levels) if any(dict(node.labels).get(name) for node in nodes)), "node")
+    copies, domains = team.protecting.redundancy(key, level)
+    standing = next((one for one in team.protecting.standings() if one.key == key), None)
+    settled = team.settled
+    return Durability(
+        copies=copies,
+        domains=domains,
+        level=level,
+        lacking=standing.lacking if standing is not None else 0,
+        settled=settled is not None and key.group <= settled,
+        trouble=team.protecting.trouble(key),
+        group=len(group),
+    )
+
+
+def cluster_of(team: Team) -> ClusterView:
+    """All nodes of a job: who is there, and what they hold."""
+    sight = team.sight(fresh=True)
+    roster, living = team.tending.roster, team.tending.living
+    listed: dict[str, PeerNode] = {node.id: node for node in roster.nodes} if roster is not None else {}
+    views = []
+    for name, node in sorted({**listed, **living}.items()):
+        looked = sight.nodes.get(name)
+        views.append(
+            NodeView(
+                node,
+                team.tending.standing(name),
+                looked.facts if looked is not None else (),
+                looked.epoch if looked is not None else 0,
+                looked.settled if looked is not None else None,
+                sight.silent.get(name, ""),
+                team.protecting.paths.rates.get(name, 0.0),
+                looked.verifying if looked is not None else 0,
+            )
+        )
+    sending = team.protecting.sending
+    return ClusterView(
+        job=team.job,
+        me=team.me.id,
+        nodes=tuple(views),
+        roster=roster.version if roster is not None else 0,
+        quorum=team.tending.quorum,
+        sees=team.tending.explain(),
+        copies=team.settings.copies,
+        mode=team.settings.mode,
+        levels=team.settings.levels,
+        partners=team.protecting.partners,
+        sending=f"{sending[0].key} to {sending[0].to}" if sending is not None else "",
+        sent_bytes=team.protecting.totals.sent_bytes,
+        lag_s=team.protecting.totals.lag_s,
+    )
