@@ -1,7 +1,15 @@
+import hypothesis
+
+# How long one example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
+
 pytest_plugins = [
     "tests.support.agents",
     "tests.support.ranks",
+    "tests.support.clusters",
     "tests.support.zygote",
     "tests.support.fixtures_s3",
+    "tests.support.hosts",
     "tests.support.nothing_left",
 ]

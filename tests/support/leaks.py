@@ -28,7 +28,7 @@ class Footprint(NamedTuple):
     threads: frozenset[threading.Thread]
     children: frozenset[int]
     places: frozenset[str]
-    """Sockets that are listened on, and directories on shared memory."""
+    """Sockets that are listened on, directories on shared memory, and network namespaces."""
 
     def beyond(self, *others: Footprint) -> list[str]:
         """What is here and in none of the others, in words."""
@@ -85,6 +85,7 @@ def _places() -> Iterator[str]:
     own = f"-test-{os.getpid()}-"
     yield from (f"socket {line.rpartition(' ')[2]}" for line in _unix_sockets() if own in line)
     yield from (f"directory {path}" for path in Path("/dev/shm").iterdir() if own in path.name)
+    yield from (f"namespace {path.name}" for path in Path("/run/netns").glob(f"*{own}*"))
 
 
 def _unix_sockets() -> list[str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from peerstore.bandwidth import Bandwidth
 from tests.support.journals import DictJournal
-from tieredckpt.durable.bandwidth import Bandwidth
 from tieredckpt.durable.reliable import ReliableStore
 from tieredckpt.durable.store import ObjectExistsError, ObjectNotFoundError, UploadCancelledError
 from tieredckpt.errors import CheckpointDamagedError, UsageError

@@ -24,6 +24,7 @@ def _worker(pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
     while True:
         try:
             task = pipe.recv()
@@ -32,9 +33,8 @@ def _worker(pipe: Connection) -> None:
         if task is None:
             return
         function, rank, world, store, environ, args = task
-        for name in [name for name in os.environ if name.startswith(_OURS)]:
-            del os.environ[name]  # what an earlier test had set, or this process was started with
-        os.environ.update(environ)
+        os.environ.clear()  # of what an earlier test had set too
+        os.environ.update(plain | environ)
         try:
             pipe.send((True, _run(function, rank, world, store, args)))
         except BaseException as error:

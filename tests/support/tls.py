@@ -12,54 +12,87 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from peerstore.transport.certificates import TlsFiles
 
-def server_context(directory: Path) -> tuple[ssl.SSLContext, Path]:
-    """A server's TLS context for 127.0.0.1, and the file that a client has to trust."""
-    now = dt.datetime.now(dt.timezone.utc)
-    authority_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test authority")])
+_USAGE = x509.KeyUsage(
+    digital_signature=True,
+    key_cert_sign=True,
+    crl_sign=True,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
 
-    def builder(subject: x509.Name, public_key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+
+def _by(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
+    """Who signed it: Python 3.13 refuses a certificate that does not say so."""
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
+
+
+class Authority:
+    """Signs certificates that are good for an hour; ``trusted`` is the file with its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _name("test authority")
+        self.trusted = directory / "ca.pem"
+        certificate = (
+            self._builder(self._name, self._key.public_key())
+            .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            .add_extension(_USAGE, critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        self.trusted.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+    def issue(self, name: str, *, address: str = "127.0.0.1") -> tuple[Path, Path]:
+        """A certificate for ``address``, and its key."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        host = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+        certificate = (
+            self._builder(_name(address), key.public_key())
+            .add_extension(host, critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_by(self._key), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+        chain, private = self._directory / f"{name}.pem", self._directory / f"{name}.key"
+        chain.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        private.write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()))
+        return chain, private
+
+    def _builder(self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+        now = dt.datetime.now(dt.timezone.utc)
         return (
             x509.CertificateBuilder()
             .subject_name(subject)
-            .issuer_name(authority_name)
+            .issuer_name(self._name)
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - dt.timedelta(hours=1))
             .not_valid_after(now + dt.timedelta(hours=1))
         )
 
-    usage = x509.KeyUsage(
-        digital_signature=True,
-        key_cert_sign=True,
-        crl_sign=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
-    authority = (
-        builder(authority_name, authority_key.public_key())
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .add_extension(usage, critical=True)
-        .sign(authority_key, hashes.SHA256())
-    )
-    host = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    certificate = (
-        builder(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")]), key.public_key())
-        .add_extension(host, critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .sign(authority_key, hashes.SHA256())
-    )
-    trusted, chain, private = directory / "ca.pem", directory / "server.pem", directory / "server.key"
-    trusted.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
-    chain.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    private.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def server_context(directory: Path) -> tuple[ssl.SSLContext, Path]:
+    """A server's TLS context for 127.0.0.1, and the file that a client has to trust."""
+    authority = Authority(directory)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(chain, private)
-    return context, trusted
+    context.load_cert_chain(*authority.issue("server"))
+    return context, authority.trusted
+
+
+def node_files(directory: Path, *, address: str = "127.0.0.1", check_names: bool = False) -> TlsFiles:
+    """What a node of a cluster of its own has."""
+    directory.mkdir(exist_ok=True)
+    authority = Authority(directory)
+    return TlsFiles(*authority.issue("node", address=address), authority.trusted, check_names)

@@ -182,6 +182,6 @@ def test_the_environment_is_read_in_one_module_of_each_package():
     paths = [path for package in PUBLIC for path in (ROOT / package).rglob("*.py")]
     readers = {str(path.relative_to(ROOT)) for path in paths if reads(path)}
     # What a launcher says about ranks, and what a child process inherits, is not configuration.
-    inherited = {"tieredckpt/board.py", "tieredckpt/agent_node.py"}
+    inherited = {"tieredckpt/board.py", "tieredckpt/joining.py", "tieredckpt/agent_node.py"}
     left = readers - inherited - {"tieredckpt/settings.py", "peerstore/settings.py"}
     assert {name for name in left if not name.startswith(("tieredckpt/demo/", "tieredckpt/cli/"))} == set()

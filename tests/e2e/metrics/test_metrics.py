@@ -125,6 +125,7 @@ def test_status_says_the_same_as_metrics(agent_dir, agent, durable):
         "versions": 2,
         "newest_whole": 1,
         "expires_in_s": 0,
+        "settled": None,
     }
 
 

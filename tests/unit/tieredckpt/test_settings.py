@@ -73,6 +73,7 @@ def test_every_key_can_be_set_by_environment(section, key):
         "url": ("/data", "/data"),
         "compress": ("zstd", "zstd"),
         "spread": ("on", True),
+        "mode": ("parity", "parity"),
         "options": ("region=eu,endpoint=http://h:1/?a=b", {"region": "eu", "endpoint": "http://h:1/?a=b"}),
     }
     text, expected = special.get(key) or values[type(default)]
@@ -95,6 +96,16 @@ def test_enabled(config, text, enabled):
 def test_switched_off_without_a_place_is_a_contradiction():
     with pytest.raises(SettingsError, match=r"enabled: .*durable\.url"):
         load_settings({"TIEREDCKPT_ENABLED": "0"})
+
+
+def test_copies_and_parity_exclude_each_other():
+    assert load_settings({"TIEREDCKPT_PEER_MODE": "parity", "TIEREDCKPT_PEER_GROUP": "7"}).peer.group == 7
+    with pytest.raises(SettingsError, match=r"peer\.copies: .*peer\.mode"):
+        load_settings({"TIEREDCKPT_PEER_MODE": "parity", "TIEREDCKPT_PEER_COPIES": "3"})
+    with pytest.raises(SettingsError, match=r"peer\.mode: "):
+        load_settings({"TIEREDCKPT_PEER_MODE": "raid"})
+    with pytest.raises(SettingsError, match=r"peer\.group: 0 is below 1"):
+        load_settings({"TIEREDCKPT_PEER_GROUP": "0"})
 
 
 def test_everything_wrong_is_told_at_once():

@@ -1,0 +1,289 @@
+"""``status``, ``whatif`` and ``top`` against real agents: what they say is what then happens."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from tests.e2e.peers.test_node_lost import restore, sharded
+from tests.support.clusters import cluster_of
+from tests.support.jobs import Job
+from tieredckpt import Checkpointer
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
+
+NODES = ["n1", "n2", "n3"]
+
+
+def save_well(job, steps):
+    with Checkpointer(job, on_sigterm="ignore") as ckpt:
+        for step in steps:
+            ckpt.save(sharded(step), step).wait(copies=2, domains=2, timeout_s=60)
+
+
+@contextlib.contextmanager
+def three_nodes(ranks):
+    """Steps 5 to 7 in the memory of three nodes in three racks, two copies of each part."""
+    with cluster_of(ranks, *NODES, labels=lambda name: f"rack=r{name[1:]}") as made:
+        made.run(NODES, save_well, [5, 6, 7])
+        yield made
+
+
+@pytest.fixture(scope="module")
+def well(ranks):
+    """Three nodes to look at."""
+    with three_nodes(ranks) as made:
+        yield made
+
+
+@pytest.fixture
+def doomed(ranks):
+    """Three nodes of which some will be lost."""
+    with three_nodes(ranks) as made:
+        yield made
+
+
+@pytest.fixture
+def on(cli):
+    """Run a command on the first of a cluster's nodes, or on another one."""
+
+    def run(cluster, command, *arguments, node="n1"):
+        return cli(command, *arguments, "--agent-dir", cluster[node].directory)
+
+    return run
+
+
+# -- status -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_node_and_step_is_shown(well, on):
+    said = on(well, "status", "--cluster", "--json")
+    assert said.code == 0
+    assert (said.json["job"], said.json["seen_from"], said.json["quorum"]) == (well.job, "n1", True)
+    nodes = {one["node"]: one for one in said.json["nodes"]}
+    assert list(nodes) == NODES
+    assert [one["standing"] for one in nodes.values()] == ["alive"] * 3
+    assert [one["labels"] for one in nodes.values()] == [{"rack": "r1"}, {"rack": "r2"}, {"rack": "r3"}]
+    assert all(one["holds"]["own_bytes"] > 0 and one["holds"]["copied_bytes"] > 0 for one in nodes.values())
+    step = said.json["steps"][-1]
+    assert (step["step"], step["parts"], step["parts_in_memory"], step["state"]) == (7, 3, 3, "whole")
+    assert (step["copies"], step["domains"], step["level"], step["weak"]) == (2, 2, "rack", [])
+    assert not step["durable"]
+    assert said.json["complete"]
+
+
+def test_every_node_says_the_same_of_the_steps(well, on):
+    seen = [on(well, "status", well.job, "--cluster", "--json", node=name).json["steps"] for name in NODES]
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_the_tables_say_it_in_words(well, on):
+    lines = on(well, "status", "--cluster").out.splitlines()
+    assert lines[0].startswith(f"{well.job}  2 copies wanted")
+    assert lines[1] == "n1 sees 3 of 3 nodes: n1, n2, n3"
+    assert lines[3].split()[:7] == ["NODE", "STANDING", "RACK", "STEPS", "PARTS", "OWN", "COPIES"]
+    assert lines[5].split()[:3] == ["n2", "alive", "r2"]
+    (seven,) = [line for line in lines if line.split()[:2] == ["7", "whole"]]
+    assert "3 of 3  2 copies in 2 racks" in seven
+
+
+def test_a_lost_node_is_not_an_empty_one(doomed, on):
+    doomed["n3"].lose()
+    said = on(doomed, "status", "--cluster", "--json")
+    assert said.code == 5
+    gone = said.json["nodes"][2]
+    assert gone["node"] == "n3"
+    assert gone["holds"] is None
+    assert gone["could_not_be_asked"]
+    assert not said.json["complete"]
+    shown = on(doomed, "status", "--cluster").out
+    (row,) = [line.split() for line in shown.splitlines() if line.startswith("n3 ") and "could" not in line]
+    assert row[-4:] == ["?"] * 4
+    assert "n3 could not be asked, what it holds is not known: " in shown
+
+
+def test_this_node_in_a_few_lines(well, on):
+    said = on(well, "status", "--json")
+    assert said.code == 0
+    (row,) = said.json["jobs"]
+    assert (row["job"], row["newest_whole"], row["unreachable"]) == (well.job, 7, {})
+    assert said.json["arena"]["sealed_bytes"] > 0
+    lines = on(well, "status").out.splitlines()
+    assert lines[0].split()[0] == "agent"
+    assert lines[1].startswith("memory  ")
+    assert lines[4].split()[:5] == [well.job, "1", "0", str(row["steps_in_memory"]), "7"]
+
+
+# -- whatif -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_foretold_comes_true(doomed, on):
+    said = on(doomed, "whatif", "--lose", "node:n2", "--json")
+    assert said.code == 0
+    foretold = said.json
+    assert (foretold["fate"], foretold["step"], foretold["gone"]) == ("resumes", 7, [])
+    assert foretold["quorum"] == {"enough": True, "alive": 2, "of": 3}
+    assert (foretold["from_memory"], foretold["from_durable"]) == (True, False)
+    nodes = {part: set(one["nodes"]) for one in foretold["reads"] for part in one["parts"]}
+    assert set(nodes) == {0, 1, 2}
+    assert all(one and "n2" not in one for one in nodes.values())
+    doomed["n2"].lose()
+    doomed.add("n4", "rack=r4")
+    for _tiers, used in doomed.run(["n1", "n4", "n3"], restore, foretold["step"]):
+        assert set(used) <= {"n1", "n3", "n4"}
+
+
+def test_a_rack_and_a_node_at_once(well, on):
+    said = on(well, "whatif", well.job, "--lose", "node:n1", "--lose", "rack:r3", "--json")
+    assert said.code == 3
+    assert (said.json["fate"], said.json["step"], said.json["nodes_lost"]) == ("nothing", None, ["n1", "n3"])
+    assert said.json["step_now"] == 7
+    assert said.json["gone"][0]["step"] == 7
+    assert not said.json["quorum"]["enough"]
+    shown = on(well, "whatif", well.job, "--lose", "node:n1", "--lose", "rack:r3").out
+    assert "without node:n1 and rack:r3 (n1 and n3)" in shown
+    assert "no whole step would be left" in shown
+    assert "no quorum" in shown
+
+
+def test_who_could_not_be_asked_is_neither_there_nor_gone(doomed, on):
+    doomed["n3"].lose()
+    said = on(doomed, "whatif", "--lose", "node:n1", "--lose", "node:n2", "--json")
+    assert said.code == 5
+    assert said.json["fate"] == "unknown"
+    assert list(said.json["unknown"]) == ["n3"]
+    assert 7 in said.json["perhaps"]
+    said = on(doomed, "whatif", "--lose", "node:n1", "--lose", "node:n2", "--lose", "node:n3", "--json")
+    assert said.code == 3
+    assert (said.json["fate"], said.json["unknown"]) == ("nothing", {})
+
+
+def test_each_loss_the_worst_first(well, on):
+    said = on(well, "whatif", "--each", "--json")
+    assert said.code == 0
+    names = [one["lost"] for one in said.json["losses"]]
+    assert sorted(names) == sorted([[f"node:{name}"] for name in NODES] + [[f"rack:r{n}"] for n in (1, 2, 3)])
+    assert {one["step"] for one in said.json["losses"]} == {7}
+    lines = on(well, "whatif", "--each").out.splitlines()
+    assert lines[2].split()[:2] == ["IF", "LOST"]
+    assert len(lines) == 3 + 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lose", "node:n9"], "there is no such node; there is node: n1, n2, n3"),
+        (["--lose", "zone:a"], "no node has a zone; there is node: n1, n2, n3; rack: r1, r2, r3"),
+        (["--lose", "n1"], "say what it is, as in node:n1 or rack:r1"),
+        ([], "say what is lost"),
+        (["--each", "--lose", "node:n1"], "say what is lost"),
+    ],
+)
+def test_wrong_names(well, on, arguments, said):
+    answer = on(well, "whatif", *arguments)
+    assert answer.code == 2
+    assert said in answer.err
+
+
+# -- one node ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_on_one_node_with_a_durable_tier(cli, job):
+    said = cli("status", "--cluster", "--json")
+    assert said.code == 0
+    (me,) = said.json["nodes"]
+    assert {one["step"]: (one["durable"], one["copies"]) for one in said.json["steps"]} == {
+        1: (True, 0),
+        2: (True, 1),
+        3: (True, 1),
+    }
+    assert "only on this node" in cli("status", "--cluster").out
+    lost = cli("whatif", "--lose", f"node:{me['node']}", "--json")
+    assert (lost.code, lost.json["step"], lost.json["from_durable"], lost.json["quorum"]) == (0, 3, True, None)
+    job.lose_memory()
+    job.expect(3, tiers={"durable"})
+
+
+def test_quarantined_and_durable_are_said(cli, job):
+    assert cli("quarantine", "llama/step-3", "--reason", "loss is NaN").code == 0
+    shown = cli("status", "llama", "--cluster").out
+    assert "step 3 is quarantined: loss is NaN" in shown
+    me = cli("status", "--cluster", "--json").json["seen_from"]
+    assert cli("whatif", "--lose", f"node:{me}", "--json").json["step"] == 2
+
+
+def test_several_jobs_are_to_be_named(cli, job, agent_dir, durable):
+    Job(agent_dir, durable, "other").save(9)
+    said = cli("status", "--cluster")
+    assert said.code == 2
+    assert "several jobs, name one: llama, other" in said.err
+    assert [row["job"] for row in cli("status", "--json").json["jobs"]] == ["llama", "other"]
+    missing = cli("top", "nothing", "--once")
+    assert missing.code == 3
+    assert "it has llama, other" in missing.err
+
+
+@pytest.mark.parametrize("command", [["status"], ["status", "--cluster"], ["whatif", "--each"], ["top", "--once"]])
+def test_without_an_agent_nothing_is_known(cli, agent_dir, command):
+    said = cli(*command)
+    assert said.code == 5
+    assert "no agent answers" in said.err
+    assert not agent_dir.exists()
+
+
+# -- top --------------------------------------------------------------------------------------------------------------
+
+
+def test_one_frame_where_nobody_watches(well, on):
+    said = on(well, "top", "--json", "--once")
+    assert said.code == 0
+    assert (said.json["job"], said.json["steps"][-1]["step"]) == (well.job, 7)
+    assert said.json["parts_lacking_copies"] == 0
+    assert said.json["bytes_per_s"] is None
+    shown = on(well, "top").out
+    assert "n1 sees 3 of 3 nodes" in shown
+    assert "no copies lacking" in shown
+
+
+def started(*arguments, **more):
+    return subprocess.Popen([sys.executable, "-m", "tieredckpt", "top", *map(str, arguments)], **more)
+
+
+def test_a_stream_of_objects_until_interrupted(job, agent_dir):
+    process = started("--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    frames = [json.loads(process.stdout.readline()) for _ in range(3)]
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    assert [one["steps"][-1]["step"] for one in frames] == [3, 3, 3]
+    assert frames[0]["bytes_per_s"] is None
+    assert frames[2]["bytes_per_s"] == {"saved": 0, "sent": 0, "received": 0, "drained": 0}
+
+
+def test_a_terminal_is_given_back(job, agent_dir):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
+    process = started(stdout=theirs, stderr=theirs, stdin=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    shown = b""
+    while b"nothing to upload" not in shown:
+        shown += os.read(ours, 4096)
+    process.send_signal(signal.SIGINT)
+    while True:
+        try:
+            shown += os.read(ours, 4096)
+        except OSError:  # how a terminal ends
+            break
+    os.close(ours)
+    assert process.wait(30) == 0
+    assert shown.count(b"\x1b[?1049h") == shown.count(b"\x1b[?1049l") == 1
+    assert b"llama" in shown
+    assert b"Traceback" not in shown

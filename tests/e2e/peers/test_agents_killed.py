@@ -1,0 +1,131 @@
+"""SIGKILL of an agent wherever it deals with others: what was settled is there afterwards, and is copied again."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from peerstore.cluster.nodes import Node, node_id
+from peerstore.cluster.placement import place
+from peerstore.crashpoints import POINTS
+from tests.support.agent_jobs import SIZE, agent_job
+from tests.support.neighbours import until
+from tests.support.stores import MIB, content, flip
+
+pytestmark = pytest.mark.e2e
+
+SAVING = {
+    "peer.offered": 1,
+    "peer.sending": 3,
+    "peer.receiving": 3,
+    "peer.copying": 1,
+    "peer.copied": 1,
+    "peer.committed": 1,
+    "peer.settling": 1,
+}
+"""Each point that is passed while a version gets its copies, and how often before the kill."""
+LOST = ("peer.sending", "peer.receiving", "peer.settling")
+OTHERS = ("peer.mending", "peer.reading")
+NAMES = ("n1", "n2", "n3")
+LARGE = 32 * MIB + 5
+
+
+def test_every_point_between_agents_is_here():
+    assert {point for point in POINTS if point.startswith("peer.")} == {*SAVING, *OTHERS}
+
+
+@pytest.fixture
+def job():
+    """Three agents that have settled version 1."""
+    with agent_job(*NAMES) as made:
+        made.save(1)
+        made.settle(1)
+        yield made
+
+
+def start_to_die(job, name, point, count=1):
+    """The agent begins again with its arena, and with an appointment."""
+    job[name].kill_agent()
+    job[name].start(crash_at=f"{point}:{count}")
+
+
+def die_while_saving(job, point):
+    """n1 passes every point: it sends, it receives, and it is the one that counts."""
+    start_to_die(job, "n1", point, SAVING[point])
+    until(lambda: job.sees("n2") == job.sees("n3") == set(NAMES), "all see each other")
+    job.save(2)
+    job["n1"].wait_dead()
+
+
+@pytest.mark.parametrize("point", SAVING)
+def test_killed_and_started_again_with_its_arena(job, point):
+    die_while_saving(job, point)
+    job["n1"].start()
+    job.expect(job.keys(1) if job.settled("n2") < 2 else job.keys(2))
+    job.save(3)
+    job.settle(3)
+    job.expect(job.keys(3))
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=[] if point in LOST else pytest.mark.soak) for point in SAVING]
+)
+def test_killed_and_lost_for_good(job, point):
+    die_while_saving(job, point)
+    job.lose("n1")
+    until(lambda: job.sees("n2") == {"n2", "n3"}, "its death is known")
+    newest = max(job.settled("n2"), job.settled("n3"))
+    job.expect(job.keys(newest))
+    for of in job.keys(newest):
+        data, pulled = job.read(of, job.holders(of))
+        assert data == content(of, SIZE)
+        assert pulled.failed == {}
+
+
+def test_killed_while_it_protects_again_what_another_one_lost():
+    """n3 is lost, and the node that has the other copy of its shard dies while it sends that to the last one."""
+    partners = place([Node(node_id(name), "") for name in NAMES], copies=2).partners
+    (heir,) = partners[node_id("n3")]
+    first_again = 1 + SIZE // MIB + 1  # it has sent all chunks of its own shard before
+    with agent_job(*NAMES, crash_at={heir: f"peer.sending:{first_again}"}) as job:
+        job.save(1)
+        job.settle(1)
+        assert job.holders(job.keys(1)[2]) == tuple(sorted({"n3", heir}))
+        job.lose("n3")
+        job[heir].wait_dead()
+        job[heir].start()
+        job.expect(job.keys(1))
+
+
+def test_killed_while_it_mends_a_copy(job):
+    mine = job.keys(1)[0]
+    (other,) = set(job.holders(mine)) - {"n1"}
+    start_to_die(job, other, "peer.mending")
+    until(lambda: other in job.holders(mine), "its copy is adopted")
+    flip(job.slot(other, mine), SIZE // 2)
+    with job[other].agent() as agent:
+        assert agent.store.verify(mine) != ()
+    job[other].wait_dead()
+    job[other].start()
+    job.expect(job.keys(1))
+    assert len(job.holders(mine)) == 2
+
+
+def test_killed_while_it_is_read_from_and_the_rest_comes_from_the_other_copy(job):
+    (large,) = job.save(2, "n1", parts=1, size_bytes=LARGE)
+    job.settle(2)
+    (other,) = set(job.holders(large)) - {"n1"}
+    start_to_die(job, other, "peer.reading", 4)
+    until(lambda: other in job.holders(large), "its copy is adopted")
+    with job.reading(large, [other, "n1"]) as read:
+        job["n1"].freeze()  # until the other one is dead, nothing comes from here
+        with ThreadPoolExecutor(1) as aside:
+            reading = aside.submit(read)
+            job[other].wait_dead()
+            job["n1"].thaw()
+            data, pulled = reading.result(120)
+    assert data == content(large, LARGE)
+    assert pulled.failed == {}
+    assert set(pulled.bytes_from) == {other, "n1"}
+    assert sum(pulled.bytes_from.values()) == LARGE
+    job[other].start()
+    job.expect([large], size_bytes=LARGE)

@@ -1,0 +1,88 @@
+"""What a job is restored from when other nodes saved it: other worlds, several sources at once, all tiers."""
+
+import pytest
+import torch
+
+from tests.e2e.peers.test_node_lost import full, restore, save, sharded
+from tests.support.bits import assert_same, zeroed
+from tests.support.clusters import cluster_of
+from tests.support.jobs import on_server
+from tests.support.stores import flip
+from tieredckpt import Checkpointer
+
+NAMES = ["n1", "n2", "n3"]
+
+
+def bytes_of(state):
+    return sum(tensor.nbytes for tensor in state.values() if isinstance(tensor, torch.Tensor))
+
+
+@pytest.mark.parametrize("where", [["n1", "n2", "n3", "n4"], ["n4", "n2"]], ids=["3 to 4", "3 to 2"])
+def test_a_rank_on_a_new_node_reads_its_ranges_from_the_others(cluster, where):
+    """Another world size and an empty arena: every rank gets its own rows, and hardly a byte more."""
+    cluster.run(NAMES, save, [5], 3, environ={"TIEREDCKPT_PEER_COPIES": "3"})
+    if "n3" not in where:
+        cluster["n3"].lose()
+    cluster.add("n4", "rack=r4")
+    reports = cluster.run(where, restore, 5, environ={"TIEREDCKPT_PEER_COPIES": "3"})
+    tiers, nodes = reports[where.index("n4")]
+    assert tiers.keys() <= {"peer", "memory"}
+    assert tiers.get("peer", 0) == sum(nodes.values())  # what n4 was given to keep meanwhile is near
+    needed = bytes_of(full(5)) / len(where) + bytes_of({"same": torch.arange(100)})
+    assert tiers.get("peer", 0) <= 1.05 * needed + 4096
+    assert "n4" not in nodes
+
+
+def test_two_of_four_nodes_are_lost_at_once_and_the_job_goes_on_from_the_others(ranks):
+    names = ["n1", "n2", "n3", "n4"]
+    environ = {"TIEREDCKPT_PEER_COPIES": "3"}
+    with cluster_of(ranks, *names) as cluster:
+        said = cluster.run(names, save, [5, 6], 3, environ=environ)
+        assert said == ["3 copies in 3 nodes"] * 4
+        cluster["n1"].lose()  # the one that counts
+        cluster["n3"].lose()
+        for name in ("n5", "n6"):
+            cluster.add(name)
+        for tiers, _ in cluster.run(["n5", "n2", "n6", "n4"], restore, 6, environ=environ):
+            assert set(tiers) <= {"memory", "peer"}
+
+
+def save_durably(job, step):
+    with Checkpointer(job, on_sigterm="ignore") as ckpt:
+        ckpt.restore(zeroed(sharded(0)))
+        saved = ckpt.save(sharded(step), step)
+        saved.wait(copies=2, timeout_s=60)
+        saved.wait("durable", timeout_s=60)
+        return saved.durability
+
+
+def restore_alone(job, step):
+    """All of it in one process, without any sharding."""
+    with Checkpointer(job, on_sigterm="ignore") as ckpt:
+        expected = {**full(step), "same": torch.arange(100) * step, "step": step}
+        state = zeroed(expected)
+        assert ckpt.restore(state) == step
+        assert_same(expected, state)
+        return ckpt.last_restore.bytes_by_tier, ckpt.last_restore.bytes_by_node
+
+
+def test_one_step_comes_from_memory_from_a_peer_and_from_storage(cluster, rclone):
+    durable = on_server(rclone)
+    options = ",".join(f"{name}={value}" for name, value in durable.options.items())
+    environ = {"TIEREDCKPT_DURABLE_URL": durable.url, "TIEREDCKPT_DURABLE_OPTIONS": options}
+    said = cluster.run(NAMES, save_durably, 5, environ=environ)
+    assert said == ["2 copies in 2 racks, durable"] * 3
+    with cluster["n1"].agent(cluster.job) as agent:
+        (copy,) = [fact.key for fact in agent.store.inventory(cluster.job) if fact.holders]
+    for name in NAMES:  # no good copy of one shard is left in anybody's memory
+        with cluster[name].agent(cluster.job) as agent:
+            if copy in {fact.key for fact in agent.store.inventory(cluster.job)}:
+                pin = agent.store.pin(copy)
+                for at in range(0, pin.record.size_bytes, 4096):
+                    flip(pin.path, at)
+                agent.store.unpin(pin.id)
+    ((tiers, nodes),) = cluster.run(["n1"], restore_alone, 5, environ=environ)
+    assert tiers.keys() == {"memory", "peer", "durable"}
+    assert all(tiers.values())
+    assert sum(nodes.values()) == tiers["peer"]
+    assert "n1" not in nodes

@@ -1,0 +1,68 @@
+"""A node is gone with everything in its memory: the job goes on from copies on other nodes, without any storage."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from tests.support.bits import assert_same, zeroed
+from tieredckpt import Checkpointer
+
+ROWS = 1 << 12
+
+
+def full(step):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "w": torch.randn(ROWS, 64, generator=generator),
+        "v": torch.randn(96, 33, generator=generator).bfloat16(),
+    }
+
+
+def sharded(step):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        **{name: distribute(tensor, mesh) for name, tensor in full(step).items()},
+        "same": torch.arange(100) * step,
+        "step": step,
+    }
+
+
+def distribute(tensor, mesh):
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+
+
+def save(job, steps, copies=2):
+    with Checkpointer(job, on_sigterm="ignore") as ckpt:
+        ckpt.restore(zeroed(sharded(0)))
+        for step in steps:
+            saved = ckpt.save(sharded(step), step)
+            saved.wait(copies=copies, domains=copies, timeout_s=60)
+        return saved.durability
+
+
+def restore(job, expected):
+    with Checkpointer(job, on_sigterm="ignore") as ckpt:
+        state = zeroed(sharded(expected))
+        found = ckpt.restore(state)
+        assert found == expected
+        assert_same(sharded(expected), state)
+        return ckpt.last_restore.bytes_by_tier, ckpt.last_restore.bytes_by_node
+
+
+def test_a_lost_node_comes_back_from_the_others_memory(cluster):
+    said = cluster.run(["n1", "n2", "n3"], save, [5, 6, 7])
+    assert said == ["2 copies in 2 racks"] * 3
+    cluster["n2"].lose()
+    cluster.add("n4", "rack=r4")
+    where = ["n1", "n4", "n3"]
+    for node, (tiers, nodes) in zip(where, cluster.run(where, restore, 7), strict=True):
+        assert set(tiers) <= {"memory", "peer"}  # what n4 was given to keep meanwhile is near already
+        if node == "n4":
+            assert "n4" not in nodes
+        else:
+            assert "memory" in tiers

@@ -1,0 +1,54 @@
+"""``python -m tests.simulation --seed 7``: one schedule, told as it happens. ``--seeds A B``: many, until one fails."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+
+from tests.simulation.invariants import Violation
+from tests.simulation.schedule import broken, run, schedule_of, shrunk
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "STOP"), default=(0, 1000))
+    parser.add_argument("--shrink", action="store_true", help="drop events while the schedule still fails")
+    parser.add_argument("--keep-going", action="store_true", help="count failures instead of stopping at the first")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    if options.seed is None:
+        return _many(*options.seeds, keep_going=options.keep_going)
+    schedule = schedule_of(options.seed)
+    if options.shrink and (finding := broken(schedule)) is not None:
+        schedule = shrunk(finding).schedule
+    print(f"{schedule.shape}")
+    for event in schedule.events:
+        print(f"  {event}")
+    try:
+        run(schedule, print)
+    except Violation as violation:
+        print(f"VIOLATION: {violation}")
+        return 1
+    return 0
+
+
+def _many(first: int, stop: int, *, keep_going: bool) -> int:
+    began, failed = time.perf_counter(), 0
+    for seed in range(first, stop):
+        finding = broken(schedule_of(seed))
+        if finding is not None:
+            failed += 1
+            print(f"seed {seed}: {finding.violation}", flush=True)
+            if not keep_going:
+                print(shrunk(finding))
+                return 1
+    seconds = time.perf_counter() - began
+    print(f"{stop - first} schedules, {failed} broke a rule, {(stop - first) / seconds:.0f} schedules/s")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

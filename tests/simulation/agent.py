@@ -1,0 +1,389 @@
+"""One life of a node agent: the real store, membership and accounts, driven by simulated time and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from peerstore.adoption import Adoption
+from peerstore.cluster.gossip import Standing
+from peerstore.cluster.membership import Membership
+from peerstore.copies import Copies
+from peerstore.errors import NoQuorumError, PeerStoreError, PeerUnreachableError, ShardNotFoundError
+from peerstore.jobs import Jobs
+from peerstore.keeping import Keeping
+from peerstore.leasing import Leasing
+from peerstore.ledger import Limits
+from peerstore.owners import Owner
+from peerstore.peers import tending
+from peerstore.peers.accounts import Accounts, Outlook, Protection
+from peerstore.peers.duties import Duty, inherited, remembered, worth_mending
+from peerstore.peers.messages import Looked, Ping, Settling
+from peerstore.peers.newcomers import Newcomers
+from peerstore.records import Group, ShardKey, ShardRecord
+from peerstore.shelf import Shelf
+from tests.simulation.memory import SimulatedSealing, damaged_chunks
+from tests.simulation.transfers import Incoming, Outgoing
+
+if TYPE_CHECKING:
+    from tests.simulation.world import Machine, World
+
+JOB = "job"
+TRAINER, COPIER = Owner(0, 0), Owner(-1, 0)
+CALL_S = 1.0
+LOOK_S = 5.0
+DISCOVER_S = 10.0
+SLOTS, BURST = 2, 1
+
+
+class Agent:
+    """What :mod:`peerstore.peers` and :class:`peerstore.store.NodeStore` are the threads and sockets of."""
+
+    def __init__(self, world: World, machine: Machine) -> None:
+        self.world, self.machine, self.name = world, machine, machine.name
+        self.shelf = Shelf(machine.arena, Limits(machine.budget_bytes, SLOTS, BURST), self.clock)  # type: ignore[arg-type]
+        self.jobs = Jobs(self.shelf, ttl_s=float("inf"))
+        self.leasing = Leasing(self.shelf, self.jobs)
+        self.sealing = SimulatedSealing(self.shelf, self.jobs, None)  # type: ignore[arg-type]
+        self.copies = Copies(self.shelf, self.jobs, self.leasing)
+        self.keeping = Keeping(self.shelf, self.jobs)
+        self.adoption = Adoption(self.shelf, self.jobs, self.leasing)
+        with self.shelf.lock:
+            self.adoption.read_notes()
+            for slot in list(self.shelf.slots.values()):
+                if slot.lease is not None and slot.owner == COPIER:
+                    self.shelf.end_lease(slot, "the agent that took this copy in is gone")
+        self.members = Membership(machine.node, int((1e9 + self.clock()) * 1e6), world.membership, seed=world.seed)
+        self.newcomers = Newcomers(world.membership)
+        self.accounts = Accounts(machine.node.id, Protection(world.copies, ("zone", "rack")))
+        self.incoming, self.outgoing = Incoming(self), Outgoing(self)
+        self.copies.guard(JOB, guarded=world.copies > 1, permit=self.permit)
+        self._pump_at: float | None = None
+        self._repairs: list[ShardRecord] = []
+        self._handlers: dict[str, Callable[[str, Any], Any]] = {
+            "ping": self._pinged,
+            "roster": lambda *_: self.members.roster,
+            "settling": lambda _, note: self.settling(note),
+            "settled": lambda _, group: self._settled(group),
+            "look": lambda *_: self.look(),
+            "read": lambda _, key: self.read(key),
+            "suspect": lambda _, key: self.verify(key),
+            **self.incoming.handlers,
+        }
+
+    def start(self) -> None:
+        self.set_roster(self.world.roster)
+        self.later(self.world.random.random() * 0.5, self._beat)
+        self.later(DISCOVER_S, self._discover)
+        self.later(0.3 if self.adoption.left() else 0.0, self._adopt)
+        self.wake()
+
+    def _discover(self) -> None:
+        self.set_roster(self.world.roster)
+        self.later(DISCOVER_S, self._discover)
+
+    # -- the world ----------------------------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        return self.world.now + self.machine.clock_off_s
+
+    @property
+    def running(self) -> bool:
+        return self.machine.agent is self
+
+    def later(self, delay_s: float, work: Callable[[], None]) -> None:
+        """Do this later, if this life of the agent lasts until then."""
+        self.world.events.after(delay_s, partial(self._if_running, work))
+
+    def _if_running(self, work: Callable[[], None]) -> None:
+        if self.running:
+            work()
+
+    def answer(self, sender: str, op: str, body: Any) -> Any:
+        return self._handlers[op](sender, body)
+
+    def call(
+        self,
+        node: str,
+        op: str,
+        body: Any,
+        done: Callable[[Any], None] = lambda _: None,
+        failed: Callable[[PeerStoreError], None] = lambda _: None,
+        timeout_s: float = CALL_S,
+    ) -> None:
+        self.world.call(self, node, op, body, done, failed, timeout_s)
+
+    # -- membership, as in peers/tending.py ---------------------------------------------------------------------------
+
+    def permit(self) -> None:
+        if not self.members.quorum:
+            raise NoQuorumError(self.members.explain())
+
+    @property
+    def living(self) -> dict[str, Any]:
+        return self.newcomers.among(self.world.now, self.members.living or (self.machine.node,))
+
+    def _beat(self) -> None:
+        self.later(self.members.settings.heartbeat_s, self._beat)
+        self._share()
+        before = self.members.changes
+        for ping in self.members.tick(self.clock()):
+            node = ping.node.id
+            self.call(
+                node,
+                "ping",
+                tending.ping_with(ping.gossip, self.copies, JOB),
+                partial(self._ponged, node),
+                partial(self._unpinged, node),
+                self.members.settings.ping_timeout_s,
+            )
+        self._noticed(before)
+        if self.members.wanted is not None:
+            self.call(self.members.wanted, "roster", None, self.set_roster)
+        self.incoming.sweep()
+
+    def _share(self) -> None:
+        self.members.advance_fence(self.copies.owner_of(JOB))
+
+    def _pinged(self, sender: str, ping: Ping) -> Ping:
+        before = self.members.changes
+        self._share()
+        self.members.heard(self.clock(), sender, ping.gossip)  # type: ignore[arg-type]
+        answer = self.members.gossip_for(sender)  # type: ignore[arg-type]
+        tending.take_over(self.copies, JOB, self.members.fence, ping)
+        self._noticed(before)
+        return tending.ping_with(answer, self.copies, JOB)
+
+    def _ponged(self, node: Any, answer: Ping) -> None:
+        before = self.members.changes
+        self.members.answered(self.clock(), node)
+        self.members.heard(self.clock(), node, answer.gossip)
+        tending.take_over(self.copies, JOB, self.members.fence, answer)
+        self._noticed(before)
+
+    def _unpinged(self, node: Any, _error: PeerStoreError) -> None:
+        before = self.members.changes
+        self.members.failed(self.clock(), node)
+        self._noticed(before)
+
+    def set_roster(self, roster: Any) -> None:
+        before = self.members.changes
+        if roster is not None and self.members.set_roster(self.clock(), roster):
+            self.newcomers.announce(self.world.now, roster, self.members.living)
+            self._noticed(before)
+
+    def _noticed(self, before: int) -> None:
+        if self.members.changes != before:
+            self._take_over()
+            self.wake()
+
+    def _take_over(self) -> None:
+        facts = self.copies.facts(JOB)
+        heads = {node for fact in facts for node in fact.holders[:1]}
+        now = self.world.now
+        dead = {
+            node
+            for node in heads
+            if self.members.standing(node) is Standing.DEAD and not self.newcomers.waits_for(now, node)
+        }
+        for fact in inherited(facts, me=self.name, living=self.living, dead=dead):
+            self.world.say(f"{self.name} takes over {self.world.short(fact.key)} from {fact.holders[0]}")
+            self.copies.relist(fact.key, ())
+
+    # -- copies, as in peers/protecting.py ----------------------------------------------------------------------------
+
+    def outlook(self) -> Outlook:
+        epoch, _ = self.copies.owner_of(JOB)
+        return Outlook(
+            self.world.now,
+            self.living,
+            self.copies.facts(JOB),
+            self.copies.settled(JOB),
+            epoch,
+            self.copies.base(JOB),
+            self.members.life,
+        )
+
+    def wake(self, delay_s: float = 0.001) -> None:
+        at = self.world.now + delay_s
+        if self._pump_at is None or at < self._pump_at:
+            self._pump_at = at
+            self.later(delay_s, partial(self._pump, at))
+
+    def _pump(self, at: float) -> None:
+        if self._pump_at == at:
+            self._pump_at = None
+            self.pump()
+
+    def pump(self) -> None:
+        """The next copy to be sent, if none is on its way, and what the scribe is to know."""
+        if self.outgoing.busy:
+            return
+        look = self.outlook()
+        found = self.accounts.next(look)
+        if isinstance(found, Duty):
+            self.outgoing.begin(found, look)
+        else:
+            self.wake(max(found, 0.01))
+        if not self.newcomers.met(self.world.now, self.members.living):
+            return
+        teller, notes = self.accounts.unreported(look)
+        for note in notes:
+            if teller == self.name:
+                self.accounts.reports.count(note)
+                self.accounts.reports.reported(teller, note)
+            else:
+                self.call(
+                    teller,
+                    "settling",
+                    note,
+                    lambda _, note=note: self.accounts.reports.reported(teller, note),
+                    lambda _: self.accounts.unreached(teller, self.world.now),
+                )
+        self._tally()
+
+    def settling(self, note: Settling) -> None:
+        self.accounts.reports.count(note)
+        self._tally()
+
+    def _tally(self) -> None:
+        group = self.accounts.reports.complete(
+            living=self.living, life=self.members.life, settled=self.copies.settled(JOB)
+        )
+        if group is None:
+            return
+        self.world.say(f"{self.name} says that {self.world.short(group)} is settled")
+        self.world.truth.declared(self, group)
+        self._settled(group)
+        for node in self.living:
+            if node != self.name:
+                self.call(node, "settled", group)
+
+    def _settled(self, group: Group) -> None:
+        self.copies.settle(JOB, group)
+
+    # -- shards -------------------------------------------------------------------------------------------------------
+
+    def mark_whole(self, group: Group) -> None:
+        with self.shelf.lock:
+            news = self.jobs.mark_whole(JOB, group)
+        if news:
+            self.wake()
+
+    def look(self) -> Looked:
+        epoch, incarnation = self.copies.owner_of(JOB)
+        facts = tuple(self.copies.facts(JOB))
+        return Looked(facts, epoch, incarnation, self.copies.settled(JOB), self.adoption.left())
+
+    def read(self, key: ShardKey) -> tuple[ShardRecord, bytes]:
+        slot, record = self.shelf.sealed(key)
+        return record, bytes(self.machine.arena.bytes[slot.name])
+
+    def verify(self, key: ShardKey) -> bool:
+        """Look at a shard again, and drop it when it is damaged; whether it was."""
+        try:
+            record, data = self.read(key)
+        except ShardNotFoundError:
+            return False
+        if not damaged_chunks(data, record):
+            return False
+        self._damaged(key, "changed after it was sealed")
+        return True
+
+    def _damaged(self, key: ShardKey, reason: str) -> None:
+        record = self.keeping.damaged(key, reason)
+        if record is not None:
+            self.world.say(f"{self.name} drops its damaged {self.world.short(key)}")
+            self.mend(record)
+
+    def _adopt(self) -> None:
+        self.adoption.verify(
+            lambda record, path, _: damaged_chunks(self.machine.arena.bytes[path], record),
+            lambda *_: self.wake(),
+            self._damaged,
+        )
+
+    # -- other nodes' shards, as in peers/team.py ---------------------------------------------------------------------
+
+    def sight(self, done: Callable[[dict[str, Looked], dict[str, str]], None]) -> None:
+        """What every node of the roster holds; those that do not answer are named."""
+        nodes: dict[str, Looked] = {}
+        silent: dict[str, str] = {}
+        roster = self.members.roster
+        waiting = {self.name, *(node.id for node in (roster.nodes if roster else ()))}
+
+        began = self.world.now
+
+        def got(node: str, found: Looked | PeerStoreError) -> None:
+            if isinstance(found, Looked):
+                if found.verifying and self.world.now - began < LOOK_S:
+                    self.later(0.2, partial(ask, node))
+                    return
+                nodes[node] = found
+                self._note_holders(node, found)
+                if found.verifying:
+                    silent[node] = f"it still verifies {found.verifying} shards"
+            else:
+                silent[node] = str(found)
+            waiting.discard(node)
+            if not waiting:
+                done(nodes, silent)
+
+        def ask(node: str) -> None:
+            if node == self.name:
+                got(node, self.look())
+            else:
+                self.call(node, "look", None, partial(got, node), partial(got, node), LOOK_S)
+
+        for node in sorted(waiting):
+            ask(node)
+
+    def _note_holders(self, node: str, found: Looked) -> None:
+        mine = {fact.key for fact in self.copies.facts(JOB)}
+        for fact in found.facts:
+            if fact.key in mine:
+                self.accounts.confirm(fact.key, node, self.members.life(node))
+
+    def mend(self, record: ShardRecord, wait_s: float = 1.0) -> None:
+        """Fetch a shard that was dropped from a node that has it."""
+
+        def seen(nodes: dict[str, Looked], _silent: dict[str, str]) -> None:
+            said = {
+                node: fact.holders
+                for node, looked in nodes.items()
+                for fact in looked.facts
+                if node != self.name and fact.key == record.key
+            }
+            self._fetch(record, said, sorted(said), wait_s)
+
+        self.sight(seen)
+
+    def _put_off(self, record: ShardRecord, error: PeerStoreError, wait_s: float) -> None:
+        self.world.say(f"{self.name} could not mend {self.world.short(record.key)}: {str(error)[:100]}")
+        if worth_mending(record, error, self.copies.settled(JOB)):
+            self.later(wait_s, partial(self.mend, record, min(60.0, 2 * wait_s)))
+
+    def _fetch(self, record: ShardRecord, said: dict[str, tuple[str, ...]], sources: list[str], wait_s: float) -> None:
+        if not sources:
+            self._put_off(record, PeerUnreachableError("nobody who is reached has it"), wait_s)
+            return
+
+        def got(found: tuple[ShardRecord, bytes]) -> None:
+            if damaged_chunks(found[1], record):
+                self.call(sources[0], "suspect", record.key)
+                self._fetch(record, said, sources[1:], wait_s)
+            else:
+                self._put(record, found[1], remembered(self.name, said), wait_s)
+
+        self.call(sources[0], "read", record.key, got, lambda _: self._fetch(record, said, sources[1:], wait_s))
+
+    def _put(self, record: ShardRecord, data: bytes, holders: tuple[str, ...], wait_s: float) -> None:
+        try:
+            lease = self.copies.begin(record, whole=True, owner=COPIER)
+            if lease is not None:
+                self.machine.arena.bytes[lease.slot][:] = data
+                self.copies.seal(lease.id, record, holders)
+                self.wake()
+        except PeerStoreError as error:
+            self._put_off(record, error, wait_s)

@@ -1,0 +1,288 @@
+"""What is really true of the cluster, kept beside it, and what must hold whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from peerstore.notes import SealNote
+from peerstore.records import Group, ShardKey
+
+if TYPE_CHECKING:
+    from tests.simulation.agent import Agent
+    from tests.simulation.restoring import Restore
+    from tests.simulation.trainers import Trainers
+    from tests.simulation.world import Machine, World
+
+CALM_S = 12.0
+"""After this long without trouble, what was lost has been noticed and copied again."""
+NOTICED_S = 8.0
+"""After this long both sides of a partition know of it."""
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen."""
+
+
+class Truth:
+    """Every sealed shard that is really there and undamaged, and what the job was promised."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._held: dict[ShardKey, dict[str, str]] = {}
+        """The slots of undamaged copies, by machine."""
+        self._keys: dict[tuple[str, str], ShardKey] = {}
+        self._hidden: set[tuple[str, str]] = set()
+        """Damaged copies that nobody has noticed."""
+        self._bases: dict[Group, int | None] = {}
+        self._whole_at: dict[Group, float] = {}
+        self._accepted: dict[tuple[int, str], dict[str, float]] = {}
+        self._went_back: list[tuple[Group, int]] = []
+        self.news: list[tuple[str, ShardKey]] = []
+        """Undamaged copies that an agent gave up since the last check."""
+        self.floor: Group | None = None
+        """The version that must stay recoverable: the last one that was settled, or that the job went on from."""
+        self._floor_at = 0.0
+        self._floor_lost = False
+        self._troubled_at = 0.0
+        self.settled: list[Group] = []
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def watch(self, machine: Machine) -> None:
+        machine.arena.sealed = partial(self._sealed, machine.name)
+        machine.arena.unsealed = partial(self._unsealed, machine.name)
+
+    def saved(self, group: Group, base: int | None) -> None:
+        self._bases[group] = base
+
+    def trouble(self) -> None:
+        """Something went wrong that the cluster needs time to get over."""
+        self._troubled_at = self._world.now
+
+    @property
+    def calm(self) -> bool:
+        network = self._world.network
+        since = max(self._troubled_at, network.troubled_at)
+        return network.calm and self._world.now - since > CALM_S
+
+    def _sealed(self, machine: str, slot: str, note: bytes) -> None:
+        key = msgspec.msgpack.decode(note, type=SealNote).record.key
+        if (machine, slot) in self._hidden:
+            return  # the note says more about it now; it is as bad as before
+        self._held.setdefault(key, {})[machine] = slot
+        self._keys[machine, slot] = key
+        if key.group not in self._whole_at and self.whole(key.group):
+            self._whole_at[key.group] = self._world.now
+
+    def _unsealed(self, machine: str, slot: str) -> None:
+        key = self._keys.pop((machine, slot), None)
+        self._hidden.discard((machine, slot))
+        if key is not None and self._held[key].get(machine) == slot:
+            del self._held[key][machine]
+            self.news.append((machine, key))
+
+    def crashed(self, machine: Machine) -> None:
+        was_calm = self.calm
+        for holders in self._held.values():
+            holders.pop(machine.name, None)
+        self._keys = {where: key for where, key in self._keys.items() if where[0] != machine.name}
+        self._hidden = {where for where in self._hidden if where[0] != machine.name}
+        self._fault(f"the crash of {machine.name}", excused=not was_calm)
+
+    def corrupt(self, machine: Machine, number: int) -> bool:
+        """Flip a bit of a sealed shard of this machine."""
+        slots = sorted((key, slot) for (name, slot), key in self._keys.items() if name == machine.name)
+        if not slots:
+            return False
+        was_calm = self.calm
+        key, slot = slots[number % len(slots)]
+        self._world.say(f"a bit of {self._world.short(key)} flips at {machine.name}")
+        machine.arena.bytes[slot][number % len(machine.arena.bytes[slot])] ^= 1
+        self._held[key].pop(machine.name, None)
+        self._hidden.add((machine.name, slot))
+        self._fault(f"one flipped bit at {machine.name}", excused=not was_calm)
+        return True
+
+    def _fault(self, what: str, *, excused: bool) -> None:
+        self.trouble()
+        if self.floor is None or self._floor_lost or self.whole(self.floor):
+            return
+        self._floor_lost = True
+        enough = self._world.copies > 1 and bool(self.living()) and not self._hidden
+        if not excused and enough and self._world.now - self._floor_at > CALM_S and self._roomy:
+            raise Violation(
+                f"{what} took the last copy of a part of {self._world.short(self.floor)}, which was to have "
+                f"{self._world.copies}"
+            )
+
+    @property
+    def _roomy(self) -> bool:
+        return self._world.shape.budget_shards >= 12 * self._world.shape.parts
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    def holders(self, group: Group, part: int) -> set[str]:
+        key = ShardKey("job", group.version, group.epoch, group.incarnation, group.attempt, part)
+        return set(self._held.get(key, ()))
+
+    def whole(self, group: Group, among: Collection[str] | None = None) -> bool:
+        """Whether every part has an undamaged copy (on one of the machines ``among``)."""
+        parts = range(self._world.shape.parts)
+        if among is None:
+            return all(self.holders(group, part) for part in parts)
+        return all(self.holders(group, part) & set(among) for part in parts)
+
+    def groups(self, among: Collection[str] | None = None) -> list[Group]:
+        return [group for group in self._whole_at if self.whole(group, among)]
+
+    def living(self) -> set[str]:
+        """The machines of the roster whose agents run."""
+        names = {node.id for node in self._world.roster.nodes}
+        return {machine.name for machine in self._world.machines.values() if machine.agent is not None} & names
+
+    def protected(self) -> bool:
+        """Whether the version to go back to has all the copies it can have."""
+        if self.floor is None or self._floor_lost:
+            return True
+        living = self.living()
+        if not self.whole(self.floor, living):
+            return True  # what it needs is on machines that are away
+        wanted = min(self._world.copies, len(living))
+        return all(len(self.holders(self.floor, part) & living) >= wanted for part in range(self._world.shape.parts))
+
+    def describe(self, group: Group) -> str:
+        """Who holds what of a version."""
+        parts = range(self._world.shape.parts)
+        return ", ".join(f"part {part}: {' '.join(sorted(self.holders(group, part))) or 'nobody'}" for part in parts)
+
+    # -- what must hold -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Nothing that was given up was the last way back."""
+        given_up, self.news = self.news, []
+        for machine, key in given_up:
+            group = key.group
+            if self._floor_lost or group not in self._whole_at or self.holders(group, key.part):
+                continue
+            if group == self.floor or (self.floor is None and not self.groups()):
+                raise Violation(
+                    f"{machine} gave up {self._world.short(key)}, the last copy of a part of what the job goes back to"
+                )
+
+    def loaded(self, key: ShardKey, data: bytes, written: bytes) -> None:
+        if data != written:
+            raise Violation(f"{self._world.short(key)} was loaded with bytes that nobody wrote")
+
+    def declared(self, agent: Agent, group: Group) -> None:
+        """The scribe says that all parts of a version have their copies."""
+        self.settled.append(group)
+        world = self._world
+        living = self.living()
+        if self.calm and self._roomy:
+            wanted = min(world.copies, len(living))
+            for part in range(world.shape.parts):
+                if len(self.holders(group, part)) < wanted:
+                    raise Violation(
+                        f"{agent.name} says that {world.short(group)} is settled, but {self.describe(group)}"
+                    )
+        unnoticed = any(self._keys[where].group == group for where in self._hidden if where in self._keys)
+        if not self.whole(group) and (unnoticed or world.now - self._troubled_at < NOTICED_S):
+            self._floor_lost = True  # what was lost could not be known yet, and is more than the copies allow for
+        elif (
+            self.whole(group)
+            and not self._left(group)
+            and (self.floor is None or self._floor_lost or group > self.floor)
+        ):
+            self._set_floor(group)
+
+    def _left(self, group: Group) -> bool:
+        """Whether the job has gone back to an older version since this one was written."""
+        return any(group > base and group.epoch < epoch for base, epoch in self._went_back)
+
+    def _set_floor(self, group: Group) -> None:
+        self.floor, self._floor_at, self._floor_lost = group, self._world.now, False
+
+    def started_afresh(self, restore: Restore) -> None:
+        """Everybody answered that there is nothing."""
+        there = self._known(self.living(), restore.began)
+        if there:
+            raise Violation(
+                f"the job starts from nothing on {','.join(restore.nodes)}, but {self._world.short(max(there))} is "
+                f"there: {self.describe(max(there))}"
+            )
+
+    def photo(self) -> dict[ShardKey, set[str]]:
+        """Who holds what, as of now."""
+        return {key: set(holders) for key, holders in self._held.items() if holders}
+
+    def restored(self, restore: Restore, group: Group) -> None:
+        """All ranks have loaded ``group``."""
+        reach = restore.answered() & self.living()
+        there = [one for one in self._known(reach, restore.began) if self._all_along(one, reach, restore.photo)]
+        best = self._best(there)
+        world = self._world
+        if best is not None and best not in restore.refused and _order(group) < _order(best):
+            raise Violation(
+                f"the job goes back to {world.short(group)} although {world.short(best)} could be reached: "
+                f"{self.describe(best)}"
+            )
+        later = [one for one in there if self._leaves(one, group)]
+        if later:
+            raise Violation(f"{world.short(group)} won although {world.short(later[0])} had left it behind")
+        if any(agent.members.quorum for agent in restore.agents.values()):
+            self._went_back = [(base, epoch) for base, epoch in self._went_back if base > group]
+            self._went_back.append((group, restore.epoch))
+            self._set_floor(group)
+        else:  # of nodes that cannot go on alone: what the others keep is not known here
+            self._floor_lost = True
+
+    def _all_along(self, group: Group, reach: set[str], photo: dict[ShardKey, set[str]]) -> bool:
+        """Whether who answered held all of it from when they were asked until now."""
+        keys = [key for key in photo if key.group == group]
+        held = [photo[key] & self.holders(group, key.part) & reach for key in keys]
+        return len(keys) == self._world.shape.parts and all(held)
+
+    def committed(self, group: Group) -> None:
+        """All parts of a version are sealed: with one copy of each that is all there can be."""
+        if self._world.copies == 1 and self.whole(group) and (self.floor is None or group > self.floor):
+            self._set_floor(group)
+
+    def _known(self, among: Iterable[str], before: float) -> list[Group]:
+        return [group for group in self.groups(set(among)) if self._whole_at[group] < before]
+
+    def _best(self, groups: list[Group]) -> Group | None:
+        """The newest of those that no later incarnation has left behind. Told anew, not by calling the resolver."""
+        kept = [group for group in groups if not any(self._leaves(later, group) for later in groups)]
+        return max(kept, key=_order, default=None)
+
+    def _leaves(self, later: Group, earlier: Group) -> bool:
+        base = self._bases.get(later)
+        return later.epoch > earlier.epoch and base is not None and base < earlier.version
+
+    def accepted(self, trainers: Trainers, machine: str) -> None:
+        """A machine lets an incarnation write: never may both halves of a partition let different ones begin."""
+        incarnation = (trainers.epoch, trainers.name)
+        known = self._accepted.setdefault(incarnation, {})
+        if machine in known:
+            return
+        known[machine] = self._world.now
+        sides, since = self._world.network.sides, self._world.network.parted_at + self._world.window_s
+        here = next((side for side in sides if machine in side), None)
+        if here is None or self._world.now < since:
+            return
+        for other, where in self._accepted.items():
+            began = min(where.values())
+            elsewhere = [name for name, at in where.items() if name not in here and at >= since]
+            if other != incarnation and elsewhere and began >= since and min(known.values()) >= since:
+                raise Violation(
+                    f"both halves of a partition let an incarnation begin: {incarnation} on {machine}, {other} on "
+                    f"{','.join(elsewhere)}"
+                )
+
+
+def _order(group: Group) -> tuple[int, int, int, str]:
+    return group.version, group.epoch, group.attempt, group.incarnation

@@ -1,0 +1,109 @@
+"""An arena in a dictionary, and shards of a few bytes, so that the real store's rooms run without threads and files."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import xxhash
+
+from peerstore import adoption, leasing, notes, shelf
+from peerstore.checksum import checksums, mismatches
+from peerstore.errors import ArenaFullError
+from peerstore.records import Lease, ShardKey, ShardRecord
+from peerstore.sealing import Sealing
+
+CHUNK_BYTES = 8
+CHUNKS = 3
+SHARD_BYTES = CHUNK_BYTES * CHUNKS
+SEALED = notes.SEAL
+
+
+class DictArena:
+    """The contract of an arena, without files: slots are byte arrays, notes are bytes."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, bytearray] = {}
+        self._notes: dict[str, bytes] = {}
+        self.full = False
+        """The machine has no memory left for another slot."""
+        self.sealed: Callable[[str, bytes], None] = lambda _slot, _note: None
+        """Told what a slot holds from now on."""
+        self.unsealed: Callable[[str], None] = lambda _slot: None
+        """Told when what a slot holds is about to be given up."""
+
+    def create(self, name: str, size_bytes: int) -> None:
+        if self.full:
+            raise ArenaFullError("no memory left")
+        self.bytes[name] = bytearray(size_bytes)
+
+    def resize(self, name: str, size_bytes: int) -> None:
+        self.bytes[name] = bytearray(self.bytes[name][:size_bytes].ljust(size_bytes, b"\0"))
+
+    def remove(self, name: str) -> None:
+        self.bytes.pop(name, None)
+
+    def path(self, name: str) -> str:
+        return name
+
+    def size(self, name: str) -> int:
+        return len(self.bytes[name])
+
+    def slots(self) -> list[str]:
+        return sorted(self.bytes)
+
+    def put_note(self, name: str, data: bytes) -> None:
+        self._notes[name] = data
+        if name.startswith(SEALED):
+            self.sealed(name.removeprefix(SEALED), data)
+
+    def get_note(self, name: str) -> bytes | None:
+        return self._notes.get(name)
+
+    def remove_note(self, name: str) -> None:
+        if name in self._notes and name.startswith(SEALED):
+            self.unsealed(name.removeprefix(SEALED))
+        self._notes.pop(name, None)
+
+    def notes(self, prefix: str) -> list[str]:
+        return sorted(name for name in self._notes if name.startswith(prefix))
+
+    def purge(self) -> None:
+        self.bytes.clear()
+        self._notes.clear()
+
+
+class SimulatedSealing(Sealing):
+    """The store's sealing; only the bytes are read from a :class:`DictArena`."""
+
+    now_ns = 0
+
+    def _checksummed(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
+        data = memoryview(self._shelf.arena.bytes[lease.path])[:size_bytes]
+        sums = checksums(data, chunk_bytes=CHUNK_BYTES)
+        return ShardRecord(lease.key, lease.parts, size_bytes, CHUNK_BYTES, sums, meta, self.now_ns)
+
+
+def content(key: ShardKey) -> bytes:
+    """What a trainer has in its memory for this shard."""
+    return b"".join(xxhash.xxh3_64_digest(f"{key} {number}".encode()) for number in range(CHUNKS))
+
+
+def damaged_chunks(data: bytes | bytearray, record: ShardRecord) -> tuple[int, ...]:
+    view = memoryview(data)[: record.size_bytes]
+    return mismatches(view, record.checksums, chunk_bytes=record.chunk_bytes)
+
+
+@contextlib.contextmanager
+def predictable(rng: random.Random) -> Iterator[None]:
+    """While the block runs, the store's random names follow from the seed."""
+    fake = SimpleNamespace(
+        randbits=rng.getrandbits, token_hex=lambda count: f"{rng.getrandbits(8 * count):0{2 * count}x}"
+    )
+    with contextlib.ExitStack() as stack:
+        for module in (shelf, leasing, notes, adoption):
+            stack.enter_context(mock.patch.object(module, "secrets", fake))
+        yield

@@ -1,0 +1,208 @@
+"""A restart of the job: every rank's node looks around, the ranks vote, all load one step, a new incarnation begins.
+
+As in tieredckpt/reader.py and agent/service.py; the decisions are those of :mod:`tieredckpt.resolve`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from typing import TYPE_CHECKING
+
+from peerstore.errors import PeerStoreError
+from peerstore.peers.messages import Looked
+from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
+from tests.simulation.agent import JOB, Agent
+from tests.simulation.memory import content, damaged_chunks
+from tests.simulation.trainers import Trainers
+from tieredckpt.resolve import Candidate, Resolution, Tier, elect, resolve
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_MOST_TRIES = 4
+
+
+def candidates_of(here: Looked, others: dict[str, Looked]) -> list[Candidate]:
+    """What one node's survey says: its own shards and those of the others."""
+    found: dict[Group, dict[int, list[Tier]]] = defaultdict(dict)
+    facts: dict[Group, ShardFact] = {}
+    for tier, looked in [(Tier.MEMORY, here), *((Tier.PEER, other) for other in others.values())]:
+        for fact in looked.facts:
+            facts[fact.key.group] = fact
+            tiers = found[fact.key.group].setdefault(fact.key.part, [])
+            if tier not in tiers:
+                tiers.append(tier)
+    bases = {group: int(fact.meta) for group, fact in facts.items()}
+    return [
+        Candidate(
+            group,
+            facts[group].parts,
+            {part: tuple(tiers) for part, tiers in parts.items()},
+            None if bases[group] < 0 else bases[group],
+        )
+        for group, parts in found.items()
+    ]
+
+
+class Restore:
+    """One attempt to start the job on ``places``."""
+
+    def __init__(self, world: World, places: tuple[str, ...]) -> None:
+        self.world, self.places = world, places
+        self.nodes = sorted(set(places))
+        self.agents: dict[str, Agent] = {}
+        self.began = world.now
+        self.outcome = ""
+        self.photo: dict[ShardKey, set[str]] = {}
+        self.epoch = 0
+        self.chosen: Group | None = None
+        self._sights: dict[str, tuple[dict[str, Looked], dict[str, str]]] = {}
+        self._resolutions: dict[str, Resolution] = {}
+        self._loaded: dict[int, bool] = {}
+        self._tries = 0
+        self.refused: set[Group] = set()
+
+    def begin(self) -> None:
+        self.world.say(f"the job starts again on {','.join(self.nodes)}")
+        for name in self.nodes:
+            agent = self.world.machines[name].agent
+            if agent is None:
+                self._end("an agent is away")
+                return
+            self.agents[name] = agent
+        self._look()
+
+    def answered(self) -> set[str]:
+        """The nodes that answered everybody."""
+        return set.intersection(*(nodes.keys() - silent.keys() for nodes, silent in self._sights.values()))
+
+    def _look(self) -> None:
+        self._tries += 1
+        self.photo = self.world.truth.photo()
+        self._sights.clear()
+        for name, agent in self.agents.items():
+            if not agent.running:
+                self._end(f"{name} went away")
+                return
+            agent.sight(partial(self._seen, name, self._tries))
+
+    def _seen(self, name: str, attempt: int, nodes: dict[str, Looked], silent: dict[str, str]) -> None:
+        if self.outcome or attempt != self._tries:
+            return
+        self._sights[name] = nodes, silent
+        others = {node: looked for node, looked in nodes.items() if node != name}
+        unreachable = [Tier.PEER] if silent else []
+        self._resolutions[name] = resolve(
+            candidates_of(nodes[name], others), quarantined=self.refused, unreachable=unreachable
+        )
+        if len(self._sights) == len(self.agents):
+            self._vote()
+
+    def _vote(self) -> None:
+        votes = [
+            [candidate.group for candidate in (found.chosen, *found.alternatives) if candidate is not None]
+            for found in self._resolutions.values()
+        ]
+        chosen = elect(votes)
+        if chosen is not None:
+            self._load(chosen)
+        elif any(self._resolutions[name].unreachable for name in self.agents) or any(votes) or self.refused:
+            self._end("nothing that all ranks can load, and not everybody answered")
+        else:
+            self.world.truth.started_afresh(self)
+            self._go_on(None)
+
+    def _load(self, group: Group) -> None:
+        self.world.say(f"the ranks choose {self.world.short(group)}")
+        self._loaded.clear()
+        for part, name in enumerate(self.places):
+            nodes, _ = self._sights[name]
+            holders = [
+                node for node, looked in nodes.items() if any(f.key == self._key(group, part) for f in looked.facts)
+            ]
+            holders.sort(key=lambda node, name=name: node != name)
+            self._read(group, part, holders)
+
+    def _key(self, group: Group, part: int) -> ShardKey:
+        return ShardKey(JOB, group.version, group.epoch, group.incarnation, group.attempt, part)
+
+    def _read(self, group: Group, part: int, holders: list[str]) -> None:
+        agent, key = self.agents[self.places[part]], self._key(group, part)
+        if not agent.running:
+            self._end(f"{agent.name} went away")
+            return
+        if not holders:
+            self._done(group, part, ok=False)
+            return
+        holder, rest = holders[0], holders[1:]
+
+        def got(found: tuple[ShardRecord, bytes]) -> None:
+            record, data = found
+            if damaged_chunks(data, record):
+                self.world.say(f"part {part} at {holder} is damaged")
+                if holder == agent.name:
+                    agent.verify(key)
+                else:
+                    agent.call(holder, "suspect", key)
+                self._read(group, part, rest)
+                return
+            self.world.truth.loaded(key, data, content(key))
+            self._done(group, part, ok=True)
+
+        if holder == agent.name:
+            try:
+                got(agent.read(key))
+            except PeerStoreError:
+                self._read(group, part, rest)
+        else:
+            agent.call(holder, "read", key, got, lambda _: self._read(group, part, rest))
+
+    def _done(self, group: Group, part: int, *, ok: bool) -> None:
+        self._loaded[part] = ok
+        if self.outcome or len(self._loaded) < len(self.places):
+            return
+        if all(self._loaded.values()):
+            self._go_on(group)
+        elif self._tries < _MOST_TRIES:
+            self.refused.add(group)
+            self._look()
+        else:
+            self._end("no step could be read whole")
+
+    def _go_on(self, group: Group | None) -> None:
+        if self.outcome:
+            return
+        if any(not agent.running for agent in self.agents.values()) or not self.world.reachable(self.nodes):
+            self._end("a rank's node went away")
+            return
+        self.chosen = group
+        self.outcome = "done"
+        self.epoch = max(self._known_epoch(name) for name in self.agents) + 1
+        if group is not None:
+            self.world.truth.restored(self, group)
+            for agent in self.agents.values():
+                agent.mark_whole(group)
+                agent.copies.go_back(JOB, group)
+                agent.wake()
+        incarnation = chr(ord("a") + len(self.world.restores) % 26)
+        trainers = Trainers(self.world, self.places, self.epoch, incarnation, None if group is None else group.version)
+        self.world.say(f"{trainers} goes on from {self.world.short(group) if group else 'nothing'}")
+        self.world.begin(trainers)
+
+    def _known_epoch(self, name: str) -> int:
+        """As a session counts: what the node knows, or what it can see."""
+        nodes, silent = self._sights[name]
+        seen = max((fact.key.epoch for looked in nodes.values() for fact in looked.facts), default=0)
+        known = max(self.agents[name].jobs.epoch(JOB), seen)
+        return max(known, 1000 + int(self.world.now)) if silent else known
+
+    def give_up(self, nodes: list[str]) -> None:
+        """The job is started once more on some of these nodes."""
+        if set(nodes) & set(self.nodes):
+            self._end("it was started once more")
+
+    def _end(self, why: str) -> None:
+        if not self.outcome:
+            self.outcome = why
+            self.world.say(f"the restart on {','.join(self.nodes)} fails: {why}")

@@ -1,0 +1,381 @@
+"""Random schedules: what happens to a small cluster, from one seed. Dropping any of its events leaves a schedule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from tests.simulation.invariants import Violation
+from tests.simulation.memory import predictable
+from tests.simulation.world import Machine, Shape, World
+
+_GAPS_S = (0.0, 0.01, 0.05, 0.3, 0.3, 1.0, 2.0, 4.0)
+_MOST_NODES = 7
+
+
+@dataclass(frozen=True)
+class Event:
+    gap_s: float
+    """Time that passes before it."""
+    kind: str
+    one: int = 0
+    other: int = 0
+
+    def __str__(self) -> str:
+        return f"+{self.gap_s:g} s {self.kind} {self.one} {self.other}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    seed: int
+    shape: Shape
+    events: tuple[Event, ...]
+
+
+@dataclass
+class Finding:
+    """A schedule that breaks a rule."""
+
+    schedule: Schedule
+    violation: Violation
+
+    def __str__(self) -> str:
+        events = "\n".join(f"  {event}" for event in self.schedule.events)
+        return f"seed {self.schedule.seed}, {self.schedule.shape}: {self.violation}\n{events}"
+
+
+def schedule_of(seed: int) -> Schedule:
+    rng = random.Random(seed)
+    nodes = rng.choice((2, 3, 3, 4, 4, 5, 6))
+    copies = rng.choice((1, 2, 2, 2, 2, 3))
+    parts = rng.choice((nodes, nodes, max(1, nodes - 1), 2))
+    racks = rng.choice((0, 0, 2, 3))
+    roomy = rng.random() < 0.8
+    budget = 12 * parts if roomy else rng.randint(2, 4) * copies * -(-parts // nodes) + 1
+    shape = Shape(nodes, racks, copies, parts, budget)
+    kinds = list(KINDS)
+    weights = [KINDS[kind][0] for kind in kinds]
+    events = [Event(0.5, "save"), Event(1.0, "save")] if rng.random() < 0.8 else []
+    for _ in range(rng.randint(4, 14)):
+        kind = rng.choices(kinds, weights)[0]
+        events.append(Event(rng.choice(_GAPS_S), kind, rng.randrange(1 << 16), rng.randrange(1 << 16)))
+    return Schedule(seed, shape, tuple(events))
+
+
+def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> World:
+    """Play it, and then see whether the cluster comes to rest as it should. Raises :class:`Violation`."""
+    with predictable(random.Random(f"names {schedule.seed}")):
+        world = World(schedule.seed, schedule.shape, say=say)
+        world.restart(list(world.machines))
+        for event in schedule.events:
+            world.run(event.gap_s)
+            if world.machines:
+                KINDS[event.kind][1](world, event)
+            world.truth.check()
+        finish(world)
+    return world
+
+
+def broken(schedule: Schedule) -> Finding | None:
+    try:
+        run(schedule)
+    except Violation as violation:
+        return Finding(schedule, violation)
+    return None
+
+
+def shrunk(finding: Finding, budget: int = 200) -> Finding:
+    """The same kind of failure with as few events as dropping one after the other leaves."""
+    tried, number = 0, 0
+    while number < len(finding.schedule.events) and tried < budget:
+        events = finding.schedule.events
+        fewer = Schedule(finding.schedule.seed, finding.schedule.shape, events[:number] + events[number + 1 :])
+        tried += 1
+        found = broken(fewer)
+        if found is None:
+            number += 1
+        else:
+            finding, number = found, 0
+    return finding
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def finish(world: World) -> None:
+    """Faults stop: copies are made again, and the job can go on."""
+    world.say("faults stop")
+    world.heal()
+    for machine in world.machines.values():
+        if machine.up and machine.agent is None:
+            world.boot(machine)
+        for fact in machine.agent.copies.facts("job") if machine.agent is not None else ():
+            machine.agent.verify(fact.key)  # damage that nobody has looked at is not the cluster's fault
+    roomy = world.shape.budget_shards >= 12 * world.shape.parts
+    if not world.run(45.0, world.truth.protected) and roomy:
+        assert world.truth.floor is not None
+        raise Violation(
+            f"{world.short(world.truth.floor)} does not get its copies again: {world.truth.describe(world.truth.floor)}"
+        )
+    if roomy:
+        _goes_on(world)
+
+
+def _goes_on(world: World) -> None:
+    living = sorted(world.truth.living())
+    if 2 * len(living) <= len(world.roster.nodes):
+        return
+    for _ in range(4):
+        restore = world.restart(living)
+        if restore is None:
+            return
+        world.run(20.0, lambda restore=restore: bool(restore.outcome))
+        if restore.outcome != "done":
+            world.run(10.0)
+            continue
+        job = world.jobs[-1]
+        for _ in range(4):
+            before = len(world.truth.settled)
+            group = job.save()
+            if group is None:
+                break
+            done = partial(_settled, world, job, group, before)
+            world.run(25.0, done)
+            if done():
+                return
+        world.run(5.0)
+    if _lost_for_good(world):
+        return
+    raise Violation(f"the job cannot go on: {world.restores[-1].outcome}; {[str(job) for job in world.jobs]}")
+
+
+def _settled(world: World, job: object, group: object, before: int) -> bool:
+    if world.copies == 1:
+        return group in job.committed  # type: ignore[attr-defined]
+    return group in world.truth.settled[before:]
+
+
+def _lost_for_good(world: World) -> bool:
+    """Nothing is whole any more on machines that are there: an error, and rightly so."""
+    return not world.truth.groups(world.truth.living())
+
+
+# -- what happens -----------------------------------------------------------------------------------------------------
+
+
+def _machine(world: World, event: Event, *, up: bool = True) -> Machine | None:
+    machines = [machine for machine in world.machines.values() if machine.up is up]
+    return machines[event.one % len(machines)] if machines else None
+
+
+def _save(world: World, event: Event) -> None:
+    jobs = [job for job in world.jobs if job.running]
+    if jobs:
+        jobs[event.one % len(jobs)].save()
+
+
+def _crash(world: World, event: Event) -> None:
+    machine = _machine(world, event)
+    if machine is not None:
+        world.crash(machine)
+
+
+def _crash_soon(world: World, event: Event) -> None:
+    """A save, and a machine that goes while its copies are on their way."""
+    _save(world, event)
+    world.run(event.other % 400 / 1000)
+    _crash(world, event)
+
+
+def _return(world: World, event: Event) -> None:
+    machine = _machine(world, event, up=False)
+    if machine is not None:
+        world.say(f"{machine.name} comes back with nothing")
+        world.boot(machine)
+
+
+def _crash_and_return(world: World, event: Event) -> None:
+    machine = _machine(world, event)
+    if machine is not None:
+        world.crash(machine)
+        world.run(event.other % 1500 / 1000)
+        if not machine.up:
+            world.say(f"{machine.name} comes back with nothing")
+            world.boot(machine)
+
+
+def _two(world: World, event: Event) -> None:
+    for number in (event.one, event.other):
+        machine = _machine(world, Event(0, "", number))
+        if machine is not None and len([m for m in world.machines.values() if m.up]) > 1:
+            world.crash(machine)
+
+
+def _rack(world: World, event: Event) -> None:
+    first = _machine(world, event)
+    if first is None or not world.shape.racks:
+        return
+    for machine in list(world.machines.values()):
+        if machine.up and machine.node.labels == first.node.labels:
+            world.crash(machine)
+
+
+def _scribe(world: World, event: Event) -> None:
+    """The node that keeps the tally, and is often the coordinator's too."""
+    up = [machine for machine in world.machines.values() if machine.up]
+    if up:
+        world.crash(min(up, key=lambda machine: machine.name))
+
+
+def _agent(world: World, event: Event) -> None:
+    """The agent ends, and another one finds the arena as it was."""
+    machine = _machine(world, event)
+    if machine is None or machine.agent is None:
+        return
+    world.say(f"the agent of {machine.name} ends")
+    world.truth.trouble()
+    machine.agent = None
+    away = (0.05, 0.5, 2.0, 12.0)[event.other % 4]
+    world.events.after(away, partial(_agent_again, world, machine, machine.lives))
+
+
+def _agent_again(world: World, machine: Machine, life: int) -> None:
+    if machine.up and machine.agent is None and machine.lives == life:
+        world.say(f"the agent of {machine.name} starts again")
+        world.truth.trouble()
+        world.boot(machine)
+
+
+def _part(world: World, event: Event) -> None:
+    names = sorted(world.machines)
+    order = sorted(names, key=lambda name: hash_of(name, event.other))
+    size = 1 + event.one % max(1, len(names) - 1)
+    side, others = frozenset(order[:size]), frozenset(order[size:])
+    both = event.one % 3 != 0
+    world.say(f"{','.join(sorted(side))} {'<-/->' if both else '-/->'} {','.join(sorted(others))}")
+    world.truth.trouble()
+    world.network.part(side, others, both=both)
+
+
+def _heal(world: World, event: Event) -> None:
+    world.say("the network is whole again")
+    world.heal()
+
+
+def _noise(world: World, event: Event) -> None:
+    world.say("the network loses and doubles messages")
+    world.truth.trouble()
+    world.network.loss = (event.one % 30) / 100
+    world.network.doubled = (event.other % 50) / 100
+    world.wire_damage = 0.05 if event.other % 3 == 0 else 0.0
+
+
+def _slow(world: World, event: Event) -> None:
+    machine = _machine(world, event)
+    if machine is not None:
+        world.say(f"{machine.name} is slow")
+        world.truth.trouble()
+        world.network.slow.add(machine.name)
+
+
+def _clock(world: World, event: Event) -> None:
+    machine = _machine(world, event)
+    if machine is not None:
+        leap = (-3600.0, -20.0, -2.0, 2.0, 20.0, 3600.0)[event.other % 6]
+        world.say(f"the clock of {machine.name} leaps by {leap:g} s")
+        world.truth.trouble()
+        machine.clock_off_s += leap
+
+
+def _corrupt(world: World, event: Event) -> None:
+    machine = _machine(world, event)
+    if (
+        machine is not None
+        and world.truth.corrupt(machine, event.other)
+        and machine.agent is not None
+        and event.one % 2
+    ):
+        for fact in machine.agent.copies.facts("job"):
+            machine.agent.verify(fact.key)
+
+
+def _full(world: World, event: Event) -> None:
+    machine = _machine(world, event)
+    if machine is not None:
+        world.say(f"{machine.name} is full")
+        world.truth.trouble()
+        if event.other % 2:
+            machine.arena.full = True
+        else:
+            world.limit(machine, max(2, world.shape.parts))
+
+
+def _join(world: World, event: Event) -> None:
+    if len(world.machines) < _MOST_NODES:
+        world.join()
+
+
+def _replace(world: World, event: Event) -> None:
+    """A machine that is gone leaves the roster, and another one takes its place."""
+    gone = [machine for machine in world.machines.values() if not machine.up]
+    if gone:
+        machine = gone[event.one % len(gone)]
+        world.say(f"{machine.name} leaves the roster")
+        del world.machines[machine.name]
+        world.publish([node for node in world.roster.nodes if node.id != machine.name] or [*world.roster.nodes])
+        if event.other % 2 and len(world.machines) < _MOST_NODES:
+            world.join()
+
+
+def _restart(world: World, event: Event) -> None:
+    """On all that are there, or on some of them."""
+    up = sorted(machine.name for machine in world.machines.values() if machine.agent is not None)
+    up.sort(key=lambda name: hash_of(name, event.other))
+    if event.one % 2:
+        up = up[: 1 + event.one % max(1, len(up))]
+    sides = world.network.sides
+    if sides:
+        up = [name for name in up if name in sides[event.one % 2]]
+    if up:
+        world.restart(sorted(up))
+
+
+def _restart_all(world: World, event: Event) -> None:
+    sides = world.network.sides
+    up = [machine.name for machine in world.machines.values() if machine.agent is not None]
+    world.restart(sorted(name for name in up if not sides or name in sides[event.one % 2]))
+
+
+def _wait(world: World, event: Event) -> None:
+    world.run(float(3 + event.one % 7))
+
+
+def hash_of(name: str, number: int) -> int:
+    return random.Random(f"{name} {number}").getrandbits(32)
+
+
+KINDS: dict[str, tuple[int, Callable[[World, Event], None]]] = {
+    "save": (30, _save),
+    "crash": (6, _crash),
+    "save and crash": (4, _crash_soon),
+    "return": (6, _return),
+    "crash and return": (3, _crash_and_return),
+    "two crash": (2, _two),
+    "rack": (1, _rack),
+    "scribe": (2, _scribe),
+    "agent": (6, _agent),
+    "part": (6, _part),
+    "heal": (6, _heal),
+    "noise": (3, _noise),
+    "slow": (2, _slow),
+    "clock": (3, _clock),
+    "corrupt": (5, _corrupt),
+    "full": (2, _full),
+    "join": (2, _join),
+    "replace": (2, _replace),
+    "restart": (8, _restart),
+    "restart all": (8, _restart_all),
+    "wait": (8, _wait),
+}

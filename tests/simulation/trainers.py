@@ -1,0 +1,124 @@
+"""One incarnation of the job: its ranks write parts of steps, each on its machine, in its own time."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError, PeerStoreError
+from peerstore.records import Group, Lease, ShardKey
+from tests.simulation.agent import JOB, TRAINER
+from tests.simulation.memory import SHARD_BYTES, content
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_TRIES = 4
+_WAIT_S = 0.8
+
+
+class Trainers:
+    """Rank ``part`` runs on ``places[part]``."""
+
+    def __init__(self, world: World, places: tuple[str, ...], epoch: int, name: str, base: int | None) -> None:
+        self.world, self.places = world, places
+        self.epoch, self.name, self.base = epoch, name, base
+        self.step = -1 if base is None else base
+        self.running = True
+        self.refused = ""
+        """Why the job cannot go on, once a rank was told."""
+        self._gone: set[str] = set()
+        self._sealed: dict[Group, set[int]] = {}
+        self.committed: list[Group] = []
+
+    def __str__(self) -> str:
+        return f"{self.epoch % 1000}{self.name} on {','.join(sorted(set(self.places)))}"
+
+    def lose(self, machine: str) -> None:
+        """The ranks on one machine died; the others wait for them until somebody starts the job again."""
+        if machine in self.places:
+            self._gone.add(machine)
+            self.running = False
+
+    def stop(self, machines: list[str]) -> None:
+        """The job is started again on these machines: its processes there are ended. Others may not have noticed."""
+        if set(machines) & set(self.places):
+            self._gone |= set(machines)
+            self.running = False
+
+    def save(self) -> Group | None:
+        if not self.running:
+            return None
+        self.step += 1
+        group = Group(self.epoch, self.step, 0, self.name)
+        self.world.say(f"{self} saves step {self.step}")
+        self._sealed[group] = set()
+        self.world.truth.saved(group, self.base)
+        for part in range(len(self.places)):
+            key = ShardKey(JOB, self.step, self.epoch, self.name, 0, part)
+            self._soon(0.2, part, partial(self._write, key, _TRIES))
+        return group
+
+    def _soon(self, within_s: float, part: int, work: partial[None]) -> None:
+        self.world.events.after(self.world.random.random() * within_s, partial(self._if_there, part, work))
+
+    def _if_there(self, part: int, work: partial[None]) -> None:
+        if self.places[part] not in self._gone:
+            work()
+
+    def _write(self, key: ShardKey, tries: int) -> None:
+        agent = self.world.machines[self.places[key.part]].agent
+        try:
+            if agent is None:
+                raise ArenaBusyError("the agent starts again")
+            lease = agent.leasing.lease(key, SHARD_BYTES, len(self.places), wait_s=0.0, owner=TRAINER)
+        except (FencedError, NoQuorumError) as error:
+            self._refuse(key, error)
+        except PeerStoreError:
+            if tries:
+                self.world.events.after(
+                    _WAIT_S, partial(self._if_there, key.part, partial(self._write, key, tries - 1))
+                )
+            else:
+                self.world.say(f"{self} skips {self.world.short(key)}")
+        else:
+            self.world.truth.accepted(self, agent.name)
+            agent.machine.arena.bytes[lease.slot][:] = content(key)
+            self._soon(0.1, key.part, partial(self._seal, lease, _TRIES))
+
+    def _seal(self, lease: Lease, tries: int) -> None:
+        key = lease.key
+        agent = self.world.machines[self.places[key.part]].agent
+        if agent is None:
+            if tries:
+                self.world.events.after(
+                    _WAIT_S, partial(self._if_there, key.part, partial(self._seal, lease, tries - 1))
+                )
+            return
+        try:
+            agent.sealing.seal(lease.id, SHARD_BYTES, b"%d" % (-1 if self.base is None else self.base), lambda _: None)
+        except FencedError as error:
+            self._refuse(key, error)
+            return
+        agent.wake()
+        group = key.group
+        self._sealed[group].add(key.part)
+        if len(self._sealed[group]) == len(self.places):
+            self._commit(group)
+
+    def _commit(self, group: Group) -> None:
+        self.world.say(f"{self} has step {group.version} whole")
+        self.committed.append(group)
+        self.world.truth.committed(group)
+        for part in range(len(self.places)):
+            self._soon(0.3, part, partial(self._mark, group, part))
+
+    def _mark(self, group: Group, part: int) -> None:
+        agent = self.world.machines[self.places[part]].agent
+        if agent is not None:
+            agent.mark_whole(group)
+
+    def _refuse(self, key: ShardKey, error: PeerStoreError) -> None:
+        if self.running:
+            self.world.say(f"{self} stops at {self.world.short(key)}: {type(error).__name__}: {str(error)[:150]}")
+        self.running, self.refused = False, type(error).__name__

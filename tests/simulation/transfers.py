@@ -1,0 +1,193 @@
+"""Copies on their way, one chunk at a time, so that anything may happen in between, as in peers/sending."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from peerstore import checksum
+from peerstore.copies import kept_for
+from peerstore.errors import LeaseLostError, PeerStoreError, ShardDamagedError, ShardNotFoundError
+from peerstore.peers.accounts import Outlook, is_whole
+from peerstore.peers.duties import Duty
+from peerstore.peers.messages import Offer, Wanted
+from peerstore.records import Lease, ShardRecord
+from peerstore.shelf import Slot
+from tests.simulation.memory import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from tests.simulation.agent import Agent
+
+_IDLE_S = 3.0
+_names = itertools.count()
+
+
+@dataclass
+class _Transfer:
+    sender: str
+    record: ShardRecord
+    lease: Lease
+    holders: tuple[str, ...]
+    touched: float
+    done: list[bool] = field(default_factory=list)
+
+
+class Incoming:
+    """Copies that other nodes send to this one."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._transfers: dict[str, _Transfer] = {}
+        self.handlers: dict[str, Callable[[str, Any], Any]] = {
+            "offer": self._offer,
+            "chunk": self._chunk,
+            "commit": self._commit,
+            "abort": self._abort,
+        }
+
+    def _offer(self, sender: str, offer: Offer) -> Wanted:
+        from tests.simulation.agent import COPIER, JOB
+
+        if offer.base is not None:
+            self._agent.copies.learn(JOB, offer.base)
+        lease = self._agent.copies.begin(offer.record, whole=offer.whole, owner=COPIER)
+        if lease is None:
+            self._agent.copies.offered(offer.record.key, offer.holders, me=self._agent.name)
+            return Wanted("")
+        name = f"t{next(_names)}"
+        count = checksum.chunk_count(offer.record.size_bytes, CHUNK_BYTES)
+        self._transfers[name] = _Transfer(
+            sender, offer.record, lease, offer.holders, self._agent.world.now, [False] * count
+        )
+        return Wanted(name, ((0, count),))
+
+    def _of(self, sender: str, name: str) -> _Transfer | None:
+        found = self._transfers.get(name)
+        return found if found is not None and found.sender == sender else None
+
+    def _chunk(self, sender: str, chunk: tuple[str, int, bytes]) -> None:
+        name, number, data = chunk
+        transfer = self._of(sender, name)
+        if transfer is None or transfer.done[number]:
+            return
+        transfer.touched = self._agent.world.now
+        slot = self._agent.machine.arena.bytes.get(transfer.lease.slot)
+        if slot is None:  # the lease was taken back
+            return
+        slot[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES] = data
+        expected = transfer.record.checksums[8 * number : 8 * number + 8]
+        transfer.done[number] = checksum.digest(data).to_bytes(8, "little") == expected
+
+    def _commit(self, sender: str, name: str) -> tuple[int, ...]:
+        """The chunks that are missing or damaged; when there are none, the copy is sealed."""
+        transfer = self._of(sender, name)
+        if transfer is None:
+            raise LeaseLostError(f"transfer {name} is not known: it was given up")
+        missing = tuple(number for number, done in enumerate(transfer.done) if not done)
+        if missing:
+            return missing
+        del self._transfers[name]
+        try:
+            self._agent.copies.seal(transfer.lease.id, transfer.record, kept_for(self._agent.name, transfer.holders))
+        except PeerStoreError:
+            self._agent.leasing.abandon(transfer.lease.id)
+            raise
+        self._agent.accounts.confirm(transfer.record.key, sender, self._agent.members.life(sender))
+        self._agent.wake()
+        return ()
+
+    def _abort(self, sender: str, name: str) -> None:
+        if self._of(sender, name) is not None:
+            self._agent.leasing.abandon(self._transfers.pop(name).lease.id)
+
+    def sweep(self) -> None:
+        """What a connection that broke has left."""
+        for name, transfer in list(self._transfers.items()):
+            if self._agent.world.now - transfer.touched > _IDLE_S:
+                self._abort(transfer.sender, name)
+
+
+class Outgoing:
+    """The copy this node sends right now."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._duty: Duty | None = None
+        self._slot: Slot | None = None
+        self._record: ShardRecord | None = None
+        self._transfer = ""
+        self._again = self._life = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._duty is not None
+
+    def begin(self, duty: Duty, look: Outlook) -> None:
+        try:
+            self._slot, self._record = self._agent.shelf.sealed(duty.key)
+        except ShardNotFoundError:
+            self._agent.wake()
+            return
+        self._duty, self._transfer, self._again = duty, "", 0
+        self._slot.users.add("push")
+        self._life = look.life(duty.to)
+        fact = next(fact for fact in look.facts if fact.key == duty.key)
+        offer = Offer(self._record, duty.holders, is_whole(fact, look.settled), base=look.base)
+        self._agent.call(duty.to, "offer", offer, self._wanted, self._failed)
+
+    def _wanted(self, wanted: Wanted) -> None:
+        if not wanted.transfer:
+            self._done()
+            return
+        self._transfer = wanted.transfer
+        self._send(tuple(number for run in wanted.missing for number in range(*run)))
+
+    def _send(self, numbers: tuple[int, ...]) -> None:
+        assert self._duty is not None
+        assert self._slot is not None
+        data = self._agent.machine.arena.bytes.get(self._slot.name, bytearray())
+        for nth, number in enumerate(numbers):
+            chunk = bytes(data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+            chunk = self._agent.world.on_the_wire(chunk)
+            work = partial(self._agent.call, self._duty.to, "chunk", (self._transfer, number, chunk))
+            self._agent.later(0.001 * nth, work)
+        commit = partial(self._agent.call, self._duty.to, "commit", self._transfer, self._committed, self._failed)
+        self._agent.later(0.001 * len(numbers) + 0.005, commit)
+
+    def _committed(self, missing: tuple[int, ...]) -> None:
+        if not missing:
+            self._done()
+        elif self._again:
+            self._failed(ShardDamagedError(f"{len(missing)} chunks arrived damaged twice"))
+        else:
+            self._again = 1
+            self._send(missing)
+
+    def _done(self) -> None:
+        assert self._duty is not None
+        self._agent.accounts.done(self._duty, self._life)
+        self._end()
+
+    def _failed(self, error: PeerStoreError) -> None:
+        duty = self._duty
+        assert duty is not None
+        self._agent.world.say(
+            f"{self._agent.name} could not copy {self._agent.world.short(duty.key)} to {duty.to}: "
+            f"{type(error).__name__}"
+        )
+        doubtful = self._agent.accounts.failed(duty, error, self._agent.world.now)
+        if self._transfer:
+            self._agent.call(duty.to, "abort", self._transfer)
+        if doubtful:
+            self._agent.verify(duty.key)
+        self._end()
+
+    def _end(self) -> None:
+        assert self._slot is not None
+        self._duty = None
+        with self._agent.shelf.lock:
+            self._agent.shelf.release(self._slot, "push")
+        self._agent.wake()

@@ -1,0 +1,240 @@
+"""A small cluster: machines with agents on them, the network between, the job's trainers, and what is really true."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from peerstore.cluster.members import MembershipSettings
+from peerstore.cluster.nodes import Node, NodeId
+from peerstore.cluster.roster import roster_of
+from peerstore.errors import PeerStoreError, PeerUnreachableError
+from peerstore.ledger import Limits
+from peerstore.records import Group, ShardKey
+from tests.simulation.agent import BURST, SLOTS, Agent
+from tests.simulation.invariants import NOTICED_S, Truth, Violation
+from tests.simulation.memory import SHARD_BYTES, DictArena
+from tests.simulation.network import Events, Network
+from tests.simulation.restoring import Restore
+from tests.simulation.trainers import Trainers
+
+MEMBERSHIP = MembershipSettings(heartbeat_s=2.0, ping_timeout_s=0.6, suspect_after=1, dead_after_s=2.0, neighbours=1)
+REFUSED_S = 0.002
+_MOST_EVENTS = 40_000
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What does not change during one schedule."""
+
+    nodes: int = 4
+    racks: int = 0
+    """0: every node fails alone."""
+    copies: int = 2
+    parts: int = 4
+    budget_shards: int = 64
+
+
+@dataclass
+class Machine:
+    """What a power cut takes: the agent, the trainers, the arena."""
+
+    name: str
+    node: Node
+    budget_bytes: int
+    arena: DictArena = field(default_factory=DictArena)
+    agent: Agent | None = None
+    up: bool = False
+    clock_off_s: float = 0.0
+    lives: int = 0
+
+
+class World:
+    def __init__(self, seed: int, shape: Shape, *, say: Callable[[str], None] | None = None) -> None:
+        self.seed, self.shape = seed, shape
+        self.copies = shape.copies
+        self.membership = MEMBERSHIP
+        self.random = random.Random(f"world {seed}")
+        self.events = Events()
+        self.network = Network(self.events, self.random)
+        self.machines: dict[str, Machine] = {}
+        self.wire_damage = 0.0
+        self.window_s = NOTICED_S
+        self._say = say
+        self.truth = Truth(self)
+        self.jobs: list[Trainers] = []
+        self.restores: list[Restore] = []
+        self._added = itertools.count()
+        for _ in range(shape.nodes):
+            self._add()
+        self.roster = roster_of(1, [machine.node for machine in self.machines.values()])
+        for machine in self.machines.values():
+            self.boot(machine)
+
+    def _add(self) -> Machine:
+        number = next(self._added)
+        name = f"n{number}"
+        labels = (("rack", f"r{number % self.shape.racks}"),) if self.shape.racks else ()
+        node = Node(NodeId(name), f"{name}:1", labels)
+        machine = self.machines[name] = Machine(name, node, self.shape.budget_shards * SHARD_BYTES)
+        return machine
+
+    @property
+    def now(self) -> float:
+        return self.events.now
+
+    def say(self, text: str) -> None:
+        if self._say is not None:
+            self._say(f"{self.now:9.3f}  {text}")
+
+    def short(self, what: ShardKey | Group) -> str:
+        """A key or group in a few letters."""
+        part = f".{what.part}" if isinstance(what, ShardKey) else ""
+        return f"{what.epoch % 1000}{what.incarnation}/{what.version}{part}"
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
+        """Let time pass; whether ``until`` came true."""
+        end = self.now + seconds
+        if until is not None and until():
+            return True
+        looked = self.now
+        while (work := self.events.next(end)) is not None:
+            work()
+            if self.events.count > _MOST_EVENTS:
+                raise Violation(f"{_MOST_EVENTS} messages, and no end")
+            if self.truth.news:
+                self.truth.check()
+            if until is not None and self.now - looked > 0.25:
+                looked = self.now
+                if until():
+                    return True
+        return until() if until is not None else True
+
+    # -- machines -----------------------------------------------------------------------------------------------------
+
+    def boot(self, machine: Machine) -> None:
+        """The agent starts, over whatever the arena still holds."""
+        machine.up, machine.lives = True, machine.lives + 1
+        self.truth.trouble()
+        self.truth.watch(machine)
+        machine.agent = Agent(self, machine)
+        machine.agent.start()
+
+    def crash(self, machine: Machine) -> None:
+        """The machine is gone with everything in its memory."""
+        self.say(f"{machine.name} crashes")
+        machine.agent, machine.up = None, False
+        machine.arena = DictArena()
+        self.truth.crashed(machine)
+        for job in self.jobs:
+            job.lose(machine.name)
+
+    def join(self) -> Machine:
+        """A new node, which the roster names from now on."""
+        machine = self._add()
+        self.say(f"{machine.name} joins the roster")
+        self.publish([*self.roster.nodes, machine.node])
+        self.boot(machine)
+        return machine
+
+    def publish(self, nodes: Sequence[Node]) -> None:
+        """Another roster; agents hear of it one after the other, or from each other."""
+        self.roster = roster_of(self.roster.version + 1, nodes)
+        for machine in self.machines.values():
+            if machine.agent is not None and self.random.random() < 0.7:
+                machine.agent.later(self.random.random() * 2, partial(machine.agent.set_roster, self.roster))
+
+    def limit(self, machine: Machine, shards: int) -> None:
+        machine.budget_bytes = shards * SHARD_BYTES
+        if machine.agent is not None:
+            machine.agent.shelf.limits = Limits(machine.budget_bytes, SLOTS, BURST)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        source: Agent,
+        target: str,
+        op: str,
+        body: Any,
+        done: Callable[[Any], None],
+        failed: Callable[[PeerStoreError], None],
+        timeout_s: float,
+    ) -> None:
+        """A question and its answer, each of which may be lost, late or doubled."""
+        network, asked, machine = self.network, self.now, self.machines.get(target)
+
+        def lost(_: object = None) -> None:
+            left = max(0.0, asked + timeout_s - self.now)
+            source.later(left, partial(failed, PeerUnreachableError(f"{target} does not answer")))
+
+        def arrive(*, first: bool) -> None:
+            agent = machine.agent if machine is not None else None
+            if agent is None:
+                if first and machine is not None and machine.up:
+                    source.later(REFUSED_S, partial(failed, PeerUnreachableError(f"{target} refuses")))
+                elif first:
+                    lost()
+                return
+            try:
+                answer = agent.answer(source.name, op, body)
+                back = partial(done, answer)
+            except PeerStoreError as error:
+                back = partial(failed, error)
+            delay = network.delay_s(target, source.name)
+            if not first:
+                return
+            if delay is None or self.now + delay - asked > timeout_s:
+                lost()
+            else:
+                source.later(delay, back)
+
+        delay = network.delay_s(source.name, target)
+        if delay is None:
+            lost()
+            return
+        self.events.after(delay, partial(arrive, first=True))
+        if network.twice() and op != "offer":  # an offer opens a conversation, of which a connection has one
+            self.events.after(2 * delay + self.random.random(), partial(arrive, first=False))
+
+    def on_the_wire(self, chunk: bytes) -> bytes:
+        if self.wire_damage and self.random.random() < self.wire_damage:
+            return bytes([chunk[0] ^ 1]) + chunk[1:] if chunk else chunk
+        return chunk
+
+    # -- the job ------------------------------------------------------------------------------------------------------
+
+    def reachable(self, names: Sequence[str]) -> bool:
+        return all(self.network.open(one, other) for one in names for other in names)
+
+    def restart(self, names: Sequence[str]) -> Restore | None:
+        """The job begins again on these machines, from what can be reached."""
+        names = [name for name in names if self.machines[name].agent is not None]
+        if not names or not self.reachable(names):
+            return None
+        for job in self.jobs:
+            job.stop(names)
+        for earlier in self.restores:
+            earlier.give_up(names)
+        places = tuple(names[part % len(names)] for part in range(self.shape.parts))
+        restore = Restore(self, places)
+        self.restores.append(restore)
+        restore.begin()
+        return restore
+
+    def begin(self, trainers: Trainers) -> None:
+        self.jobs = [job for job in self.jobs if job.running and not set(job.places) & set(trainers.places)]
+        self.jobs.append(trainers)
+
+    def heal(self) -> None:
+        self.network.heal()
+        self.wire_damage = 0.0
+        for machine in self.machines.values():
+            machine.arena.full = False
+            self.limit(machine, self.shape.budget_shards)

@@ -1,0 +1,175 @@
+"""A job on several real node agents, driven without trainers: shards written, found and read by their bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peerstore.cluster.nodes import Node
+from peerstore.cluster.roster import roster_of
+from peerstore.errors import PeerStoreError
+from peerstore.peers.calling import Pass, Peer
+from peerstore.peers.messages import AskRecords
+from peerstore.peers.plan import TeamPlan, TeamSettings
+from peerstore.peers.pulling import Pulled, Puller, Target, Wish
+from peerstore.records import ShardKey, ShardRecord
+from peerstore.settings import AgentPlace
+from peerstore.transport.tcp import TcpTransport
+from tests.support.agents import end_agent
+from tests.support.clusters import Host
+from tests.support.leaks import own_name
+from tests.support.neighbours import SECRET, until
+from tests.support.stores import MIB, client_of, content, key, load, save
+
+SIZE = 3 * MIB + 17
+
+
+@dataclass
+class AgentJob:
+    """Nodes, each with an agent of its own, and a job whose nodes they are."""
+
+    hosts: dict[str, Host]
+    copies: int = 2
+    job: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex[:8]}")
+    nodes: dict[str, Node] = field(default_factory=dict)
+    rosters: int = 0
+
+    def __getitem__(self, name: str) -> Host:
+        return self.hosts[name]
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    def start(self, crash_at: Mapping[str, str]) -> None:
+        """Start all agents at the same time, some of them with an appointment."""
+        with ThreadPoolExecutor(len(self.hosts)) as pool:
+            list(pool.map(lambda host: host.start(crash_at=crash_at.get(host.name, "")), self.hosts.values()))
+
+    def meet(self) -> None:
+        """All nodes know that they are the job's."""
+        for name, host in self.hosts.items():
+            with host.agent(self.job) as agent:
+                self.nodes[name] = agent.me()
+        self.rosters += 1
+        roster = roster_of(self.rosters, [self.nodes[name] for name in self.hosts])
+        plan = TeamPlan(SECRET, TeamSettings(copies=self.copies), roster=roster)
+
+        def join(host: Host) -> None:
+            with host.agent(self.job) as agent:
+                agent.join(self.job, plan)
+
+        with ThreadPoolExecutor(len(self.hosts)) as pool:  # the first one waits for others to come
+            list(pool.map(join, self.hosts.values()))
+        for name in self.hosts:
+            until(lambda name=name: self.sees(name) == set(self.hosts), f"{name} sees all others")
+
+    def sees(self, name: str) -> set[str]:
+        """Who takes part, as this node sees it."""
+        with self.hosts[name].agent() as agent:
+            view = agent.cluster(self.job)
+        return {one.node.id for one in view.nodes if one.standing == "alive"}
+
+    def lose(self, name: str) -> None:
+        """The node is gone with everything in its memory."""
+        self.hosts.pop(name).lose()
+
+    # -- shards -------------------------------------------------------------------------------------------------------
+
+    def keys(self, version: int, parts: int = 3) -> list[ShardKey]:
+        return [key(version, part, job=self.job) for part in range(parts)]
+
+    def save(self, version: int, *names: str, parts: int = 3, size_bytes: int = SIZE) -> list[ShardKey]:
+        """One part of a version on each node; an agent that dies meanwhile is no reason to fail."""
+        keys = self.keys(version, parts)
+        for of, name in zip(keys, names or sorted(self.hosts), strict=True):
+            place = AgentPlace(self.hosts[name].directory)
+            with contextlib.suppress(PeerStoreError), client_of(place.socket, job=self.job, retry_s=0.0) as store:
+                save(store, of, size_bytes, parts=parts)
+        return keys
+
+    def settled(self, name: str) -> int:
+        with self.hosts[name].agent() as agent:
+            found = [job.settled for job in agent.store.status().jobs if job.job == self.job]
+        return -1 if not found or found[0] is None else found[0]
+
+    def settle(self, version: int, *names: str) -> None:
+        """Until these nodes (all) know that a version has all its copies."""
+        for name in names or self.hosts:
+            until(lambda name=name: self.settled(name) >= version, f"version {version} is settled on {name}")
+
+    def holders(self, of: ShardKey) -> tuple[str, ...]:
+        """The nodes that say they hold it, after they have looked at what a killed agent left there."""
+        found = []
+        for name, host in self.hosts.items():
+            with host.agent() as agent:
+                if any(fact.key == of for fact in agent.store.inventory(self.job)):
+                    found.append(name)
+        return tuple(sorted(found))
+
+    def slot(self, name: str, of: ShardKey) -> Path:
+        """Where its bytes are on a node."""
+        with self.hosts[name].agent() as agent:
+            pin = agent.store.pin(of)
+            agent.store.unpin(pin.id)
+        return Path(pin.path)
+
+    def expect(self, keys: Sequence[ShardKey], *, copies: int = 2, size_bytes: int = SIZE) -> None:
+        """Every shard has so many copies by now, all of them bit for bit what was written."""
+        for of in keys:
+            until(lambda of=of: len(self.holders(of)) >= copies, f"{of} has {copies} copies")
+            for name in self.holders(of):
+                with self.hosts[name].agent() as agent:
+                    assert load(agent.store, of) == content(of, size_bytes), f"{of} on {name}"
+
+    # -- as a trainer on another node ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def puller(self, me: str = "elsewhere", *, streams: int = 2) -> Iterator[tuple[Puller, dict[str, Peer]]]:
+        peers = {}
+        for name, host in self.hosts.items():
+            with host.agent() as agent:
+                peers[name] = Peer(TcpTransport(), agent.me().address, Pass(self.job, me, SECRET))  # type: ignore[arg-type]
+        try:
+            yield Puller(peers.__getitem__, streams=streams), peers
+        finally:
+            for peer in peers.values():
+                peer.close()
+
+    def read(self, of: ShardKey, sources: Sequence[str]) -> tuple[bytes, Pulled]:
+        """A whole shard from these nodes, as a rank on a new node reads it."""
+        with self.reading(of, sources) as read:
+            return read()
+
+    @contextlib.contextmanager
+    def reading(self, of: ShardKey, sources: Sequence[str]) -> Iterator[Callable[[], tuple[bytes, Pulled]]]:
+        """All that is asked before a shard is read; what is given reads it."""
+        with self.puller() as (puller, peers):
+            records: list[ShardRecord] = peers[sources[-1]].call("records", AskRecords(of.group), list[ShardRecord])
+            record = next(record for record in records if record.key == of)
+
+            def read() -> tuple[bytes, Pulled]:
+                data = bytearray(record.size_bytes)
+                pulled = puller.pull([Wish(record, [Target(0, len(data), memoryview(data))], list(sources))])
+                return bytes(data), pulled
+
+            yield read
+
+
+@contextlib.contextmanager
+def agent_job(*names: str, copies: int = 2, crash_at: Mapping[str, str] | None = None) -> Iterator[AgentJob]:
+    """Agents that know each other."""
+    places = {name: Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8]) for name in names}
+    made = AgentJob({name: Host(name, places[name], budget="256MiB") for name in names}, copies)
+    everybody = list(made.hosts.values())
+    try:
+        made.start(crash_at or {})
+        made.meet()
+        yield made
+    finally:
+        for host in everybody:
+            host.thaw()
+            end_agent(host.directory)
+            host.lose()

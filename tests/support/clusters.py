@@ -1,0 +1,172 @@
+"""Several nodes on one machine: an agent and a directory each, ranks on one of them, nodes that are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peerstore.client import connect
+from peerstore.errors import AgentUnreachableError
+from peerstore.launch import connect_or_launch
+from peerstore.settings import AgentPlace
+from tests.support.agents import agent_pid, end_agent
+from tests.support.leaks import own_name
+from tests.support.ranks import RankPool
+from tieredckpt.agent_node import AgentNode, agent_command
+from tieredckpt.session import close_sessions
+from tieredckpt.settings import Settings, override, settings_from
+
+_QUICK = "tests.support.quick_agent"
+_ROOT = Path(__file__).resolve().parents[2]
+_PATIENCE_S = 60.0
+
+
+@dataclass
+class Host:
+    """One node: where its agent lives, and what it fails together with."""
+
+    name: str
+    directory: Path
+    labels: str = ""
+    budget: str = "1GiB"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {
+            "TIEREDCKPT_AGENT_DIRECTORY": str(self.directory),
+            "TIEREDCKPT_AGENT_NODE": self.name,
+            "TIEREDCKPT_AGENT_LABELS": self.labels,
+            "TIEREDCKPT_AGENT_PEERS": "127.0.0.1:0",
+            "TIEREDCKPT_AGENT_BUDGET": self.budget,
+        }
+
+    @property
+    def settings(self) -> Settings:
+        prefix = "TIEREDCKPT_AGENT_"
+        agent = {name.removeprefix(prefix).lower(): value for name, value in self.environ.items()}
+        return settings_from({"agent": agent})
+
+    @property
+    def pid(self) -> int | None:
+        return agent_pid(self.directory)
+
+    def start(self, *, crash_at: str = "") -> None:
+        """Start its agent now, one that notices the loss of others sooner; it may be one that a test has killed."""
+        command = [part if part != "tieredckpt.agent" else _QUICK for part in agent_command(self.settings)]
+        environ = {**os.environ, "PEERSTORE_CRASH_AT": crash_at, "PYTHONPATH": str(_ROOT)}
+        died = (AgentUnreachableError,) if crash_at else ()
+        with contextlib.suppress(*died):
+            connect_or_launch(AgentPlace(self.directory), command, environ=environ, timeout_s=90).close()
+
+    @contextlib.contextmanager
+    def agent(self, job: str = "") -> Iterator[AgentNode]:
+        """Its agent, as a trainer of ``job`` reaches it."""
+        settings = override(self.settings, agent={"embedded": False})
+        with contextlib.closing(AgentNode(settings, job)) as node:
+            yield node
+
+    def wait_dead(self) -> None:
+        """Until its agent is dead."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self.pid is not None or self._answers():
+            assert time.monotonic() < deadline, f"the agent of {self.name} lives"
+            time.sleep(0.01)
+
+    def _answers(self) -> bool:
+        """Whether its socket is open: the last threads of a killed process may still have it."""
+        try:
+            connect(AgentPlace(self.directory).socket).close()
+        except AgentUnreachableError:
+            return False
+        return True
+
+    def lose(self) -> None:
+        """The machine is gone: its agent, and everything in its memory."""
+        end_agent(self.directory, signal.SIGKILL)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def kill_agent(self) -> None:
+        """Only the agent is gone; what it kept lies in memory."""
+        end_agent(self.directory, signal.SIGKILL)
+        self.wait_dead()
+
+    def freeze(self) -> None:
+        """It is there, and answers nobody."""
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGCONT)
+
+
+@dataclass
+class Cluster:
+    """Nodes, and a job whose ranks run on them."""
+
+    ranks: RankPool
+    hosts: dict[str, Host] = field(default_factory=dict)
+    job: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex[:8]}")
+
+    def add(self, name: str, labels: str = "", *, budget: str = "1GiB") -> Host:
+        directory = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
+        host = self.hosts[name] = Host(name, directory, labels, budget)
+        return host
+
+    def __getitem__(self, name: str) -> Host:
+        return self.hosts[name]
+
+    def run(
+        self, where: Sequence[str], function: Callable[..., Any], *args: Any, environ: dict[str, str] | None = None
+    ) -> list[Any]:
+        """``function(job, *args)`` on one rank per name: rank i lives on node ``where[i]``."""
+        places = [self.hosts[name].environ for name in where]
+        return self.ranks.run(len(where), _on_node, places, list(where), function, (self.job, *args), environ=environ)
+
+    def close(self) -> None:
+        close_sessions()
+        for host in self.hosts.values():
+            host.thaw()
+        for host in self.hosts.values():
+            end_agent(host.directory)
+            shutil.rmtree(host.directory, ignore_errors=True)
+
+
+def _on_node(
+    places: Sequence[dict[str, str]], where: Sequence[str], function: Callable[..., Any], args: Sequence[Any]
+) -> Any:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    mine = [other for other, name in enumerate(where) if name == where[rank]]
+    os.environ.update(places[rank])
+    os.environ.update(LOCAL_WORLD_SIZE=str(len(mine)), LOCAL_RANK=str(mine.index(rank)))
+    return function(*args)
+
+
+@contextlib.contextmanager
+def cluster_of(ranks: RankPool, *names: str, labels: Callable[[str], str] = lambda _name: "") -> Iterator[Cluster]:
+    cluster = Cluster(ranks)
+    try:
+        for name in names:
+            cluster.add(name, labels(name))
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.fixture
+def cluster(ranks: RankPool) -> Iterator[Cluster]:
+    """Three nodes in three racks."""
+    with cluster_of(ranks, "n1", "n2", "n3", labels=lambda name: f"rack=r{name[1:]}") as made:
+        yield made

@@ -1,0 +1,176 @@
+"""A network of :class:`Membership` objects under one fake clock: messages get lost, late, doubled and out of order.
+
+Everything follows from the seed. What one run did is in ``seed``, ``now`` and ``messages``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from peerstore.cluster.gossip import Gossip, Standing
+from peerstore.cluster.members import MembershipSettings
+from peerstore.cluster.membership import Membership
+from peerstore.cluster.nodes import Node, NodeId
+from peerstore.cluster.roster import Roster, roster_of
+
+SETTINGS = MembershipSettings()
+
+
+def node(name: str, **labels: str) -> Node:
+    return Node(NodeId(name), f"{name}.local:7070", tuple(sorted(labels.items())), 1 << 30)
+
+
+def nodes(count: int) -> tuple[Node, ...]:
+    return tuple(node(f"n{number:04d}", rack=f"r{number // 4}") for number in range(count))
+
+
+class Network:
+    def __init__(
+        self,
+        members: Iterable[Node],
+        seed: int,
+        *,
+        loss: float = 0.0,
+        doubled: float = 0.0,
+        delay_s: tuple[float, float] = (0.001, 0.01),
+        settings: MembershipSettings = SETTINGS,
+        tell_all: bool = True,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.seed, self.settings = seed, settings
+        self.loss, self.doubled, self.delay_s = loss, doubled, delay_s
+        self.now = 0.0
+        self.roster = roster_of(1, members)
+        self.over_the_wire = len(self.roster.nodes) < 20
+        """Messages are encoded and decoded, too; larger networks save the time."""
+        self.up: dict[NodeId, Membership] = {}
+        self.lives: Counter[NodeId] = Counter()
+        self.clock: Counter[NodeId] = Counter()  # how far each node's clock is off
+        self.cut: Callable[[NodeId, NodeId], bool] = lambda a, b: False
+        self.messages: Counter[NodeId] = Counter()
+        self.largest = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        for one in self.roster.nodes:
+            self.start(one, self.roster if tell_all else None)
+
+    # -- what happens to nodes ----------------------------------------------------------------------------------------
+
+    def start(self, one: Node, roster: Roster | None = None) -> Membership:
+        """A node begins to live, or lives again."""
+        self.lives[one.id] += 1
+        number = int((self.now + 1) * 1e6) + self.lives[one.id]
+        member = Membership(one, number, self.settings, seed=self.random.getrandbits(32))
+        if roster is not None:
+            member.set_roster(self._time(one.id), roster)
+        self.up[one.id] = member
+        self._at(self.now + self.random.random() * self.settings.heartbeat_s, lambda: self._tick(one.id, member))
+        return member
+
+    def kill(self, *names: str) -> None:
+        for name in names:
+            del self.up[NodeId(name)]
+
+    def suspend(self, name: str, seconds: float) -> None:
+        """A virtual machine that stands still while the world goes on."""
+        member = self.up.pop(NodeId(name))
+
+        def wake() -> None:
+            if name not in self.up:  # not started again meanwhile
+                self.up[NodeId(name)] = member
+                self._tick(NodeId(name), member)
+
+        self._at(self.now + seconds, wake)
+
+    def split(self, *sides: Iterable[str]) -> None:
+        """Only nodes of one side hear each other."""
+        side = {name: number for number, names in enumerate(sides) for name in names}
+        self.cut = lambda a, b: side.get(a) != side.get(b)
+
+    def heal(self) -> None:
+        self.cut = lambda a, b: False
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def run(self, seconds: float, watch: Callable[[], Any] | None = None) -> None:
+        """``watch`` is called after every message and every tick."""
+        end = self.now + seconds
+        while self._events and self._events[0][0] <= end:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+            if watch is not None:
+                watch()
+        self.now = end
+
+    def until(self, condition: Callable[[], bool], within_s: float) -> float:
+        """How long it took until ``condition`` held at the end of a period."""
+        begin = self.now
+        while not condition():
+            assert self.now - begin <= within_s, f"not within {within_s} s (seed {self.seed}): {self.describe()}"
+            self.run(self.settings.heartbeat_s)
+        return self.now - begin
+
+    # -- what they believe --------------------------------------------------------------------------------------------
+
+    def agreed(self, living: Iterable[str] | None = None) -> bool:
+        """Whether all who live see exactly ``living`` (all who live) alive."""
+        expected = {one.id for one in self.roster.nodes} & set(self.up if living is None else living)
+        return all(self.alive(name) == expected for name in expected)
+
+    def alive(self, name: str) -> set[str]:
+        standing = self.up[NodeId(name)].standing
+        return {one.id for one in self.roster.nodes if standing(one.id) is Standing.ALIVE}
+
+    def with_quorum(self) -> set[str]:
+        return {name for name, member in self.up.items() if member.quorum}
+
+    def describe(self) -> str:
+        return "\n".join(f"{name}: {member.explain()}" for name, member in sorted(self.up.items()))
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _at(self, when: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), event))
+
+    def _time(self, name: NodeId) -> float:
+        return self.now + self.clock[name]
+
+    def _tick(self, name: NodeId, member: Membership) -> None:
+        if self.up.get(name) is not member:
+            return
+        for ping in member.tick(self._time(name)):
+            self._send(name, ping.node.id, ping.gossip, answer=True)
+        self._at(self.now + self.settings.heartbeat_s, lambda: self._tick(name, member))
+
+    def _send(self, a: NodeId, b: NodeId, gossip: Gossip, *, answer: bool) -> None:
+        self.messages[a] += 1
+        if self.over_the_wire:
+            wire = msgspec.msgpack.encode(gossip)
+            self.largest = max(self.largest, len(wire))
+            gossip = msgspec.msgpack.decode(wire, type=Gossip)
+        for _ in range(1 + (self.random.random() < self.doubled)):
+            if self.random.random() >= self.loss and not self.cut(a, b):
+                when = self.now + self.random.uniform(*self.delay_s)
+                self._at(when, lambda: self._deliver(a, b, gossip, answer=answer))
+
+    def _deliver(self, a: NodeId, b: NodeId, gossip: Gossip, *, answer: bool) -> None:
+        member = self.up.get(b)
+        if member is None or self.cut(a, b):
+            return
+        member.heard(self._time(b), a, gossip)
+        if answer:
+            self._send(b, a, member.gossip_for(a), answer=False)
+        else:
+            member.answered(self._time(b), a)
+        wanted = member.wanted
+        if wanted in self.up and not self.cut(b, wanted) and not self.cut(wanted, b):
+            roster = self.up[wanted].roster
+            if roster is not None:
+                member.set_roster(self._time(b), roster)

@@ -1,0 +1,237 @@
+"""Several nodes of one job in this process: real stores and neighbourhoods on a network that does what a test says.
+
+::
+
+    with neighbours("n1", "n2", "n3") as all_of_them:
+        n1, n2, n3 = all_of_them
+        n1.write(key(1, 0))
+        all_of_them.settle(1)
+        all_of_them.network.lose("n2")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from peerstore.arena import TmpfsArena
+from peerstore.cluster.members import MembershipSettings
+from peerstore.cluster.nodes import Node, NodeId, parse_labels
+from peerstore.cluster.roster import roster_of
+from peerstore.errors import PeerStoreError
+from peerstore.peers.neighbourhood import Identity, Neighbourhood
+from peerstore.peers.plan import TeamPlan, TeamSettings
+from peerstore.peers.pulling import Pulled, Puller, Target, Wish
+from peerstore.peers.team import Team
+from peerstore.records import ShardFact, ShardKey, ShardRecord
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore
+from peerstore.transport.memory import MemoryNetwork
+from peerstore.transport.seam import Transport
+from tests.support.stores import MIB, content, load, save, store_directory
+
+JOB = "job"
+SECRET = b"a secret of the tests, long enough"
+QUICK = MembershipSettings(heartbeat_s=0.1, ping_timeout_s=1.0, dead_after_s=0.5)
+PATIENCE_S = 90.0
+"""Others may be using this machine, too. Nothing here waits longer than it has to."""
+
+
+def until(ready: Callable[[], Any], what: str = "", timeout_s: float = PATIENCE_S) -> Any:
+    """Wait for something that happens on other threads or in other processes; what ``ready`` said in the end."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := ready()):
+        assert time.monotonic() < deadline, f"it did not happen: {what or ready}"
+        time.sleep(0.01)
+    return found
+
+
+class Neighbour:
+    """One node: its store, and what it has to do with the others."""
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        *,
+        labels: str = "",
+        budget: str = "256MiB",
+        directory: Path,
+        listen: str = "",
+        membership: MembershipSettings = QUICK,
+    ) -> None:
+        self.name = name
+        self.transport = transport
+        self.labels = labels
+        self.budget = budget
+        self.directory = directory
+        self._listen = listen or f"{name}:7070"
+        self._membership = membership
+        self._plan: TeamPlan | None = None
+        self.open()
+
+    def open(self) -> None:
+        """Start its agent, with what lies in its directory."""
+        self.store = NodeStore(TmpfsArena(self.directory), StoreSettings(budget=self.budget), threads=1)
+        identity = Identity(NodeId(self.name), self._listen, parse_labels(self.labels), membership=self._membership)
+        self.neighbourhood = Neighbourhood(self.store, identity, self.transport, version="test")
+        self.neighbourhood.start()
+        self.is_open = True
+
+    def close(self) -> None:
+        """End its agent; what is in its directory stays there."""
+        if self.is_open:
+            self.is_open = False
+            self.store.shut()
+            self.neighbourhood.close()
+            self.store.close()
+
+    def wipe(self) -> None:
+        """What it had in memory is gone."""
+        shutil.rmtree(self.directory)
+
+    # -- with the others ----------------------------------------------------------------------------------------------
+
+    @property
+    def node(self) -> Node:
+        return Node(NodeId(self.name), self.neighbourhood.me.address, parse_labels(self.labels))
+
+    @property
+    def team(self) -> Team:
+        team = self.neighbourhood.team(JOB)
+        assert team is not None, f"{self.name} has not joined"
+        return team
+
+    def join(self, plan: TeamPlan) -> None:
+        self.neighbourhood.join(JOB, plan, wait_s=0.0)
+
+    @property
+    def settled(self) -> int:
+        """The newest version that has all its copies as far as this node knows; -1 for none."""
+        group = self.store.copies.settled(JOB)
+        return -1 if group is None else group.version
+
+    def sees(self, *names: str) -> bool:
+        return set(self.team.tending.living) == set(names)
+
+    # -- shards -------------------------------------------------------------------------------------------------------
+
+    def write(self, of: ShardKey, size_bytes: int = MIB, *, parts: int = 1) -> ShardRecord:
+        return save(self.store, of, size_bytes, parts=parts)
+
+    def facts(self) -> dict[ShardKey, ShardFact]:
+        return {fact.key: fact for fact in self.store.copies.facts(JOB)}
+
+    def holds(self, of: ShardKey) -> bool:
+        return of in self.facts()
+
+    def is_good(self, of: ShardKey) -> bool:
+        return load(self.store, of) == content(of, self.facts()[of].size_bytes)
+
+    def path(self, of: ShardKey) -> str:
+        return self.store.path_of(of)
+
+    def damages(self) -> list[str]:
+        return [damage.reason for damage in self.store.status().damages]
+
+    def read(self, of: ShardKey, *, sources: list[str] | None = None, streams: int = 2) -> tuple[bytes, Pulled]:
+        """A whole shard from other nodes, as a loading rank would get it."""
+        team = self.team
+        there = sources or [node for node in team.sources(fresh=True).get(of, ()) if node != self.name]
+        said = {}
+        for node in there:
+            with contextlib.suppress(PeerStoreError):
+                said.update((node, record) for record in team.records(node, of.group) if record.key == of)
+        record, _ = team.agreed(said)
+        data = bytearray(record.size_bytes)
+        wish = Wish(record, [Target(0, len(data), memoryview(data))], there)
+        pulled = Puller(team.tending.peer, streams=streams).pull([wish])
+        return bytes(data), pulled
+
+
+class Neighbours:
+    """A job's nodes. What was opened is closed in the end."""
+
+    def __init__(self, *, copies: int = 2, capacity_bytes: int = 256 << 10, secret: bytes = SECRET) -> None:
+        self.network = MemoryNetwork(capacity_bytes=capacity_bytes)
+        self.settings = TeamSettings(copies=copies)
+        self.secret = secret
+        self.nodes: dict[str, Neighbour] = {}
+        self._rosters = 0
+        self._cleanup = contextlib.ExitStack()
+
+    def __getitem__(self, name: str) -> Neighbour:
+        return self.nodes[name]
+
+    def __iter__(self) -> Iterator[Neighbour]:
+        return iter(self.nodes.values())
+
+    def add(self, name: str, labels: str = "", **options: Any) -> Neighbour:
+        directory = self._cleanup.enter_context(store_directory())
+        node = Neighbour(name, self.network.transport(name), labels=labels, directory=directory, **options)
+        self._cleanup.callback(node.close)
+        self.nodes[name] = node
+        return node
+
+    def plan(self, **changes: Any) -> TeamPlan:
+        self._rosters += 1
+        roster = roster_of(self._rosters, [node.node for node in self if node.is_open])
+        return TeamPlan(**{"secret": self.secret, "settings": self.settings, "roster": roster, **changes})
+
+    def meet(self) -> None:
+        """All nodes that are open are the job's, and know it."""
+        here = [node for node in self if node.is_open]
+        plan = self.plan()
+        for node in here:
+            node.join(plan)
+        names = [node.name for node in here]
+        for node in here:
+            until(lambda node=node: node.sees(*names) and node.team.tending.quorum, f"{node.name} sees {names}")
+
+    def lose(self, name: str) -> Neighbour:
+        """The node is gone with everything in its memory."""
+        node = self.nodes.pop(name)
+        self.network.lose(name)
+        node.close()
+        return node
+
+    def restart(self, name: str, *, empty: bool = False) -> Neighbour:
+        """Its agent ends and another one begins with what it left, or nothing; the others may not notice."""
+        node = self.nodes[name]
+        self.network.lose(name)
+        node.close()
+        if empty:
+            node.wipe()
+        node.open()
+        return node
+
+    def settle(self, version: int, *names: str) -> None:
+        """Until these nodes (all) know that a version has its copies."""
+        for node in [self.nodes[name] for name in names] or list(self):
+            until(lambda node=node: node.settled >= version, f"version {version} is settled on {node.name}")
+
+    def holders(self, of: ShardKey) -> set[str]:
+        return {node.name for node in self if node.holds(of)}
+
+    def close(self) -> None:
+        self._cleanup.close()
+
+
+@contextlib.contextmanager
+def neighbours(
+    *names: str,
+    labels: Callable[[str], str] = lambda _name: "",
+    membership: MembershipSettings = QUICK,
+    **options: Any,
+) -> Iterator[Neighbours]:
+    """Nodes that know each other."""
+    with contextlib.closing(Neighbours(**options)) as made:
+        for name in names:
+            made.add(name, labels(name), membership=membership)
+        if names:
+            made.meet()
+        yield made

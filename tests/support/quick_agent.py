@@ -1,0 +1,15 @@
+"""A node agent that notices sooner than others that a node is gone, so that tests have to wait less."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+from peerstore.cluster.members import MembershipSettings
+from peerstore.peers.neighbourhood import Identity
+from tieredckpt.agent import __main__ as agent
+
+if __name__ == "__main__":
+    quick = MembershipSettings(heartbeat_s=0.2, ping_timeout_s=1.0, dead_after_s=1.0)
+    agent.Identity = functools.partial(Identity, membership=quick)  # type: ignore[misc,assignment]
+    sys.exit(agent.main())

@@ -1,0 +1,174 @@
+"""Several nodes in one process: a store and a neighbourhood each, on a network that a test can break."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peerstore.arena import TmpfsArena
+from peerstore.cluster.members import MembershipSettings
+from peerstore.cluster.nodes import NodeId, parse_labels
+from peerstore.cluster.roster import roster_of
+from peerstore.errors import NoQuorumError
+from peerstore.peers.neighbourhood import Identity, Neighbourhood
+from peerstore.peers.plan import TeamPlan, TeamSettings
+from peerstore.peers.pulling import Puller, Wish
+from peerstore.peers.spans import Target
+from peerstore.peers.team import Team
+from peerstore.records import ShardKey, ShardRecord
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore
+from peerstore.transport.memory import MemoryNetwork
+from tests.support.leaks import own_name
+from tests.support.stores import load
+
+JOB = "job"
+QUICK = MembershipSettings(heartbeat_s=0.2, ping_timeout_s=1.0, suspect_after=2, dead_after_s=0.3)
+SECRET = b"0123456789abcdef0123456789abcdef"
+
+
+@dataclass
+class Neighbour:
+    """One node."""
+
+    name: str
+    network: MemoryNetwork
+    budget: str = "64MiB"
+    labels: str = ""
+    directory: Path = field(default_factory=lambda: Path("/dev/shm") / (own_name("peerstore") + uuid.uuid4().hex[:8]))
+    up: bool = False
+
+    def start(self) -> None:
+        self.store = NodeStore(TmpfsArena(self.directory), StoreSettings(budget=self.budget))
+        identity = Identity(NodeId(self.name), f"{self.name}:7070", parse_labels(self.labels), membership=QUICK)
+        self.hood = Neighbourhood(self.store, identity, self.network.transport(self.name, timeout_s=5.0))
+        self.up = True
+        self.hood.start()
+
+    @property
+    def team(self) -> Team:
+        team = self.hood.team(JOB)
+        assert team is not None
+        return team
+
+    def stop(self) -> None:
+        """The agent ends; what it kept lies in memory."""
+        if self.up:
+            self.up = False
+            self.network.lose(self.name)
+            self.hood.close()
+            self.store.close()
+
+    def lose(self) -> None:
+        """The machine is gone, with everything in its memory."""
+        self.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def shards(self) -> set[ShardKey]:
+        return {fact.key for fact in self.store.inventory(JOB)}
+
+
+class Street:
+    """A job's nodes."""
+
+    def __init__(self, settings: TeamSettings, *names: str, labels: Callable[[str], str], budgets: dict[str, str]):
+        self.settings = settings
+        self.network = MemoryNetwork()
+        self.all = {
+            name: Neighbour(name, self.network, budgets.get(name, "64MiB"), labels(name)) for name in sorted(names)
+        }
+        for node in self.all.values():
+            node.start()
+        self.meet()
+        self.begin("a", 1)
+
+    def meet(self) -> None:
+        """Everybody who is there is told who belongs to the job."""
+        here = self.living
+        roster = roster_of(time.time_ns(), [node.hood.me for node in here])
+        for node in here:
+            node.hood.join(JOB, TeamPlan(SECRET, self.settings, roster=roster), wait_s=0)
+
+    def begin(self, incarnation: str, epoch: int) -> None:
+        """An incarnation of the job owns it from here on, as soon as its nodes see enough of each other."""
+
+        def begun(node: Neighbour) -> bool:
+            try:
+                return node.store.claim(JOB, incarnation, at_least=epoch - 1) == epoch
+            except NoQuorumError:
+                return False
+
+        for node in self.living:
+            until(lambda node=node: begun(node))  # type: ignore[misc]
+
+    def __getitem__(self, name: str) -> Neighbour:
+        return self.all[name]
+
+    @property
+    def living(self) -> list[Neighbour]:
+        return [node for node in self.all.values() if node.up]
+
+    def lose(self, name: str) -> None:
+        """A node is gone, and the others have noticed."""
+        self.all[name].lose()
+        until(lambda: all(name not in node.team.tending.living for node in self.living))
+
+    def settled(self, version: int) -> bool:
+        """Everybody has heard that this version is kept as it is to be."""
+        return all(node.team.settled is not None and node.team.settled.version >= version for node in self.living)
+
+    def quiet(self) -> bool:
+        """Everything that can be protected is."""
+        return all(not node.team.protecting.busy for node in self.living)
+
+    def read(self, record: ShardRecord) -> bytes:
+        """A shard as a reader gets it, from whichever node has it."""
+        for node in self.living:
+            sources = node.team.sources(fresh=True).get(record.key, ())
+            if node.name in sources:
+                return load(node.store, record.key)
+            if sources:
+                data = bytearray(record.size_bytes)
+                wish = Wish(record, [Target(0, len(data), memoryview(data))], sources)
+                pulled = Puller(node.team.tending.peer).pull([wish])
+                assert not pulled.failed
+                return bytes(data)
+        raise AssertionError(f"nobody has {record.key}")
+
+    def holders(self, key: ShardKey) -> list[str]:
+        return [node.name for node in self.living if key in node.shards()]
+
+    def sealed_bytes(self) -> int:
+        return sum(node.store.status().arena.sealed_bytes for node in self.living)
+
+    def close(self) -> None:
+        for node in self.all.values():
+            node.lose()
+
+
+def until(ready: Callable[[], bool], within_s: float = 30.0) -> None:
+    deadline = time.monotonic() + within_s
+    pause = threading.Event()
+    while not ready():
+        assert time.monotonic() < deadline, "it did not come to that"
+        pause.wait(0.02)
+
+
+@contextlib.contextmanager
+def street(
+    settings: TeamSettings,
+    *names: str,
+    labels: Callable[[str], str] = lambda name: f"rack=r-{name}",
+    budgets: dict[str, str] | None = None,
+) -> Iterator[Street]:
+    made = Street(settings, *names, labels=labels, budgets=budgets or {})
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,100 @@
+"""Two ends of a channel, both in the hands of a test."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from peerstore.transport.memory import MemoryNetwork
+from peerstore.transport.nixl import NixlTransport
+from peerstore.transport.seam import Channel, Listener, Transport
+from peerstore.transport.tcp import TcpTransport
+from tests.support.tls import node_files
+
+PATIENCE_S = 20.0
+
+
+class Wire:
+    """One transport with a node at each end of it."""
+
+    def __init__(self, here: Transport, there: Transport, address: str) -> None:
+        self.here = here
+        self.there = there
+        self.address = address
+        self._meeting: Listener | None = None
+        self._arrived: queue.Queue[Channel] = queue.Queue()
+        self._done = threading.Event()
+        self._stack = contextlib.ExitStack()
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(8, thread_name_prefix="wire"))
+
+    def listen(self, serve: Callable[[Channel], None]) -> Listener:
+        return self._stack.enter_context(contextlib.closing(self.there.listen(self.address, serve)))
+
+    def connect(self, listener: Listener) -> Channel:
+        return self._stack.enter_context(contextlib.closing(self.here.connect(listener.address, timeout_s=PATIENCE_S)))
+
+    def meet(self) -> tuple[Channel, Channel]:
+        """A channel's two ends. The far one stays open until the test is over or closes it."""
+        if self._meeting is None:
+            self._meeting = self.listen(self._hand_over)
+            self._stack.callback(self._done.set)
+        near = self.connect(self._meeting)
+        return near, self._arrived.get(timeout=PATIENCE_S)
+
+    def _hand_over(self, channel: Channel) -> None:
+        self._arrived.put(channel)
+        self._done.wait()
+
+    def aside(self, work: Callable[..., object], *args: object, **more: object) -> Future:
+        """Do it on another thread; the future has what came of it."""
+        return self._pool.submit(work, *args, **more)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+def without_nixl() -> str:
+    """Why NIXL cannot be tested here."""
+    found = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
+    return "" if found else "NIXL is not installed: pip install nixl-cu12"
+
+
+@contextlib.contextmanager
+def nixl_wire(timeout_s: float) -> Iterator[Wire]:
+    """Two nodes with buffers of their own, few and small enough to run out of."""
+    if reason := without_nixl():
+        pytest.skip(reason)
+    here, there = (
+        NixlTransport(timeout_s=timeout_s, buffer_bytes=1 << 20, buffers=buffers, least_bytes=64 << 10)
+        for buffers in (6, 8)
+    )
+    try:
+        yield Wire(here, there, "127.0.0.1:0")
+    finally:
+        here.close()
+        there.close()
+
+
+@contextlib.contextmanager
+def wire(kind: str, directory: Path, *, timeout_s: float = PATIENCE_S) -> Iterator[Wire]:
+    """``memory``, ``tcp``, ``tls`` or ``nixl``, both ends of which wait ``timeout_s`` in the middle of a message."""
+    if kind == "memory":
+        network = MemoryNetwork()
+        made = Wire(network.transport("n1", timeout_s=timeout_s), network.transport("n2", timeout_s=timeout_s), "n2:0")
+    elif kind == "nixl":
+        with nixl_wire(timeout_s) as made, contextlib.closing(made):
+            yield made
+        return
+    else:
+        tls = node_files(directory / "tls") if kind == "tls" else None
+        transport = TcpTransport(tls=tls, timeout_s=timeout_s)
+        made = Wire(transport, transport, "127.0.0.1:0")
+    with contextlib.closing(made):
+        yield made

@@ -1,0 +1,195 @@
+"""Paths between nodes that are slow, lossy, corrupt, or break off: copies and reads come through, and only right ones.
+
+A path's shape is for connections that begin after it was made, so it is made before the nodes meet.
+"""
+
+import contextlib
+import itertools
+import math
+
+import pytest
+
+from tests.support.separated import JOB, separated, until
+from tests.support.stores import MIB, content, key
+from tests.system.test_hosts import retransmitted
+from tieredckpt.saved import show_durability
+
+pytestmark = pytest.mark.system
+SIZE = 8 * MIB + 12345
+PATIENCE_S = 90
+
+
+@contextlib.contextmanager
+def two_nodes(net):
+    """What n1 sends to n2 goes through ``forth`` of the path."""
+    paths = []
+    with separated(net, "n1", "n2", wire=lambda net: paths.append(net.slow_path(*net.hosts.values()))) as job:
+        job.begin("n1")
+        yield job, paths[0]
+
+
+@contextlib.contextmanager
+def three_nodes(net, **shape):
+    """Every path is a proxy; ``paths[a, b]`` has what a sends to b over connections that a made in ``forth``."""
+    paths = {}
+
+    def wire(net):
+        for one, other in itertools.permutations(net.hosts.values(), 2):
+            paths[one.name, other.name] = net.slow_path(one, other, **shape)
+
+    with separated(net, "n1", "n2", "n3", wire=wire) as job:
+        job.begin("n1")
+        yield job, paths
+
+
+class TestSlow:
+    def test_a_throttled_path_holds_no_save_up_and_copies_arrive_later(self, net):
+        """Version 2 waits behind version 1, which takes seconds at 100 Mbit/s: on the way is no matter of luck."""
+        with separated(net, "n1", "n2") as job:
+            job.begin("n1")
+            n1, size = job["n1"], 32 * MIB
+            n1.host.throttle("100mbit")
+            keys = [key(version, job=JOB) for version in (1, 2)]
+            for of in keys:
+                n1.write(of, size, parts=1)
+            assert show_durability(n1.durability(keys[1])) == "1 copy, 1 on the way"
+            assert n1.is_good(keys[0])
+            found = n1.durability(keys[1], copies=2, timeout_s=PATIENCE_S)
+            assert show_durability(found) == "2 copies in 2 racks"
+            job.settle(2)
+            job.assert_kept(keys[1:])
+
+    def test_a_lossy_path_costs_time_and_nothing_else(self, net):
+        with separated(net, "n1", "n2") as job:
+            job.begin("n1")
+            job["n1"].host.lossy(0.05)
+            keys = [of for version in (1, 2) for of in job.write(version, size_bytes=SIZE)]
+            job.settle(2)
+            assert retransmitted(job["n1"].host) > 0
+            job.assert_kept(keys[2:])
+            for reader, source in ("n2", "n1"), ("n1", "n2"):
+                data, pulled = job[reader].read(keys[2], source)
+                assert not pulled.failed
+                assert data == content(keys[2], SIZE)
+
+    def test_far_apart_nodes_keep_copies_and_read_like_near_ones(self, net):
+        with three_nodes(net, latency_s=0.05) as (job, _):
+            keys = job.write(1, size_bytes=SIZE)
+            job.settle(1)
+            job.assert_kept(keys)
+            for reader in job:
+                of = next(of for of in keys if not reader.holds(of))
+                data, pulled = reader.read(of, *sorted(job.holders(of)))
+                assert not pulled.failed
+                assert data == content(of, SIZE)
+
+
+class TestCorrupt:
+    def test_a_bit_flipped_under_way_to_a_partner_is_noticed_and_sent_again(self, net):
+        with two_nodes(net) as (job, path):
+            flipped = path.forth.flip_bit(at_byte=2 * MIB)
+            (of,) = job.write(1, "n1", size_bytes=SIZE)
+            assert flipped.wait(PATIENCE_S)
+            job.settle(1)
+            job.assert_kept([of])
+            assert "came from n1 damaged" in job["n2"].agent.log_text()
+            assert not job["n1"].durability(of).trouble
+            assert not job["n2"].store.status().damages
+
+    def test_a_bit_flipped_under_way_to_a_reader_is_noticed_and_asked_for_again(self, net):
+        """There is no other copy, and this one is good: it is not given up for what the way did."""
+        with separated(net, "n1", "n2") as job:
+            job.begin("n1")
+            (of,) = job.write(1, "n1", size_bytes=SIZE)
+            job.settle(1)
+            path = net.slow_path(job["n2"].host, job["n1"].host)
+            flipped = path.back.flip_bit(at_byte=2 * MIB)
+            data, pulled = job["n2"].read(of, "n1")
+            assert flipped.is_set()
+            assert not pulled.failed
+            assert data == content(of, SIZE)
+            assert "was damaged" not in job["n1"].agent.log_text()
+            assert not job["n1"].store.status().damages
+
+
+class TestBroken:
+    def test_a_push_whose_connection_is_reset_is_tried_again_and_parts_of_it_count_for_nothing(self, net):
+        with two_nodes(net) as (job, path):
+            resets = [path.forth.reset_after(size) for size in (3 * MIB, 6 * MIB, 9 * MIB)]
+            (of,) = job.write(1, "n1", size_bytes=SIZE)
+            assert resets[0].wait(PATIENCE_S)
+            assert not job["n2"].holds(of)
+            assert job["n1"].durability(of).copies == 1
+            assert all(reset.wait(PATIENCE_S) for reset in resets)
+            job.settle(1)
+            job.assert_kept([of])
+            leases = until(lambda: job["n2"].store.status().arena.leases == 0, "slots of broken pushes are free again")
+            assert leases
+
+    @pytest.mark.parametrize("streams", [1, 2])
+    def test_a_read_whose_connection_is_reset_goes_on_from_there(self, net, streams):
+        with separated(net, "n1", "n2") as job:
+            job.begin("n1")
+            (of,) = job.write(1, "n1", size_bytes=SIZE)
+            job.settle(1)
+            path = net.slow_path(job["n2"].host, job["n1"].host)
+            reset = path.back.reset_after(5 * MIB)
+            data, pulled = job["n2"].read(of, "n1", streams=streams)
+            assert reset.is_set()
+            assert not pulled.failed
+            assert data == content(of, SIZE)
+
+
+def stalls_in_the_middle(path, seat, of, *others):
+    """A copy of a new shard is on its way when nothing passes any more, neither on its path nor on the others.
+
+    The shard is larger than all that proxies and kernels hold for a path.
+    """
+    path.forth.bytes_per_s = 10e6
+    before = path.forth.passed_bytes
+    seat.write(of, 64 * MIB, parts=1)
+    until(lambda: path.forth.passed_bytes > before + 4 * MIB, "the copy is on its way")
+    for stalled in (path, *others):
+        stalled.forth.stall()
+        stalled.back.stall()
+    path.forth.bytes_per_s = math.inf
+
+
+def resume(*paths):
+    for path in paths:
+        path.forth.resume()
+        path.back.resume()
+
+
+class TestStalled:
+    def test_a_push_that_stalls_is_given_up_and_the_agent_answers_its_trainers_all_the_time(self, net):
+        """The partner lives, as the third node says: it gets its copy when the path is good again."""
+        with three_nodes(net) as (job, paths):
+            n1 = job["n1"]
+            partner = n1.partner
+            path, of, later = paths["n1", partner], job.key(1, "n1"), job.key(2, "n1")
+            stalls_in_the_middle(path, n1, of)
+            n1.write(later, MIB, parts=1)
+            assert n1.is_good(later)
+            assert n1.durability(later).lacking == 1
+            assert n1.view.sending
+            until(lambda: n1.durability(of).trouble, "the push is given up")
+            assert not job[partner].holds(of)
+            assert n1.durability(of).copies == 1
+            resume(path)
+            job.settle(2)
+            job.assert_kept([later])
+
+    def test_a_node_that_falls_silent_in_the_middle_of_a_push_is_replaced_by_another(self, net):
+        with three_nodes(net) as (job, paths):
+            n1 = job["n1"]
+            silent = n1.partner
+            (other,) = {"n2", "n3"} - {silent}
+            path, of = paths["n1", silent], job.key(1, "n1")
+            its = [path for ends, path in paths.items() if silent in ends]
+            stalls_in_the_middle(path, n1, of, *its)
+            job.settle(1, "n1", other)
+            assert job.holders(of) == {"n1", other}
+            resume(*its)
+            job.settle(1)
+            job.assert_kept([of])

@@ -1,0 +1,395 @@
+"""Hosts are apart, reach each other, and every fault does to real sockets what its name says."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from peerstore.owners import started_at
+from tests.support import namespaces
+from tests.support.hosts import network
+
+pytestmark = pytest.mark.system
+MIB = 1 << 20
+HANGS_S = 0.3
+
+
+@contextlib.contextmanager
+def connection(client, server):
+    """Both ends of a TCP connection between two hosts."""
+    with server.listen() as listener:
+        listener.settimeout(10)
+        with client.connect(server, listener.getsockname()[1]) as near:
+            far, _ = listener.accept()
+            far.settimeout(20)
+            near.settimeout(20)
+            with far:
+                yield near, far
+
+
+def assert_connects(client, server):
+    with connection(client, server) as (near, far):
+        near.sendall(b"hello")
+        assert far.recv(5) == b"hello"
+
+
+def assert_hangs(client, server):
+    with server.listen() as listener, pytest.raises(TimeoutError):
+        client.connect(server, listener.getsockname()[1], timeout_s=HANGS_S)
+
+
+def mailbox(host):
+    sock = host.socket(socket.SOCK_DGRAM)
+    sock.bind((host.address, 0))
+    sock.settimeout(20)
+    return sock
+
+
+def pour(sock, content):
+    def work():
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(content)
+            sock.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def rest(sock):
+    return b"".join(iter(lambda: sock.recv(1 << 16), b""))
+
+
+def interfaces():
+    return sorted(Path("/sys/class/net").iterdir())
+
+
+@pytest.fixture
+def pair(net):
+    return net.host("n1"), net.host("n2")
+
+
+class TestHosts:
+    def test_each_has_an_address_and_reaches_the_others_and_itself(self, net):
+        hosts = [net.host(name) for name in ("n1", "n2", "n3")]
+        assert [host.address for host in hosts] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+        for client in hosts:
+            for server in hosts:
+                assert_connects(client, server)
+
+    def test_the_machine_itself_is_not_on_the_network(self, net):
+        before = interfaces()
+        n1 = net.host("n1")
+        assert interfaces() == before
+        assert {line.split(":")[0].strip() for line in n1.run(["cat", "/proc/net/dev"]).splitlines()[2:]} == {
+            "lo",
+            "eth0",
+        }
+        with n1.listen() as listener, socket.socket() as sock:
+            sock.settimeout(HANGS_S)
+            with pytest.raises(OSError):
+                sock.connect(listener.getsockname())
+
+    def test_a_started_process_is_a_child_and_lives_there(self, pair):
+        n1, n2 = pair
+        process = n1.start(["sh", "-c", "echo $$; exec sleep 600"], stdout=subprocess.PIPE)
+        assert int(process.stdout.readline()) == process.pid
+        assert process.pid in namespaces.processes_in(n1.namespace)
+        assert process.pid not in namespaces.processes_in(n2.namespace)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == -signal.SIGTERM
+
+    def test_what_a_command_complains_about_is_raised(self, pair):
+        with pytest.raises(RuntimeError, match="on n1 ended with 3: no such luck"):
+            pair[0].run(["sh", "-c", "echo no such luck >&2; exit 3"])
+        assert pair[0].run(["sh", "-c", "echo still; exit 3"], check=False) == "still\n"
+
+    @pytest.mark.parametrize("name", ["", "N1", "a/b", "bridge", "n1", "x" * 33])
+    def test_a_name_that_cannot_be_is_refused(self, pair, net, name):
+        with pytest.raises(ValueError, match="each name once"):
+            net.host(name)
+
+
+class TestNothingIsLeft:
+    def test_after_a_failure_nothing_remains(self):
+        seen = []
+
+        def interrupted():
+            with network() as net:
+                n1 = net.host("n1")
+                n1.start(["sleep", "600"])
+                orphan = n1.run(["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"])
+                seen.extend([net.prefix, int(orphan)])
+                net.delay(n1, net.host("n2"), 0.1)
+                n1.directory.mkdir()
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        prefix, orphan = seen
+        assert started_at(orphan) < 0
+        assert not [path for place in namespaces.PLACES for path in place.glob(f"{prefix}*")]
+
+    def test_what_a_killed_run_left_is_removed_by_the_next(self, net):
+        source = (
+            "import os, signal, subprocess\n"
+            "from tests.support.hosts import network\n"
+            "with network() as net:\n"
+            "    n1 = net.host('n1')\n"
+            "    print(net.prefix, n1.start(['sleep', '600'], stdout=subprocess.DEVNULL).pid, flush=True)\n"
+            "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        root = Path(__file__).parents[2]
+        run = subprocess.run([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, cwd=root, timeout=60)
+        prefix, pid = run.stdout.split()
+        left = [path.name for place in namespaces.PLACES for path in place.glob(f"{prefix}*")]
+        assert sorted(left) == [prefix, f"{prefix}-bridge", f"{prefix}-n1"]
+        assert started_at(int(pid)) >= 0
+        with network():
+            assert started_at(int(pid)) < 0
+            assert not [path for place in namespaces.PLACES for path in place.glob(f"{prefix}*")]
+            assert namespaces.path_of(net.hub).exists(), "the living keep theirs"
+
+    def test_elsewhere_it_is_said_why_not(self, monkeypatch):
+        why_not = namespaces.why_not.__wrapped__
+        monkeypatch.setenv("PATH", "/nowhere")
+        monkeypatch.setattr(os, "getuid", lambda: 0)
+        assert why_not() == "not installed: ip, tc, iptables, iptables-restore, nsenter"
+        monkeypatch.setattr(os, "getuid", lambda: 1000)
+        assert why_not() == "only root can make network namespaces"
+
+
+class TestCuts:
+    def test_a_cut_hangs_both_ways_and_heals(self, pair, net):
+        n1, n2 = pair
+        n3 = net.host("n3")
+        net.cut(n1, n2)
+        assert_hangs(n1, n2)
+        assert_hangs(n2, n1)
+        assert_connects(n1, n3)
+        assert_connects(n3, n2)
+        net.heal(n1, n2)
+        assert_connects(n1, n2)
+
+    def test_a_connection_survives_a_cut(self, pair, net):
+        with connection(*pair) as (near, far):
+            net.cut(*pair)
+            near.sendall(b"late")
+            far.settimeout(HANGS_S)
+            with pytest.raises(TimeoutError):
+                far.recv(4)
+            net.heal(*pair)
+            far.settimeout(20)
+            assert far.recv(4) == b"late"
+
+    def test_a_one_way_cut_lets_the_other_way_through(self, pair, net):
+        n1, n2 = pair
+        with mailbox(n1) as at_n1, mailbox(n2) as at_n2:
+            net.cut(n1, n2, one_way=True)
+            at_n2.sendto(b"arrives", at_n1.getsockname())
+            assert at_n1.recv(100) == b"arrives"
+            at_n1.sendto(b"is lost", at_n2.getsockname())
+            net.heal(n1, n2)
+            at_n1.sendto(b"after it", at_n2.getsockname())
+            assert at_n2.recv(100) == b"after it"
+
+    def test_a_partition_is_between_groups_and_not_within(self, net):
+        n1, n2, n3 = (net.host(name) for name in ("n1", "n2", "n3"))
+        net.partition([n1, n2], [n3])
+        assert_connects(n1, n2)
+        for inside in (n1, n2):
+            assert_hangs(inside, n3)
+            assert_hangs(n3, inside)
+        net.heal(n2, n3)
+        assert_connects(n3, n2)
+        assert_hangs(n3, n1)
+        net.heal_all()
+        assert_connects(n3, n1)
+
+
+class TestHostFaults:
+    def test_an_unplugged_host_has_no_network_until_it_is_plugged(self, pair):
+        n1, n2 = pair
+        with connection(n2, n1) as (near, far):
+            n1.unplug()
+            with pytest.raises(OSError, match="Network is unreachable"):
+                n1.connect(n2, 1)
+            with pytest.raises(OSError):  # silence, or no answer to who has that address
+                n2.connect(n1, 1, timeout_s=HANGS_S)
+            near.sendall(b"late")
+            n1.plug()
+            assert far.recv(4) == b"late"
+        assert_connects(n1, n2)
+
+    def test_a_refused_peer_is_told_so(self, pair, net):
+        n1, n2 = pair
+        with connection(n2, n1) as (near, _), n1.listen() as listener:
+            n1.refuse(n2)
+            with pytest.raises(ConnectionRefusedError):
+                n2.connect(n1, listener.getsockname()[1])
+            near.sendall(b"x")
+            with pytest.raises(ConnectionResetError):
+                near.recv(1)
+        assert_connects(net.host("n3"), n1)
+        net.heal(n1, n2)
+        assert_connects(n2, n1)
+
+    @pytest.mark.parametrize("direction", ["from", "to"])
+    def test_a_throttled_host_is_slow_both_ways(self, pair, direction):
+        """A lower bound of physics: 16 MiB less a burst at 100 Mbit/s are 1.3 s."""
+        n1, n2 = pair if direction == "from" else pair[::-1]
+        pair[0].throttle("100mbit")
+        assert seconds_to_move(n1, n2, 16 * MIB) > 1.2
+        pair[0].unthrottle()
+        assert "tbf" not in pair[0].run(["tc", "qdisc", "show"])
+
+    @pytest.mark.parametrize("direction", ["from", "to"])
+    def test_loss_is_repaired_by_sending_again(self, pair, direction):
+        n1, n2 = pair if direction == "from" else pair[::-1]
+        content = os.urandom(8 * MIB)
+        pair[0].lossy(0.1)
+        with connection(n1, n2) as (near, far):
+            sender = pour(near, content)
+            assert rest(far) == content
+            sender.join()
+        assert retransmitted(n1) > 0
+        pair[0].lossy(0)
+        assert not pair[1].run(["iptables", "-S", "INPUT"]).count("statistic")
+
+    def test_loss_is_there_both_ways(self, pair):
+        n1, n2 = pair
+        with mailbox(n1) as at_n1, mailbox(n2) as at_n2:
+            for lossy, other in (at_n1, at_n2), (at_n2, at_n1):
+                n1.lossy(1.0)
+                lossy.sendto(b"is lost", other.getsockname())
+                n1.lossy(0)
+                lossy.sendto(b"after it", other.getsockname())
+                assert other.recv(100) == b"after it"
+
+    def test_healing_all_undoes_everything(self, pair, net):
+        n1, n2 = pair
+        net.cut(n1, n2)
+        n1.refuse(n2)
+        n1.lossy(1.0)
+        n1.unplug()
+        n2.throttle("8kbit")
+        net.delay(n1, n2, 600)
+        net.heal_all()
+        assert_connects(n1, n2)
+        assert_connects(n2, n1)
+        assert "tbf" not in n2.run(["tc", "qdisc", "show"])
+
+    @pytest.mark.parametrize("rate", ["fast", "100", "100mbps"])
+    def test_a_rate_that_is_none_is_refused(self, pair, rate):
+        with pytest.raises(ValueError, match="100mbit"):
+            pair[0].throttle(rate)
+
+
+def seconds_to_move(client, server, size):
+    """From the first byte that arrives to the last."""
+    with connection(client, server) as (near, far):
+        sender = pour(near, bytes(size))
+        began = time.monotonic()
+        assert len(rest(far)) == size
+        sender.join()
+        return time.monotonic() - began
+
+
+def retransmitted(host):
+    names, numbers = (line.split() for line in host.run(["cat", "/proc/net/snmp"]).splitlines() if line[:4] == "Tcp:")
+    return int(dict(zip(names[1:], numbers[1:], strict=True))["RetransSegs"])
+
+
+class TestSlowPaths:
+    def test_a_delayed_connection_takes_its_time_and_its_ends_know_each_other(self, pair, net):
+        n1, n2 = pair
+        net.delay(n1, n2, 0.1)
+        for client, server in (n1, n2), (n2, n1):
+            with connection(client, server) as (near, far):
+                assert near.getpeername() == far.getsockname()
+                assert far.getpeername()[0] == client.address
+                began = time.monotonic()
+                near.sendall(b"ping")
+                far.sendall(far.recv(4))
+                assert near.recv(4) == b"ping"
+                assert time.monotonic() - began >= 0.2
+
+    def test_only_the_connections_of_that_path_go_through_it(self, pair, net):
+        n1, n2 = pair
+        path = net.slow_path(n1, n2, latency_s=600)
+        assert_connects(n2, n1)
+        assert_connects(n1, net.host("n3"))
+        assert path.forth.passed_bytes == 0
+        with pytest.raises(ValueError, match="already"):
+            net.slow_path(n1, n2)
+        net.heal(n1, n2)
+        assert_connects(n1, n2)
+
+    def test_bytes_change_on_the_way(self, pair, net):
+        path = net.slow_path(*pair)
+        with connection(*pair) as (near, far):
+            path.forth.flip_bit(at_byte=5)
+            near.sendall(bytes(10))
+            assert far.recv(10, socket.MSG_WAITALL) == bytes(5) + b"\1" + bytes(4)
+            path.back.reset_after(0)
+            far.sendall(b"never")
+            with pytest.raises(ConnectionResetError):
+                near.recv(1)
+
+    def test_a_cut_is_a_cut_behind_the_proxy_too(self, pair, net):
+        net.slow_path(*pair)
+        with connection(*pair) as (near, far):
+            near.sendall(b"1")
+            assert far.recv(1) == b"1"
+            net.cut(*pair)
+            near.sendall(b"2")
+            far.settimeout(HANGS_S)
+            with pytest.raises(TimeoutError):
+                far.recv(1)
+
+
+class TestAgents:
+    def test_agents_serve_their_own_host_and_every_process(self, net):
+        agents = [host.agent(host.directory, "--budget", "64MiB") for host in (net.host("n1"), net.host("n2"))]
+        for agent in agents:
+            with contextlib.closing(agent.client()) as client:
+                assert client.status().arena.budget_bytes == 64 * MIB
+            assert agent.http[0] == agent.host.address
+            assert agent.pid in namespaces.processes_in(agent.host.namespace)
+        assert status_of(agents[0], seen_from=net.hosts["n2"])
+        net.cut(net.hosts["n1"], net.hosts["n2"])
+        with pytest.raises(TimeoutError):
+            status_of(agents[0], seen_from=net.hosts["n2"], timeout_s=HANGS_S)
+        assert [agent.end() for agent in agents] == [0, 0]
+        assert "agent leaves" in agents[1].log_text()
+
+    def test_a_killed_agent_can_be_followed_by_another(self, net):
+        n1 = net.host("n1")
+        first = n1.agent(n1.directory)
+        assert first.end(signal.SIGKILL) == -signal.SIGKILL
+        second = n1.agent(n1.directory)
+        assert second.pid != first.pid
+        second.kill(signal.SIGSTOP)
+        assert os.waitid(os.P_PID, second.pid, os.WSTOPPED | os.WNOWAIT).si_status == signal.SIGSTOP
+
+    def test_an_agent_that_does_not_start_says_why(self, net):
+        n1 = net.host("n1")
+        with pytest.raises(RuntimeError, match="keeps nothing"):
+            n1.agent(n1.directory, "--budget", "0")
+
+
+def status_of(agent, *, seen_from, timeout_s=10.0):
+    address, port = agent.http
+    connection = http.client.HTTPConnection(address, port)
+    with seen_from.connect(address, port, timeout_s=timeout_s) as connection.sock:
+        connection.request("GET", "/status")
+        return json.loads(connection.getresponse().read())

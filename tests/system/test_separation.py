@@ -1,0 +1,79 @@
+"""Nodes are cut off from each other: what each side may do, what it keeps, and how they find together again."""
+
+import pytest
+
+from peerstore.errors import ArenaBusyError, FencedError, LeaseLostError, NoQuorumError
+from tests.support.separated import separated, until
+from tests.support.stores import MIB
+
+pytestmark = pytest.mark.system
+SIZE = 2 * MIB + 12345
+
+
+@pytest.fixture
+def job(net):
+    """Three nodes in three racks; version 1 is settled."""
+    with separated(net, "n1", "n2", "n3") as made:
+        made.begin("n1")
+        made.write(1, size_bytes=SIZE)
+        made.settle(1)
+        yield made
+
+
+class TestPartition:
+    def test_the_majority_goes_on_and_the_minority_keeps_what_it_has_and_is_fenced(self, net, job):
+        n1, n2, n3 = job
+        here = n3.keys()
+        under_way = n3.store.lease(job.key(2, "n3"), SIZE, 3)
+        net.partition([n1.host, n2.host], [n3.host])
+        until(lambda: not n3.view.quorum, "n3 notices that it is alone")
+        with pytest.raises(NoQuorumError, match=r"n1 \((suspected|dead) .*n2 \((suspected|dead) "):
+            n3.store.claim("separated", "c")
+        until(lambda: n1.standing("n3") == "dead", "n3 is given up")
+
+        job.begin("n1", epoch=2)
+        new = job.write(2, "n1", "n2", size_bytes=SIZE, epoch=2)
+        job.settle(2, "n1", "n2")
+        job.assert_kept(new, "n1", "n2")
+        # The minority's writer does not know yet: nothing of what it does makes version 1 superfluous.
+        n3.write(job.key(3, "n3"), SIZE, parts=3)
+        with pytest.raises(ArenaBusyError, match="version 1, the newest whole one"):
+            n3.write(job.key(4, "n3"), SIZE, parts=3)
+        assert n3.settled == 1
+        assert here <= n3.keys()
+        assert all(n3.is_good(of) for of in here)
+        assert n3.store.epoch("separated") == 1
+        assert not job.holders(job.key(3, "n3"), "n1", "n2")
+
+        net.heal_all()
+        until(lambda: n3.store.epoch("separated") == 2, "n3 hears of the new incarnation")
+        with pytest.raises(FencedError, match=r"epoch 2 \(b\)"):
+            n3.write(job.key(5, "n3"), SIZE, parts=3)
+        with pytest.raises(LeaseLostError):
+            n3.store.seal(under_way.id, SIZE)
+        job.settle(2)
+        until(lambda: n1.standing("n3") == "alive" and n3.view.quorum, "they are together again")
+        newest = job.write(3, size_bytes=SIZE, epoch=2)
+        job.settle(3)
+        job.assert_kept(newest)
+        assert any(n3.holds(of) for of in newest[:2]), "n3 is somebody's partner again"
+        assert not job.holders(job.key(3, "n3"), "n1", "n2")
+
+
+class TestOneLink:
+    def test_a_link_that_is_cut_one_way_kills_nobody_and_holds_up_no_version(self, net, job):
+        """The third node sees both ends, so both live. Over TCP a cut one way is a cut both ways."""
+        n1 = job["n1"]
+        partner = n1.partner
+        (other,) = {"n2", "n3"} - {partner}
+        net.cut(n1.host, job[partner].host, one_way=True)
+        keys = job.write(2, size_bytes=SIZE)
+        job.settle(2)
+        job.assert_kept(keys)
+        assert {seat.standing(name) for seat in job for name in ("n1", partner)} <= {"alive", "suspect"}
+        assert job[other].view.quorum
+        net.heal_all()
+        keys = job.write(3, size_bytes=SIZE)
+        job.settle(3)
+        job.assert_kept(keys)
+        until(lambda: all(seat.standing(name) == "alive" for seat in job for name in job.seats), "all are alive")
