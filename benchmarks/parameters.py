@@ -6,8 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-SUBJECTS = ("P1", "P2", "P3", "P7", "P8", "P10", "P11")
-STATES = ("A", "B", "C")
+SUBJECTS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P10", "P11")
+STATES = ("A", "B", "C", "U")
+WORLDS = ((2, 3), (4, 3), (8, 6), (6, 8))
+"""How many ranks saved, and how many load."""
 PART_BYTES = 32 << 20
 CONCURRENCY = 4
 
@@ -17,6 +19,7 @@ class Parameters:
     subjects: tuple[str, ...] = SUBJECTS
     states: tuple[str, ...] = STATES
     ranks: tuple[int, ...] = (1, 2)
+    worlds: tuple[tuple[int, int], ...] = WORLDS
     size_bytes: int = 1 << 30
     rounds: int = 5
     threads: tuple[int, ...] = ()
@@ -45,6 +48,8 @@ class Scene:
     """Of another one, slow, which understands every client."""
     null: str = ""
     """Of a server that drops everything."""
+    writers: int = 0
+    """Ranks that saved what is loaded, where those are others."""
 
     @property
     def part_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Memory of processes, as the kernel counts it; and a process that watches for the peak.
 
-``python -m benchmarks.proc PID...`` samples until its standard input ends, then prints the least and the greatest sum.
+``python -m benchmarks.proc PID...`` samples until its standard input ends, then prints the first and the greatest sum
+of private memory, and the most shared memory that one of them had mapped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ def private_bytes(pid: int) -> int:
     return _status(pid, ("RssAnon:",))
 
 
+def shared_bytes(pid: int) -> int:
+    """Pages of the arena, and of whatever else is shared, that it has mapped."""
+    return _status(pid, ("RssShmem:",))
+
+
 def resident_bytes(pid: int) -> int:
     """Everything but shared memory."""
     return _status(pid, ("RssAnon:", "RssFile:"))
@@ -37,6 +43,8 @@ class Peak:
 
     base: int = 0
     grown: int = 0
+    shared: int = 0
+    """Of the process that had most shared memory mapped: processes map the same."""
 
 
 @contextlib.contextmanager
@@ -48,16 +56,18 @@ def watched(pids: Sequence[int]) -> Iterator[Peak]:
         process.stdout.readline()  # it has its first sample
         yield peak
         out, _ = process.communicate("")
-    peak.base, most = map(int, out.split())
+    peak.base, most, peak.shared = map(int, out.split())
     peak.grown = most - peak.base
 
 
 def _watch(pids: Sequence[int]) -> None:
     base = most = sum(map(private_bytes, pids))
+    shared = max(map(shared_bytes, pids))
     print("watching", flush=True)
     while not select.select([sys.stdin], [], [], _EVERY_S)[0]:
         most = max(most, sum(map(private_bytes, pids)))
-    print(base, most)
+        shared = max(shared, *map(shared_bytes, pids))
+    print(base, most, shared)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,12 @@ Kind = Literal["ours", "opponent", "limit"]
 COPY = "copy (R)"
 
 
+class Took(NamedTuple):
+    """What a run says that took part of its time only; 0 for a rank that merely helps."""
+
+    seconds: float
+
+
 @dataclass
 class Contender:
     """One way to do what a row is about."""
@@ -23,9 +29,10 @@ class Contender:
     name: str
     kind: Kind
     run: Callable[[int], object]
-    """The timed part; its argument counts all runs of the scene."""
+    """The timed part; its argument counts all runs of the scene. What it did before the part that counts is left out
+    when it returns how long that took (:class:`Took`)."""
     found: Callable[[], Mapping[str, Any]] | None
-    """What it left behind, to be compared; ``None`` for limits that move no bytes."""
+    """What it left behind, to be compared; ``None`` for limits that move no bytes, and on ranks that only help."""
     after: Callable[[], object] = lambda: None
     """Waits for what goes on in the background; not timed."""
     before: Callable[[], object] = lambda: None
@@ -79,8 +86,8 @@ def _once(contender: Contender, turn: int, prepare: Callable[[int], object]) -> 
     contender.before()
     together()
     began = time.perf_counter()
-    contender.run(turn)
-    took = time.perf_counter() - began
+    said = contender.run(turn)
+    took = said.seconds if isinstance(said, Took) else time.perf_counter() - began
     contender.after()
     together()
     return took
@@ -111,6 +118,14 @@ def as_row(contender: Contender) -> dict[str, Any]:
     }
 
 
+def byte_row(name: str, kind: Kind, samples: Sequence[float], note: str) -> dict[str, Any]:
+    """What was counted, not timed."""
+    return {
+        "name": name, "kind": kind, "unit": "B", "first": None, "samples": list(samples), "equal": None,
+        "compared": False, "note": note,
+    }  # fmt: skip
+
+
 def merge(by_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """All ranks' rows as one: a run takes as long as its slowest rank, and is right when it is right everywhere."""
     rows = []
@@ -121,8 +136,9 @@ def merge(by_rank: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         row["samples_by_rank"] = by_rank_samples
         firsts = [one["first"] for one in same if one["first"] is not None]
         row["first"] = max(firsts) if firsts else None
-        equals = [one["equal"] for one in same]
-        row["equal"] = None if None in equals else all(equals)
+        equals = [one["equal"] for one in same if one.get("compared")]  # a rank that helps has nothing to compare
+        row["compared"] = bool(equals)
+        row["equal"] = None if None in equals or not equals else all(equals)
         row["note"] = next((one["note"] for one in same if one["note"]), "")
         rows.append(row)
     return rows

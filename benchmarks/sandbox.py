@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,22 @@ def sandbox() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def settings_for(scene: Scene, place: str = "agent", **durable: Any) -> Settings:
+def settings_for(
+    scene: Scene,
+    place: str = "agent",
+    *,
+    agent: Mapping[str, Any] | None = None,
+    memory: Mapping[str, Any] | None = None,
+    peer: Mapping[str, Any] | None = None,
+    **durable: Any,
+) -> Settings:
     """Defaults, but for the place, a budget that fits, the number of threads, and no limit to loads of one step."""
     budget = 4 * scene.size_bytes + (256 << 20)
     return settings_from(
         {
-            "agent": {"directory": str(scene.folder / place), "budget": str(budget)},
-            "memory": {"copy_threads": scene.threads, "quarantine_after": 0},
+            "agent": {"directory": str(scene.folder / place), "budget": str(budget), **(agent or {})},
+            "memory": {"copy_threads": scene.threads, "quarantine_after": 0, **(memory or {})},
+            "peer": dict(peer or {}),
             "durable": durable,
         }
     )

@@ -112,6 +112,22 @@ def advance(state: Mapping[str, Any], turn: int) -> None:
         raw(tensor)[-1] = turn % 256
 
 
+def turn_over(state: Mapping[str, Any]) -> None:
+    """Change every byte: nothing of an earlier save can stand for this one's."""
+    for tensor in tensors(state).values():
+        raw(tensor).add_(1)
+
+
+def touch(state: Mapping[str, Any], every_bytes: int) -> int:
+    """Change one byte in each run of so many; how many were changed."""
+    at = count = 0
+    for tensor in tensors(state).values():
+        there = raw(tensor)[-at % every_bytes :: every_bytes]
+        there.add_(1)
+        at, count = at + tensor.nbytes, count + len(there)
+    return count
+
+
 def blank(state: Mapping[str, Any]) -> State:
     """A state of the same form, allocated, with nothing of the values in it."""
     made: State = {}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import agent_start, blocked, drain, load, planning, save
+from benchmarks import agent_start, blocked, drain, hydrate, load, planning, replicate, reshard, save
 from benchmarks.goals import MiB, median, ratio, row
 from benchmarks.rounds import COPY
 
@@ -65,10 +65,30 @@ def _others(groups: Sequence[Group]) -> Iterator[str]:
     yield f"- Uploads have {dropped:.2f} of obstore's speed to a server that drops all, {kept:.2f} to a real one;"
     yield f"  a training step beside a drain takes {beside:.2f} times as long as one alone."
     yield f"- A save of 4,096 tensors on 2 ranks plans in {plan_ms:.0f} ms with {calls} collectives."
+    yield from _peers(groups)
     yield (
         f"- The agent answers {median(agent, agent_start.START) * 1e3:.0f} ms after its start and takes "
         f"{median(agent, agent_start.IDLE) / MiB:.0f} MiB beside its shards."
     )
+
+
+def _peers(groups: Sequence[Group]) -> Iterator[str]:
+    """Runs from before there were other nodes have nothing to say here."""
+    copied, fresh = ([group for group in groups if group["subject"] == subject] for subject in ("P4", "P5"))
+    resharded = [group for group in groups if group["subject"] == "P6"]
+    if copied and fresh:
+        copies = _span(ratio(group, replicate.OURS, replicate.RAW[0]) for group in copied)
+        reads = _span(ratio(group, hydrate.OURS, hydrate.RAW[0]) for group in fresh)
+        yield f"- A sealed shard has its verified copy on another node in {copies} times what a bare socket takes for"
+        yield f"  the bytes; a fresh rank has its state from another node's memory in {reads} times that, verified."
+    if resharded:
+        most = max(ratio(group, reshard.MOVED, reshard.NEEDED) for group in resharded)
+        yield f"- A load by another number of ranks moves at most {most:.2f} times the bytes they need."
+
+
+def _span(ratios: Iterable[float]) -> str:
+    values = sorted(ratios)
+    return f"{values[0]:.2f} to {values[-1]:.2f}" if len(values) > 1 else f"{values[0]:.2f}"
 
 
 def put_into(page: Path, table: str) -> None:

@@ -20,6 +20,9 @@ SUBJECTS = {
     "P1": "The trainer is blocked per save",
     "P2": "A whole save to memory",
     "P3": "A whole load from memory",
+    "P4": "From a seal to a verified copy on another node",
+    "P5": "A fresh rank from another node's memory",
+    "P6": "A load by another number of ranks, from memory",
     "P7": "Draining to S3",
     "P8": "Planning in steady state",
     "P10": "The node agent",
@@ -62,7 +65,7 @@ def lines(group: Group) -> Iterator[Cells]:
             continue
         cells = [one["name"]]
         if copy:
-            cells.append(f"{_ratio(one, copy):.2f}")
+            cells.append(f"{_ratio(one, copy):.2f}" if unit == copy["unit"] else "")
         same_unit = ours is not None and unit == ours["unit"] == "s" and len(ours["samples"]) == len(samples)
         cells.append(f"{_ratio(one, ours):.2f}" if same_unit else "")
         cells.append(show(statistics.median(samples), unit))
@@ -128,8 +131,9 @@ run) each contender's result is compared with the state bit for bit; the column 
 the first run of all, with cold pages and plans. Threads are those of torch and of our copier alike, in each rank.
 
 States: A, 64 equal fp32 tensors; B, fp32 tensors of 256 KiB; C, a Llama-like model with AdamW, 229 tensors and a few
-Python objects. {show_size(parameters["size_bytes"])} each, over all ranks together: on 2 ranks every tensor with
-rows is a DTensor, `Shard(0)`.
+Python objects; U, rows that no number of ranks divides. {show_size(parameters["size_bytes"])} each, over all ranks
+together: on several ranks every tensor with rows is a DTensor, `Shard(0)`. Where there are several nodes, they are
+agents on this one machine, with a directory each, that reach each other over loopback TCP.
 
 Machine: {machine["cpu"]}, {machine["cores"]} cores, {show_size(machine["memory_bytes"])} of memory, Linux
 {machine["kernel"]}, Python {machine["python"]}, {packages}. Revision {machine["revision"]}, {machine["date"]}, load

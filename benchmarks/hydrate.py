@@ -1,0 +1,125 @@
+"""P5: a fresh rank, on a node whose memory is empty, gets its state from another node's memory.
+
+Rank 0 is the healthy one: its node's agent has the step, and it gives its state to the other ways of sending one.
+Rank 1 is the fresh one: before every load of ours its node is lost, with its agent, and another one takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from benchmarks.fetchers import opponents
+from benchmarks.limits import WarmMapping
+from benchmarks.nodes import (
+    STREAMS,
+    address_of,
+    from_all,
+    introduce,
+    lose_node,
+    node_settings,
+    open_node,
+    start_nodes,
+)
+from benchmarks.parameters import Scene
+from benchmarks.rounds import COPY, Contender, measure, use_threads
+from benchmarks.sandbox import JOB
+from benchmarks.states import State, blank, build, raw, tensors, wipe
+from benchmarks.wires import Wire, raw_name
+from tieredckpt import TieredReader, TieredWriter
+from tieredckpt.session import close_sessions
+
+OURS = "dcp.load(TieredReader)"
+VERIFY = "xxh3 of the bytes, 1 thread"
+RAW = tuple(raw_name(streams) for streams in sorted({1, STREAMS}))
+
+
+def save(rank: int, scene: Scene) -> None:
+    """The one rank of a job writes a step on its node."""
+    use_threads(scene.threads)
+    start_nodes(scene, 1)
+    state = build(scene.state, scene.size_bytes, rank=0, world=1)
+    dcp.save(state, storage_writer=TieredWriter(JOB, 1, settings=node_settings(scene, 0)), no_dist=True)
+
+
+class FreshNode:
+    """The second node, as both ranks see it: lost and replaced before every load."""
+
+    def __init__(self, rank: int, scene: Scene) -> None:
+        self._rank = rank
+        self._scene = scene
+        self._version = 1
+
+    def replace(self) -> None:
+        self._version += 1
+        if self._rank == 1:
+            close_sessions()
+            lose_node(node_settings(self._scene, 1).agent_directory)
+        session = open_node(self._scene, self._rank)
+        introduce([session], from_all(address_of(session)), self._version)
+
+    def load(self, target: State) -> None:
+        """On the fresh rank, by itself; the other one only keeps its node."""
+        if self._rank == 0:
+            return
+        reader = TieredReader(JOB, settings=node_settings(self._scene, 1))
+        dcp.load(target, storage_reader=reader, no_dist=True)
+        if reader.report is None or set(reader.report.bytes_by_tier) != {"peer"}:
+            raise RuntimeError(f"this was to come from the other node alone: {reader.report}")
+
+
+def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
+    use_threads(scene.threads)
+    state = build(scene.state, scene.size_bytes, rank=0, world=1)  # on both: rank 1 compares
+    target = blank(state)
+    mapping = WarmMapping(scene.folder / f"warm-{rank}", state, align=1)
+    mapping.copy_in()
+    copy_out = mapping.copier_out(target)
+    views = [memoryview(raw(tensor).numpy()) for tensor in tensors(target).values()]
+    node = FreshNode(rank, scene)
+
+    found = (lambda: target) if rank else None
+    with contextlib.ExitStack() as undo:
+        wires = {streams: Wire(rank, streams) for streams in sorted({1, STREAMS})}
+        for wire in wires.values():
+            undo.callback(wire.close)
+
+        def by_wire(streams: int) -> Contender:
+            def run(_turn: int) -> None:
+                if rank == 0:
+                    wires[streams].send(mapping.path, mapping.size_bytes)
+                else:
+                    wires[streams].receive(views)
+
+            note = "sendfile to recv_into the tensors, acknowledged, not verified"
+            return Contender(raw_name(streams), "limit", run, found, objects=False, note=note)
+
+        def alone(do: Callable[[], object]) -> Callable[[int], object]:
+            return lambda _turn: do() if rank else None
+
+        contenders = [
+            Contender(COPY, "limit", alone(copy_out), found, objects=False, note="out of a mapping of its own"),
+            Contender(VERIFY, "limit", alone(mapping.checksum), None, note="verification's read"),
+            *(by_wire(streams) for streams in wires),
+            Contender(
+                OURS,
+                "ours",
+                lambda _turn: node.load(target),
+                found,
+                before=node.replace,
+                note=f"verified, planned by DCP, {STREAMS} streams; agent and memory of the node are new each time",
+            ),
+        ]
+        theirs, absent = opponents(rank, scene, state, target, undo)
+        rows = measure(
+            [*contenders, *theirs],
+            scene.rounds,
+            expected=state,
+            prepare=lambda _turn: wipe(target) if rank else None,
+            every_round=True,
+            spoil=scene.spoil,
+        )
+    return [*rows, *absent]
