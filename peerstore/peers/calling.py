@@ -53,6 +53,12 @@ class Line:
     ) -> Any:
         """The answer as a ``result``; the bytes that come with it go ``into`` the views, which they must fill."""
         self.tell(op, body, payload)
+        return self.answer(op, result, into=into, timeout_s=timeout_s)
+
+    def answer(
+        self, op: str, result: type[T] | Any, *, into: Sequence[memoryview] = (), timeout_s: float = _ANSWER_S
+    ) -> Any:
+        """What is said to the first question that has had no answer yet: they come in the order of the questions."""
         incoming = self._channel.receive(idle_s=timeout_s)
         if incoming is None:
             raise PeerUnreachableError(f"{self._channel.peer} closed the connection instead of answering {op!r}")
