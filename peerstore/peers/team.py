@@ -30,12 +30,13 @@ from peerstore.errors import (
 )
 from peerstore.pages import Mapping as Mapped
 from peerstore.pages import populate_file
+from peerstore.peers.board import Wish
 from peerstore.peers.calling import Pass
 from peerstore.peers.duties import inherited, remembered, worth_mending
 from peerstore.peers.messages import AskBlob, AskRecords, Look, Looked, Suspect
 from peerstore.peers.plan import TeamSettings
 from peerstore.peers.protecting import Protecting, Protection
-from peerstore.peers.pulling import Puller, Wish
+from peerstore.peers.pulling import Puller
 from peerstore.peers.sharing import Sharing
 from peerstore.peers.spans import Target
 from peerstore.peers.striping import awaited

@@ -23,9 +23,11 @@ from peerstore.cluster.members import MembershipSettings
 from peerstore.cluster.nodes import Node, NodeId, parse_labels
 from peerstore.cluster.roster import roster_of
 from peerstore.errors import PeerStoreError
+from peerstore.peers.board import Pulled, Wish
 from peerstore.peers.neighbourhood import Identity, Neighbourhood
 from peerstore.peers.plan import TeamPlan, TeamSettings
-from peerstore.peers.pulling import Pulled, Puller, Target, Wish
+from peerstore.peers.pulling import Puller
+from peerstore.peers.spans import Target
 from peerstore.peers.team import Team
 from peerstore.records import ShardFact, ShardKey, ShardRecord
 from peerstore.settings import StoreSettings

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from peerstore.errors import UnavailableError
-from peerstore.peers.pulling import Puller, Target, Wish
+from peerstore.peers.board import Wish
+from peerstore.peers.pulling import Puller
+from peerstore.peers.spans import Target
 from peerstore.records import CHUNK_BYTES
 from tests.support.neighbours import neighbours, until
 from tests.support.stores import MIB, content, flip, key
