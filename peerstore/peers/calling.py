@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from peerstore import frames
@@ -12,7 +12,7 @@ from peerstore.cluster.nodes import NodeId
 from peerstore.errors import PeerStoreError, PeerUnreachableError, ProtocolError, from_wire
 from peerstore.peers.messages import Answer, Request
 from peerstore.transport.handshake import greet
-from peerstore.transport.seam import Channel, Payload, Transport
+from peerstore.transport.seam import Channel, Payload, Seen, Transport
 
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
@@ -56,9 +56,18 @@ class Line:
         return self.answer(op, result, into=into, timeout_s=timeout_s)
 
     def answer(
-        self, op: str, result: type[T] | Any, *, into: Sequence[memoryview] = (), timeout_s: float = _ANSWER_S
+        self,
+        op: str,
+        result: type[T] | Any,
+        *,
+        into: Sequence[memoryview] = (),
+        watch: Callable[[Any], Seen] | None = None,
+        timeout_s: float = _ANSWER_S,
     ) -> Any:
-        """What is said to the first question that has had no answer yet: they come in the order of the questions."""
+        """What is said to the first question that has had no answer yet: they come in the order of the questions.
+
+        ``watch`` is given the answer, and what it makes of it sees the bytes arrive.
+        """
         incoming = self._channel.receive(idle_s=timeout_s)
         if incoming is None:
             raise PeerUnreachableError(f"{self._channel.peer} closed the connection instead of answering {op!r}")
@@ -72,7 +81,7 @@ class Line:
                 f"{self._channel.peer} answered {op!r} with {incoming.payload_bytes} bytes, {sum(map(len, into))} were "
                 "asked for"
             )
-        self._channel.receive_into(into)
+        self._channel.receive_into(into, watch(decoded) if watch is not None else None)
         return decoded
 
     def close(self) -> None:

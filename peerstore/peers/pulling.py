@@ -14,7 +14,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from peerstore import checksum
 from peerstore.errors import (
@@ -28,7 +29,7 @@ from peerstore.peers.board import Board, Piece, Pulled, Wish
 from peerstore.peers.calling import Line, Peer
 from peerstore.peers.lending import aligned
 from peerstore.peers.messages import Read, Sent, Suspect
-from peerstore.peers.spans import cut, digest
+from peerstore.peers.spans import Span, cut, digest
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +129,7 @@ class _Stream:
         """The first of the pieces that were asked for: what comes, comes in that order."""
         piece = self._asked[0]
         try:
-            sent: Sent = self._line.answer("read", Sent, into=[view for span in piece.spans for view in span.views])
-            _compare(piece, sent)
+            self._receive(piece)
         except ShardDamagedError as error:
             self._doubtful.append((piece, error))
         except (PeerUnreachableError, ProtocolError):
@@ -141,6 +141,17 @@ class _Stream:
             self._board.done(self._source, piece, now - self._free_since)
             self._free_since = now
         self._asked.popleft()
+
+    def _receive(self, piece: Piece) -> None:
+        compared: list[_Comparison] = []
+
+        def watch(sent: Sent) -> _Comparison:
+            compared.append(_Comparison(piece, sent))
+            return compared[0]
+
+        self._line.answer("read", Sent, into=[view for span in piece.spans for view in span.views], watch=watch)
+        if compared[0].problem:
+            raise ShardDamagedError(compared[0].problem)
 
     def _judge(self) -> None:
         piece, error = self._doubtful[0]
@@ -170,17 +181,44 @@ class _Stream:
         return damaged
 
 
-def _compare(piece: Piece, sent: Sent) -> None:
-    """What came, with the seal's checksums; ends of chunks with what their holder says of them."""
+class _Comparison:
+    """Compares a piece while it comes: whole chunks with the seal's checksums, ends of chunks with what their holder
+    says of them.
+    """
+
+    def __init__(self, piece: Piece, sent: Sent) -> None:
+        self._expected = _expected(piece, sent)
+        self._next = next(self._expected, None)
+        self.problem = ""
+
+    def __call__(self, size_bytes: int) -> None:
+        while self._next is not None and self._next.end <= size_bytes:
+            if not self.problem and digest(self._next.span) != self._next.digest:
+                self.problem = self._next.problem
+            self._next = next(self._expected, None)
+
+
+class _Expected(NamedTuple):
+    end: int
+    """Of the piece's bytes, when the span's last one is there."""
+    span: Span
+    digest: bytes
+    problem: str
+
+
+def _expected(piece: Piece, sent: Sent) -> Iterator[_Expected]:
     record = piece.wish.record
+    size, chunk_bytes = 0, record.chunk_bytes
     digests = iter(range(0, len(sent.digests), 8))
     for span in piece.spans:
-        if aligned(span.start, span.stop, size_bytes=record.size_bytes, chunk_bytes=record.chunk_bytes):
-            for chunk in cut(span, record.chunk_bytes, record.chunk_bytes):
-                number = chunk.start // record.chunk_bytes
-                if digest(chunk) != record.checksums[8 * number : 8 * number + 8]:
-                    raise ShardDamagedError(f"chunk {number} of {record.key} differs from what was sealed")
-            continue
-        at = next(digests, len(sent.digests))
-        if digest(span) != sent.digests[at : at + 8]:
-            raise ShardDamagedError(f"bytes {span.start} to {span.stop} of {record.key} changed on the way")
+        if aligned(span.start, span.stop, size_bytes=record.size_bytes, chunk_bytes=chunk_bytes):
+            for chunk in cut(span, chunk_bytes, chunk_bytes):
+                number = chunk.start // chunk_bytes
+                size += chunk.stop - chunk.start
+                problem = f"chunk {number} of {record.key} differs from what was sealed"
+                yield _Expected(size, chunk, record.checksums[8 * number : 8 * number + 8], problem)
+        else:
+            at = next(digests, len(sent.digests))
+            size += span.stop - span.start
+            problem = f"bytes {span.start} to {span.stop} of {record.key} changed on the way"
+            yield _Expected(size, span, sent.digests[at : at + 8], problem)
