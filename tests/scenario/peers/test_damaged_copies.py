@@ -217,7 +217,7 @@ def test_a_copy_that_is_described_wrongly_is_found_when_it_is_offered_again():
         nodes.settle(1)
         lie(nodes["n2"])
         nodes.restart("n1")  # and asks who has its copies
-        until(lambda: nodes["n2"].damages(), "n2 has looked at its copy")
+        until(nodes["n2"].damages, "n2 has looked at its copy")
         until(lambda: nodes["n2"].holds(V1), "it was fetched, or sent again")
         assert nodes["n2"].is_good(V1)
         assert nodes["n2"].store.verify(V1) == ()
