@@ -142,11 +142,8 @@ class Tending:
             return known
 
     def _address(self, node: str) -> str:
-        for found in self._members.living:
-            if found.id == node:
-                return found.address
-        roster = self._members.roster
-        return next((found.address for found in roster.nodes if found.id == node), "") if roster else ""
+        found = self._members.node(NodeId(node))
+        return found.address if found is not None else ""
 
     @property
     def fence(self) -> tuple[int, str]:
