@@ -58,6 +58,18 @@ class Line:
         ``until`` is when even an answer that has begun is not waited for any longer.
         """
         self.tell(op, body, payload)
+        return self.answer(op, result, into=into, timeout_s=timeout_s, until=until)
+
+    def answer(
+        self,
+        op: str,
+        result: type[T] | Any,
+        *,
+        into: Sequence[memoryview] = (),
+        timeout_s: float = _ANSWER_S,
+        until: float | None = None,
+    ) -> Any:
+        """What is said to the first question that has had no answer yet: they come in the order of the questions."""
         incoming = self._channel.receive(idle_s=timeout_s, within_s=_left(until))
         if incoming is None:
             raise PeerUnreachableError(f"{self._channel.peer} closed the connection instead of answering {op!r}")

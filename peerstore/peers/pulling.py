@@ -13,13 +13,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from peerstore import checksum
-from peerstore.errors import PeerStoreError, PeerUnreachableError, ShardDamagedError, ShardNotFoundError
+from peerstore.errors import (
+    PeerStoreError,
+    PeerUnreachableError,
+    ProtocolError,
+    ShardDamagedError,
+    ShardNotFoundError,
+)
 from peerstore.peers.calling import Line, Peer
 from peerstore.peers.lending import aligned
 from peerstore.peers.messages import Read, Sent, Suspect
@@ -30,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 4 << 20
 _PIECE_RANGES = 512
+_AHEAD = 2
+"""Pieces that are asked for on one connection before the first of them has come."""
 
 
 class Sealed(Protocol):
@@ -112,8 +120,7 @@ class Puller:
                 before = board.delivered(source)
                 try:
                     with self._peer_of(source).line(fresh=fresh) as line:
-                        while (piece := board.next(source)) is not None:
-                            self._fetch(board, source, line, piece)
+                        _Stream(board, source, line).run()
                     return
                 except PeerUnreachableError:
                     if not board.wants(source):
@@ -126,54 +133,107 @@ class Puller:
         except BaseException as error:  # noqa: BLE001 - raised again by whoever pulls
             board.fail(error)
 
-    def _fetch(self, board: _Board, source: str, line: Line, piece: _Piece) -> None:
-        began = time.monotonic()
+
+class _Stream:
+    """One connection to one source. The next piece is asked for before this one has come: the source sends it while
+    this one is compared.
+    """
+
+    def __init__(self, board: _Board, source: str, line: Line) -> None:
+        self._board = board
+        self._source = source
+        self._line = line
+        self._asked: deque[_Piece] = deque()
+        self._doubtful: deque[tuple[_Piece, ShardDamagedError]] = deque()
+        """Came, and not as they were sealed. The source is asked about them once nothing else is on the way."""
+        self._free_since = 0.0
+
+    def run(self) -> None:
         try:
-            try:
-                self._read(line, piece)
-            except ShardDamagedError as error:
-                if source in piece.doubted or self._damaged_there(line, piece):
-                    board.refuse(source, piece, error)
+            while True:
+                self._ask()
+                if self._asked:
+                    self._take()
+                elif self._doubtful:
+                    self._judge()
                 else:
-                    log.warning("%s is asked again for what changed on the way: %s", source, error)
-                    piece.doubted.add(source)
-                    board.put_back(piece)
-            else:
-                board.done(source, piece, time.monotonic() - began)
-        except PeerUnreachableError:
-            board.put_back(piece)
+                    return
+        finally:
+            for piece in [*self._asked, *(piece for piece, _ in self._doubtful)]:
+                self._board.put_back(piece)
+
+    def _ask(self) -> None:
+        while len(self._asked) < _AHEAD and not self._doubtful:
+            piece = self._board.next(self._source, wait=not self._asked)
+            if piece is None:
+                return
+            self._asked.append(piece)
+            record = piece.wish.record
+            ranges = tuple((span.start, span.stop) for span in piece.spans)
+            if len(self._asked) == 1:
+                self._free_since = time.monotonic()
+            self._line.tell("read", Read(record.key, checksum.digest(record.checksums), ranges))
+
+    def _take(self) -> None:
+        """The first of the pieces that were asked for: what comes, comes in that order."""
+        piece = self._asked[0]
+        try:
+            sent: Sent = self._line.answer("read", Sent, into=[view for span in piece.spans for view in span.views])
+            _compare(piece, sent)
+        except ShardDamagedError as error:
+            self._doubtful.append((piece, error))
+        except (PeerUnreachableError, ProtocolError):
             raise
         except PeerStoreError as error:
-            board.put_back(piece, without=source, because=error)
-        except BaseException:
-            board.put_back(piece)
+            self._board.put_back(piece, without=self._source, because=error)
+        else:
+            now = time.monotonic()
+            self._board.done(self._source, piece, now - self._free_since)
+            self._free_since = now
+        self._asked.popleft()
+
+    def _judge(self) -> None:
+        piece, error = self._doubtful[0]
+        try:
+            refused = self._source in piece.doubted or self._damaged_there(piece)
+        except (PeerUnreachableError, ProtocolError):
             raise
+        except PeerStoreError as problem:
+            self._board.put_back(piece, without=self._source, because=problem)
+        else:
+            if refused:
+                self._board.refuse(self._source, piece, error)
+            else:
+                log.warning("%s is asked again for what changed on the way: %s", self._source, error)
+                piece.doubted.add(self._source)
+                self._board.put_back(piece)
+        self._doubtful.popleft()
 
-    def _read(self, line: Line, piece: _Piece) -> None:
-        record = piece.wish.record
-        ask = Read(record.key, checksum.digest(record.checksums), tuple((s.start, s.stop) for s in piece.spans))
-        sent: Sent = line.ask("read", ask, Sent, into=[view for span in piece.spans for view in span.views])
-        digests = iter(range(0, len(sent.digests), 8))
-        for span in piece.spans:
-            if aligned(span.start, span.stop, size_bytes=record.size_bytes, chunk_bytes=record.chunk_bytes):
-                for chunk in cut(span, record.chunk_bytes, record.chunk_bytes):
-                    number = chunk.start // record.chunk_bytes
-                    if digest(chunk) != record.checksums[8 * number : 8 * number + 8]:
-                        raise ShardDamagedError(f"chunk {number} of {record.key} differs from what was sealed")
-                continue
-            at = next(digests, len(sent.digests))
-            if digest(span) != sent.digests[at : at + 8]:
-                raise ShardDamagedError(f"bytes {span.start} to {span.stop} of {record.key} changed on the way")
-
-    def _damaged_there(self, line: Line, piece: _Piece) -> bool:
+    def _damaged_there(self, piece: _Piece) -> bool:
         """Have the holder look at its copy itself: it may be good and the way to it bad."""
         size = piece.wish.record.chunk_bytes
         chunks = tuple((span.start // size, -(-span.stop // size)) for span in piece.spans[:64])
         try:
-            damaged: bool = line.ask("suspect", Suspect(piece.wish.record.key, chunks), bool)
+            damaged: bool = self._line.ask("suspect", Suspect(piece.wish.record.key, chunks), bool)
         except ShardNotFoundError:  # it has looked, and dropped it
             return True
         return damaged
+
+
+def _compare(piece: _Piece, sent: Sent) -> None:
+    """What came, with the seal's checksums; ends of chunks with what their holder says of them."""
+    record = piece.wish.record
+    digests = iter(range(0, len(sent.digests), 8))
+    for span in piece.spans:
+        if aligned(span.start, span.stop, size_bytes=record.size_bytes, chunk_bytes=record.chunk_bytes):
+            for chunk in cut(span, record.chunk_bytes, record.chunk_bytes):
+                number = chunk.start // record.chunk_bytes
+                if digest(chunk) != record.checksums[8 * number : 8 * number + 8]:
+                    raise ShardDamagedError(f"chunk {number} of {record.key} differs from what was sealed")
+            continue
+        at = next(digests, len(sent.digests))
+        if digest(span) != sent.digests[at : at + 8]:
+            raise ShardDamagedError(f"bytes {span.start} to {span.stop} of {record.key} changed on the way")
 
 
 class _Board:
@@ -202,9 +262,9 @@ class _Board:
         with self._changed:
             return self.crash is None and any(source in piece.sources for piece in self._pieces)
 
-    def next(self, source: str) -> _Piece | None:
-        """A piece for ``source``: first what fewest others can serve, and what prefers it. Waits while some of its
-        pieces are in other hands and may come back.
+    def next(self, source: str, *, wait: bool) -> _Piece | None:
+        """A piece for ``source``: first what fewest others can serve, and what prefers it. May ``wait`` while some of
+        its pieces are in other hands and may come back.
         """
         with self._changed:
             while True:
@@ -216,7 +276,7 @@ class _Board:
                     piece = min(free, key=lambda piece: (len(piece.sources), piece.sources.index(source)))
                     piece.busy = True
                     return piece
-                if not mine:
+                if not mine or not wait:
                     return None
                 self._changed.wait(1.0)
 
