@@ -100,6 +100,7 @@ class Peer:
         self._connect_s = connect_s
         self._idle: list[Line] = []
         self._busy: set[Line] = set()
+        self._opening: set[Channel] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -158,13 +159,21 @@ class Peer:
         left_s = _left(until)
         connect_s = self._connect_s if left_s is None else min(self._connect_s, left_s)
         channel = self._transport.connect(self.address, timeout_s=connect_s)
+        with self._lock:
+            self._opening.add(channel)
+            closed = self._closed
         try:
+            if closed:
+                raise PeerUnreachableError(f"{self.address} was given up")
             left_s = _left(until)
             within_s = WITHIN_S if left_s is None else min(WITHIN_S, left_s)
             greet(channel, job=self._pass.job, me=self._pass.me, secret=self._pass.secret, within_s=within_s)
         except BaseException:
             channel.close()
             raise
+        finally:
+            with self._lock:
+                self._opening.discard(channel)
         return Line(channel)
 
     def _give_back(self, line: Line) -> None:
@@ -175,12 +184,13 @@ class Peer:
         line.close()
 
     def close(self) -> None:
-        """End all connections, also those that somebody waits on."""
+        """End all connections, also those that somebody waits on, and those on which nobody has answered yet."""
         with self._lock:
             self._closed = True
-            lines, self._idle = [*self._idle, *self._busy], []
-        for line in lines:
-            line.close()
+            ended: list[Line | Channel] = [*self._idle, *self._busy, *self._opening]
+            self._idle = []
+        for one in ended:
+            one.close()
 
 
 def _left(until: float | None) -> float | None:

@@ -99,7 +99,9 @@ class Team:
             self.protecting = Protecting(
                 store, self.job, self.tending, protection, pace=self.pace, blobs_of=blobs_of, clock=clock
             )
-        self.looking = Looking(self.tending, self.look, seen=self._note_holders, clock=clock)
+        self.looking = Looking(
+            self.tending, self.look, seen=self._note_holders, split_from=settings.split_from, clock=clock
+        )
         self._repairs: deque[tuple[ShardRecord, float]] = deque(maxlen=_REPAIRS)
         """What was damaged here, and how long to wait when it cannot be fetched yet."""
         self._repairing = threading.Condition()

@@ -3,15 +3,11 @@
 import contextlib
 import threading
 
-import pytest
-
 from peerstore.cluster.nodes import Node, NodeId
 from peerstore.cluster.roster import roster_of
 from peerstore.errors import PeerUnreachableError
-from peerstore.peers.calling import Pass, Peer
 from peerstore.peers.looking import DEAD_S, LOOK_S, UNREACHED_S, Looking
 from peerstore.peers.messages import Looked
-from peerstore.transport.handshake import WITHIN_S
 
 EMPTY = Looked((), 1, "a", None, 0)
 BUSY = Looked((), 1, "a", None, 3)
@@ -159,77 +155,3 @@ def test_all_dead_ones_are_asked_together():
     watched.peer = lambda name: Waits(watched, name)
     with watched.looked_at() as looking:
         assert set(looking.sight(fresh=True).silent) == set(names)
-
-
-# -- how long a call takes --------------------------------------------------------------------------------------------
-
-
-class Drops:
-    """A transport on which nothing ever answers; it says how long it was told to wait."""
-
-    name = "drops"
-
-    def __init__(self):
-        self.waited = []
-
-    def connect(self, address, *, timeout_s=5.0):
-        self.waited.append(timeout_s)
-        raise PeerUnreachableError(f"{address} cannot be reached: timed out")
-
-
-def test_a_call_that_has_a_second_gives_connecting_no_more():
-    drops = Drops()
-    peer = Peer(drops, "n1:1", Pass("job", NodeId("me"), b"s" * 32))
-    with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, Looked, within_s=1.0)
-    assert 0.0 < drops.waited[0] <= 1.0
-    with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, Looked)
-    assert drops.waited[1] == 5.0
-    with pytest.raises(PeerUnreachableError, match="in time"):
-        peer.call("look", None, Looked, within_s=0.0)
-    assert len(drops.waited) == 2
-
-
-class Silent:
-    """Accepts a connection and says nothing on it."""
-
-    name = "silent"
-
-    def __init__(self):
-        self.channels = []
-
-    def connect(self, _address, *, timeout_s=5.0):
-        self.timeout_s = timeout_s
-        self.channels.append(SilentChannel())
-        return self.channels[-1]
-
-
-class SilentChannel:
-    peer, timeout_s = "n1:1", 30.0
-
-    def __init__(self):
-        self.waited, self.closed = [], False
-
-    def send(self, _header, _payload=()):
-        self.sent_within_s = self.timeout_s
-
-    def receive(self, *, idle_s=None, within_s=None):
-        self.waited.append(within_s)
-        raise PeerUnreachableError("it says nothing")
-
-    def close(self):
-        self.closed = True
-
-
-def test_a_call_that_has_a_second_gives_the_greeting_no_more():
-    silent = Silent()
-    peer = Peer(silent, "n1:1", Pass("job", NodeId("me"), b"s" * 32))
-    with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, Looked, within_s=1.0)
-    (channel,) = silent.channels
-    assert all(0.0 < within_s <= 1.0 for within_s in [*channel.waited, channel.sent_within_s])
-    assert channel.closed
-    with pytest.raises(PeerUnreachableError):
-        peer.call("look", None, Looked)
-    assert silent.channels[1].waited[0] == pytest.approx(WITHIN_S, abs=1.0)
