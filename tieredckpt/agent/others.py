@@ -12,6 +12,7 @@ from peerstore.peers.neighbourhood import Neighbourhood
 from peerstore.peers.team import Team
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from tieredckpt.agent.messages import LAYOUT, TABLE
+from tieredckpt.agent.views import Facts, elsewhere
 from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.manifest import decode_meta
 from tieredckpt.node import ClusterView, Durability, NodeView, Source
@@ -43,19 +44,14 @@ class Others:
         if team is not None:
             team.await_others(timeout_s)
 
-    def facts(self, job: str) -> tuple[dict[Group, dict[int, ShardFact]], str]:
+    def facts(self, job: str) -> tuple[Facts, str]:
         """What other nodes hold right now, by version and part; and who could not be asked."""
         team = self.team(job)
         if team is None:
             return {}, ""
         sight = team.sight(fresh=True)
-        found: dict[Group, dict[int, ShardFact]] = defaultdict(dict)
-        for node, looked in sight.nodes.items():
-            if node == team.me.id:
-                continue
-            for fact in looked.facts:
-                found[fact.key.group].setdefault(fact.key.part, fact)
-        return found, "; ".join(f"{node}: {why}" for node, why in sorted(sight.silent.items()))
+        silent = "; ".join(f"{node}: {why}" for node, why in sorted(sight.silent.items()))
+        return elsewhere(sight.nodes, team.me.id), silent
 
     def sources(self, job: str, group: Group) -> dict[int, tuple[Source, ...]]:
         """For each part of a version, the other nodes that hold it."""
@@ -64,10 +60,11 @@ class Others:
             return {}
         found: dict[int, list[Source]] = defaultdict(list)
         for node, looked in team.sight().nodes.items():
-            if node != team.me.id:
-                for fact in looked.facts:
-                    if fact.key.group == group:
-                        found[fact.key.part].append(Source(node, team.tending.peer(node).address))
+            parts = [fact.key.part for fact in looked.facts if fact.key.group == group]
+            if parts and node != team.me.id:
+                source = Source(node, team.tending.peer(node).address)
+                for part in parts:
+                    found[part].append(source)
         return {part: tuple(sources) for part, sources in found.items()}
 
     def records(self, job: str, group: Group, sources: Mapping[int, tuple[Source, ...]]) -> dict[int, ShardRecord]:

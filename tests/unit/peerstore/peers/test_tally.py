@@ -1,5 +1,7 @@
 """Counting protected parts: what is skipped to be fast changes no answer. Who is told of it at once, and who later."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,5 +68,5 @@ def test_a_small_job_is_told_at_once_and_a_large_one_in_part(count):
         assert set(told) == others
     else:
         assert TOLD_AT_ONCE / 2 <= len(told) <= TOLD_AT_ONCE
-        gaps = [int(b[1:]) - int(a[1:]) for a, b in zip(told, told[1:], strict=False)]
+        gaps = [int(b[1:]) - int(a[1:]) for a, b in itertools.pairwise(told)]
         assert max(gaps) == min(gaps), "they are from all of the job"
