@@ -13,8 +13,9 @@ the job has become four times as large, every district is cut in two.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+
+from peerstore.cluster.domains import point
 
 SPLIT_FROM = 64
 """With fewer nodes everybody is asked directly: that is one message a node, and no way round."""
@@ -30,25 +31,23 @@ class Districts:
         self._bits = len(nodes).bit_length() // 2 if len(nodes) >= split_from else 0
         cut: dict[int, list[tuple[int, str]]] = {}
         for node in nodes:
-            point = _point(node)
-            cut.setdefault(self._number(point), []).append((point, node))
+            cut.setdefault(self._number(point(node)), []).append((point(node), node))
         self._members = {number: tuple(node for _, node in sorted(cut[number])) for number in sorted(cut)}
 
     def of(self, node: str) -> tuple[str, ...]:
         """All members of the district in which ``node`` is, or would be."""
-        return self._members.get(self._number(_point(node)), ())
+        return self._members.get(self._number(point(node)), ())
 
     def beyond(self, node: str) -> list[tuple[str, ...]]:
         """The members of every other district, in the order in which ``node`` asks them to be its lookout.
 
         Each node begins with another member, so that as many ask the one as the other.
         """
-        point = _point(node)
-        mine, begin = self._number(point), point & 0xFFFFFFFF
+        mine, begin = self._number(point(node)), point(node) & 0xFFFFFFFF
         return [_turned(members, begin) for number, members in self._members.items() if number != mine]
 
-    def _number(self, point: int) -> int:
-        return point >> (_POINT_BITS - self._bits)
+    def _number(self, place: int) -> int:
+        return place >> (_POINT_BITS - self._bits)
 
 
 class Errand:
@@ -80,7 +79,3 @@ class Errand:
 def _turned(members: tuple[str, ...], begin: int) -> tuple[str, ...]:
     first = begin % len(members)
     return members[first:] + members[:first]
-
-
-def _point(node: str) -> int:
-    return int.from_bytes(hashlib.blake2b(node.encode(), digest_size=_POINT_BITS // 8).digest(), "big")

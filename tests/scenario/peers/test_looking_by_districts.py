@@ -66,7 +66,7 @@ def sees_everything(nodes, asker=ASKER):
 
 
 def test_there_are_districts_to_speak_of():
-    assert len(DISTRICTS.beyond(ASKER)) >= 3
+    assert len(DISTRICTS.beyond(ASKER)) >= 2
     assert len(FAR) >= 3
 
 
