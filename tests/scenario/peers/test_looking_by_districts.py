@@ -1,5 +1,6 @@
 """A job that is large enough to look by districts sees what it would see by asking everybody, whatever lookouts do."""
 
+import itertools
 import threading
 
 import msgspec
@@ -27,6 +28,8 @@ def nodes(monkeypatch):
         nodes.settle(1)
         nodes.monkeypatch = monkeypatch
         yield nodes
+        for one, other in itertools.combinations(NAMES, 2):  # nobody waits at the end for a way that is cut
+            nodes.network.heal(one, other)
 
 
 ASKER = next(name for name in NAMES if len(DISTRICTS.of(name)) >= 2)
