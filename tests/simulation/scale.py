@@ -270,6 +270,7 @@ def measure(count: int) -> dict[str, str]:
     assert found.chosen is not None
     assert found.chosen.group.version == VERSIONS[-1]
     assert Tier.PEER in found.chosen.tiers
+    sources = {name for name, looked in said.items() if name != me and looked.facts}
     question = len(_sent("look_for", LookFor(max(districts.beyond(me), key=len, default=()))))
     received = sum(map(len, answers))
     return {
@@ -291,6 +292,7 @@ def measure(count: int) -> dict[str, str]:
         "... most that one node gets": f"{seen.most_at_one:,}",
         "... most that one node asks": f"{seen.most_from_one:,}",
         "... most nodes one has a connection with": f"{seen.peers:,}",
+        "all describe the step they chose: questions": f"{count * len(sources):,}",
         "inventory of one node, bytes": f"{len(_answered(said[me])):,}",
         "a question to a lookout, bytes": f"{question:,}",
         "its answer, bytes": f"{max(map(len, answers)):,}",
