@@ -82,9 +82,9 @@ class _Asking:
             until = min([self._deadline, *self._late_at.values()])
             done, _ = wait(self._asked, max(0.0, until - now), FIRST_COMPLETED)
             for future in done:
-                number = self._asked.pop(future)
-                if self._answers[number] is None:
-                    self._hear(number, future)
+                if future not in self._asked:  # another one of its district has answered, too
+                    continue
+                self._hear(self._asked.pop(future), future)
             for number in [number for number, at in self._late_at.items() if at <= time.monotonic()]:
                 self._ask_next(number)
         self._let_go(self._asked)

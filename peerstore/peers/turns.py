@@ -20,35 +20,55 @@ class Turns(Generic[T]):
     def __init__(self, work: Callable[[], T], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._work = work
         self._clock = clock
-        self._lock = threading.Lock()
-        self._working = threading.Lock()
+        self._changed = threading.Condition()
+        self._working = False
         self._begun = 0
         self._last: tuple[float, int, T] | None = None
         """When the last turn was begun, which one it was, and what came of it."""
+        self.waiting = 0
+        """How many have asked and have no answer yet."""
 
     def next(self) -> T:
         """What comes of a turn that begins from now on."""
-        with self._lock:
+        with self._changed:
             begun = self._begun
-        with self._working:
-            with self._lock:
-                if self._last is not None and self._last[1] > begun:
+            self.waiting += 1
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._working or self._found_after(begun))
+                if self._last is not None and self._found_after(begun):
                     return self._last[2]
+                self._working = True
+            return self._turn()
+        finally:
+            with self._changed:
+                self.waiting -= 1
+
+    def _found_after(self, begun: int) -> bool:
+        return self._last is not None and self._last[1] > begun
+
+    def _turn(self) -> T:
+        try:
+            with self._changed:
                 self._begun = number = self._begun + 1
-            since = self._clock()
+                since = self._clock()
             found = self._work()
-            with self._lock:
+            with self._changed:
                 self._last = (since, number, found)
             return found
+        finally:
+            with self._changed:
+                self._working = False
+                self._changed.notify_all()
 
     def recent(self, within_s: float) -> T:
         """What came of a turn that was begun within the last ``within_s``; else of the next."""
-        with self._lock:
+        with self._changed:
             if self._last is not None and self._clock() - self._last[0] < within_s:
                 return self._last[2]
         return self.next()
 
     def forget(self) -> None:
         """What was found is not so any more."""
-        with self._lock:
+        with self._changed:
             self._last = None

@@ -1,0 +1,107 @@
+"""Asking lookouts: whose answer counts when several give one, and what is left when nobody does."""
+
+import contextlib
+from concurrent.futures import Future
+
+import msgspec
+
+from peerstore.cluster.lookouts import Errand
+from peerstore.errors import UnavailableError
+from peerstore.peers.afar import Afar, _Asking
+from peerstore.peers.messages import Looked, LookedFor
+
+EMPTY = msgspec.Raw(msgspec.msgpack.encode(Looked((), 1, "a", None, 0)))
+
+
+class Tending:
+    """Whoever is asked answers with what was said that it would."""
+
+    def __init__(self, says, gone=(), dead=()):
+        self.says, self.gone, self._dead = says, set(gone).__contains__, set(dead)
+        self.asked = []
+
+    def standing(self, node):
+        return "dead" if node in self._dead else "alive"
+
+    def peer(self, name):
+        tending = self
+
+        class Peer:
+            def call(self, _op, asked, _result, *, within_s):
+                tending.asked.append(name)
+                answer = tending.says.get(name)
+                if answer is None:
+                    raise UnavailableError(f"{name} does not answer")
+                return answer(asked.nodes)
+
+        return Peer()
+
+
+def all_of(nodes):
+    return LookedFor(dict.fromkeys(nodes, EMPTY), {})
+
+
+@contextlib.contextmanager
+def afar(tending):
+    directly = []
+
+    def look_at(nodes):
+        directly.append(dict(nodes))
+        return dict.fromkeys(nodes, "looked at directly")
+
+    with contextlib.closing(Afar(tending, look_at)) as found:
+        found.directly = directly
+        yield found
+
+
+def done(answer):
+    future = Future()
+    future.set_result(answer)
+    return future
+
+
+def test_of_two_answers_that_come_at_one_time_one_counts():
+    with afar(Tending({})) as one:
+        asking = _Asking(one, [Errand((), gone=lambda _: False)])
+        asking._asked = {done(all_of(["a"])): 0, done(all_of(["a", "b"])): 0}
+        (answer,) = asking.answers()
+    assert set(answer.nodes) in ({"a"}, {"a", "b"})
+    assert asking._asked == {}
+
+
+def test_one_lookout_a_district_is_asked():
+    tending = Tending({"a": all_of, "c": all_of})
+    with afar(tending) as one:
+        found = one.look([("a", "b"), ("c", "d")], short_s=1.0)
+    assert sorted(tending.asked) == ["a", "c"]
+    assert all(isinstance(looked, Looked) for looked in found.values())
+    assert set(found) == {"a", "b", "c", "d"}
+    assert one.directly == [{}]
+
+
+def test_those_that_are_gone_are_not_asked_and_those_that_fail_are_replaced():
+    tending = Tending({"d": all_of}, gone={"a", "c"})
+    with afar(tending) as one:
+        found = one.look([("a", "b", "c", "d")], short_s=1.0)
+    assert tending.asked == ["b", "d"]
+    assert set(found) == {"a", "b", "c", "d"}
+
+
+def test_where_all_lookouts_fail_the_nodes_are_looked_at_with_all_the_time_there_is():
+    tending = Tending({})
+    with afar(tending) as one:
+        found = one.look([("a", "b")], short_s=1.0)
+    assert one.directly == [{"a": None, "b": None}]
+    assert found == dict.fromkeys("ab", "looked at directly")
+
+
+def test_who_was_not_reached_is_looked_at_for_a_short_time_unless_it_is_held_dead():
+    def some(nodes):
+        return LookedFor({"a": EMPTY, "x": EMPTY}, {"b": "it does not answer", "c": "it does not answer", "x": "?"})
+
+    tending = Tending({"a": some}, dead={"c"})
+    with afar(tending) as one:
+        found = one.look([("a", "b", "c", "d")], short_s=1.0)
+    assert one.directly == [{"b": 1.0, "d": 1.0}]
+    assert found["c"] == "it does not answer"
+    assert "x" not in found
