@@ -9,7 +9,8 @@ the first one left looks for new partners.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from peerstore.cluster.domains import domains, point
 from peerstore.cluster.nodes import Node, NodeId
@@ -18,8 +19,7 @@ from peerstore.peers.messages import Settling
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """A sealed shard on this node, as far as its copies go."""
 
     key: ShardKey
@@ -34,8 +34,7 @@ class Held:
     """Somebody may still need this version: it is not older than the settled one, nor of a past that was left."""
 
 
-@dataclass(frozen=True)
-class Duty:
+class Duty(msgspec.Struct, frozen=True):
     """Have ``to`` hold ``key``."""
 
     key: ShardKey
@@ -44,8 +43,7 @@ class Duty:
     """Who is to hold it from then on, the one who answers for it first."""
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """How well one shard is kept."""
 
     key: ShardKey
