@@ -95,6 +95,7 @@ class Accounts:
         """Who did not too often, and until when nobody asks again."""
         self.reports = Reports(me)
         self._placed: tuple[tuple[Node, ...], tuple[str, ...]] | None = None
+        self._base: Base | None = None
         self._seen: tuple[Outlook, list[Held], tuple[str, ...]] | None = None
         """What the last look came to; nothing was learned since."""
 
@@ -145,8 +146,21 @@ class Accounts:
     def _view(self, look: Outlook) -> tuple[list[Held], tuple[str, ...]]:
         """What is kept here as far as its copies go, and who could take some."""
         if self._seen is None or self._seen[0] is not look:
+            self._go_back(look.base)
             self._seen = look, self._held(look), self._candidates(look)
         return self._seen[1:]
+
+    def _go_back(self, base: Base | None) -> None:
+        """The job went on from another version than before: what other nodes said of what they hold counts no more.
+
+        Who had not heard of it took that version for superfluous, and may have given it up or not have mended it; now
+        it is the one to be kept. Who holds it still says so again for a message.
+        """
+        if base != self._base:
+            self._base = base
+            for known in self._known.values():
+                known.confirmed.clear()
+                known.obsolete_until = float("-inf")
 
     def _held(self, look: Outlook) -> list[Held]:
         here = {fact.key for fact in look.facts}
@@ -190,11 +204,14 @@ class Accounts:
         soon = min((self._later[node] - look.now for node in waiting), default=LOOK_S) if duties else LOOK_S
         return min(soon, LOOK_S)
 
-    def done(self, duty: Duty, life: int) -> None:
-        """The copy is there, verified. ``life`` is what the other node's was when this began."""
+    def done(self, duty: Duty, life: int, base: Base | None) -> None:
+        """The copy is there, verified. ``life`` is what the other node's was when this began, and ``base`` what it was
+        told then that the job went on from.
+        """
         known = self._learning(duty.key)
         known.listed = duty.holders
-        known.confirmed[duty.to] = life
+        if base == self._base:
+            known.confirmed[duty.to] = life
         known.busy.pop(duty.to, None)
         known.why = ""
         self._misses.pop(duty.to, None)

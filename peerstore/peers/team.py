@@ -228,6 +228,7 @@ class Team:
                 silent[node] = found
             else:
                 nodes[node] = found
+                self._store.copies.fence(self.job, found.epoch, found.incarnation)
                 self._note_holders(node, found)
                 if found.verifying:  # what it does not say yet is unknown, not absent
                     silent[node] = f"it still verifies {found.verifying} shards that its last agent left"

@@ -321,6 +321,7 @@ class Agent:
                     self.later(0.2, partial(ask, node))
                     return
                 nodes[node] = found
+                self.copies.fence(JOB, found.epoch, found.incarnation)
                 self._note_holders(node, found)
                 if found.verifying:
                     silent[node] = f"it still verifies {found.verifying} shards"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from peerstore.notes import SealNote
+from peerstore.notes import CLAIM, ClaimNote, SealNote
 from peerstore.records import Group, ShardKey
 
 if TYPE_CHECKING:
@@ -27,6 +28,19 @@ class Violation(AssertionError):
     """Something happened that must never happen."""
 
 
+@dataclass
+class _WentBack:
+    """The job went on from ``base`` as incarnation ``epoch``, which left what is newer and older than that."""
+
+    base: Group
+    epoch: int
+    told: set[str]
+    """The machines that did, and have not crashed since."""
+
+    def leaves(self, group: Group) -> bool:
+        return group > self.base and group.epoch < self.epoch
+
+
 class Truth:
     """Every sealed shard that is really there and undamaged, and what the job was promised."""
 
@@ -40,7 +54,9 @@ class Truth:
         self._bases: dict[Group, int | None] = {}
         self._whole_at: dict[Group, float] = {}
         self._accepted: dict[tuple[int, str], dict[str, float]] = {}
-        self._went_back: list[tuple[Group, int]] = []
+        self._went_back: list[_WentBack] = []
+        self._taken: set[ShardKey] = set()
+        """Of which a fault took the last copy."""
         self.news: list[tuple[str, ShardKey]] = []
         """Undamaged copies that an agent gave up since the last check."""
         self.floor: Group | None = None
@@ -87,10 +103,12 @@ class Truth:
 
     def crashed(self, machine: Machine) -> None:
         was_calm = self.calm
-        for holders in self._held.values():
-            holders.pop(machine.name, None)
+        for key, holders in self._held.items():
+            if holders.pop(machine.name, None) is not None and not holders:
+                self._taken.add(key)
         self._keys = {where: key for where, key in self._keys.items() if where[0] != machine.name}
         self._hidden = {where for where in self._hidden if where[0] != machine.name}
+        self._forget_restarts(machine.name)
         self._fault(f"the crash of {machine.name}", excused=not was_calm)
 
     def corrupt(self, machine: Machine, number: int) -> bool:
@@ -102,7 +120,8 @@ class Truth:
         key, slot = slots[number % len(slots)]
         self._world.say(f"a bit of {self._world.short(key)} flips at {machine.name}")
         machine.arena.bytes[slot][number % len(machine.arena.bytes[slot])] ^= 1
-        self._held[key].pop(machine.name, None)
+        if self._held[key].pop(machine.name, None) is not None and not self._held[key]:
+            self._taken.add(key)
         self._hidden.add((machine.name, slot))
         self._fault(f"one flipped bit at {machine.name}", excused=not was_calm)
         return True
@@ -201,7 +220,26 @@ class Truth:
 
     def _left(self, group: Group) -> bool:
         """Whether the job has gone back to an older version since this one was written."""
-        return any(group > base and group.epoch < epoch for base, epoch in self._went_back)
+        return any(restart.leaves(group) for restart in self._went_back)
+
+    def _forget_restarts(self, machine: str) -> None:
+        """A restart that only machines knew of that have crashed since has not happened, as far as anybody can know.
+
+        What was settled meanwhile by those who had not heard of it is what the job goes back to then.
+        """
+        for restart in list(self._went_back):
+            restart.told.discard(machine)
+            if not restart.told and restart.base not in self._bases_heard():
+                self._went_back.remove(restart)
+                kept = [group for group in self.settled if self.whole(group) and not self._left(group)]
+                if self.floor == restart.base and max(kept, default=self.floor) > self.floor:
+                    self._set_floor(max(kept))
+
+    def _bases_heard(self) -> set[Group]:
+        """What the job went on from, as it is noted on the machines that are there."""
+        notes = [machine.arena.get_note(f"{CLAIM}job") for machine in self._world.machines.values()]
+        bases = [msgspec.msgpack.decode(note, type=ClaimNote).base for note in notes if note is not None]
+        return {base.group for base in bases if base is not None}
 
     def _set_floor(self, group: Group) -> None:
         self.floor, self._floor_at, self._floor_lost = group, self._world.now, False
@@ -234,8 +272,8 @@ class Truth:
         if later:
             raise Violation(f"{world.short(group)} won although {world.short(later[0])} had left it behind")
         if any(agent.members.quorum for agent in restore.agents.values()):
-            self._went_back = [(base, epoch) for base, epoch in self._went_back if base > group]
-            self._went_back.append((group, restore.epoch))
+            self._went_back = [earlier for earlier in self._went_back if earlier.base > group]
+            self._went_back.append(_WentBack(group, restore.epoch, set(restore.nodes)))
             self._set_floor(group)
         else:  # of nodes that cannot go on alone: what the others keep is not known here
             self._floor_lost = True
@@ -247,9 +285,17 @@ class Truth:
         return len(keys) == self._world.shape.parts and all(held)
 
     def committed(self, group: Group) -> None:
-        """All parts of a version are sealed: with one copy of each that is all there can be."""
-        if self._world.copies == 1 and self.whole(group) and (self.floor is None or group > self.floor):
+        """All parts of a version are sealed: with one copy of each that is all there can be.
+
+        A fault that takes it before its version is committed takes as much as one does that comes right after that,
+        and nobody has promised that one fault is survived.
+        """
+        if self._world.copies > 1:
+            return
+        if self.whole(group) and (self.floor is None or group > self.floor):
             self._set_floor(group)
+        elif any(key.group == group and not self._held[key] for key in self._taken):
+            self._floor_lost = True
 
     def _known(self, among: Iterable[str], before: float) -> list[Group]:
         return [group for group in self.groups(set(among)) if self._whole_at[group] < before]
