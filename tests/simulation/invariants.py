@@ -11,6 +11,7 @@ import msgspec
 
 from peerstore.notes import CLAIM, ClaimNote, SealNote
 from peerstore.records import Group, ShardKey
+from tests.simulation.memory import content
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Agent
@@ -53,6 +54,9 @@ class Truth:
         """Damaged copies that nobody has noticed."""
         self._bases: dict[Group, int | None] = {}
         self._whole_at: dict[Group, float] = {}
+        self._saved_in_calm: set[Group] = set()
+        self._owner: dict[str, tuple[int, str]] = {}
+        """The newest incarnation that each machine has let write in its memory's life."""
         self._accepted: dict[tuple[int, str], dict[str, float]] = {}
         self._went_back: list[_WentBack] = []
         self._taken: set[ShardKey] = set()
@@ -74,6 +78,12 @@ class Truth:
 
     def saved(self, group: Group, base: int | None) -> None:
         self._bases[group] = base
+        if self.calm:
+            self._saved_in_calm.add(group)
+
+    def begin(self) -> None:
+        """That all machines start is no trouble: the first version is kept as well as any other."""
+        self._troubled_at = float("-inf")
 
     def trouble(self) -> None:
         """Something went wrong that the cluster needs time to get over."""
@@ -89,6 +99,8 @@ class Truth:
         key = msgspec.msgpack.decode(note, type=SealNote).record.key
         if (machine, slot) in self._hidden:
             return  # the note says more about it now; it is as bad as before
+        if self._world.machines[machine].arena.bytes[slot] != content(key):
+            raise Violation(f"{machine} counts a copy of {self._world.short(key)} that has bytes nobody wrote")
         self._held.setdefault(key, {})[machine] = slot
         self._keys[machine, slot] = key
         if key.group not in self._whole_at and self.whole(key.group):
@@ -103,6 +115,7 @@ class Truth:
 
     def crashed(self, machine: Machine) -> None:
         was_calm = self.calm
+        self._owner.pop(machine.name, None)
         for key, holders in self._held.items():
             if holders.pop(machine.name, None) is not None and not holders:
                 self._taken.add(key)
@@ -192,6 +205,16 @@ class Truth:
                     f"{machine} gave up {self._world.short(key)}, the last copy of a part of what the job goes back to"
                 )
 
+    def chosen(self, restore: Restore) -> None:
+        """The ranks know what they are about to load."""
+        groups = set(restore.choices.values())
+        if len(groups) > 1 or len(restore.choices) < len(restore.nodes):
+            ways = ", ".join(f"{name}: {self._world.short(group)}" for name, group in restore.choices.items())
+            raise Violation(f"the ranks do not load the same step: {ways} of {','.join(restore.nodes)}")
+        torn = groups - self._whole_at.keys()
+        if torn:
+            raise Violation(f"the ranks choose {self._world.short(min(torn))}, which never was whole")
+
     def loaded(self, key: ShardKey, data: bytes, written: bytes) -> None:
         if data != written:
             raise Violation(f"{self._world.short(key)} was loaded with bytes that nobody wrote")
@@ -208,6 +231,11 @@ class Truth:
                     raise Violation(
                         f"{agent.name} says that {world.short(group)} is settled, but {self.describe(group)}"
                     )
+                if group in self._saved_in_calm and self._crowded(group, part):
+                    raise Violation(
+                        f"{agent.name} says that {world.short(group)} is settled, but all copies of a part are in one "
+                        f"rack: {self.describe(group)}"
+                    )
         unnoticed = any(self._keys[where].group == group for where in self._hidden if where in self._keys)
         if not self.whole(group) and (unnoticed or world.now - self._troubled_at < NOTICED_S):
             self._floor_lost = True  # what was lost could not be known yet, and is more than the copies allow for
@@ -217,6 +245,12 @@ class Truth:
             and (self.floor is None or self._floor_lost or group > self.floor)
         ):
             self._set_floor(group)
+
+    def _crowded(self, group: Group, part: int) -> bool:
+        """Whether one rack has all copies of a part although nodes of others live."""
+        racks = {name: machine.node.label("rack") for name, machine in self._world.machines.items()}
+        there = {racks[name] for name in self.holders(group, part)}
+        return self._world.copies > 1 and len(there) == 1 and len({racks[name] for name in self.living()}) > 1
 
     def _left(self, group: Group) -> bool:
         """Whether the job has gone back to an older version since this one was written."""
@@ -309,8 +343,16 @@ class Truth:
         base = self._bases.get(later)
         return later.epoch > earlier.epoch and base is not None and base < earlier.version
 
+    def wrote(self, trainers: Trainers, machine: str) -> None:
+        """A machine has let a rank write or seal: never one of the past."""
+        incarnation, newest = (trainers.epoch, trainers.name), self._owner.get(machine)
+        if newest is not None and incarnation < newest:
+            raise Violation(f"{machine} lets {incarnation} write after it let {newest}")
+        self._owner[machine] = incarnation
+
     def accepted(self, trainers: Trainers, machine: str) -> None:
         """A machine lets an incarnation write: never may both halves of a partition let different ones begin."""
+        self.wrote(trainers, machine)
         incarnation = (trainers.epoch, trainers.name)
         known = self._accepted.setdefault(incarnation, {})
         if machine in known:

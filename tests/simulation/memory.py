@@ -92,6 +92,7 @@ class SimulatedSealing(Sealing):
         return ShardRecord(lease.key, lease.parts, size_bytes, CHUNK_BYTES, sums, meta, self.now_ns)
 
 
+@functools.lru_cache(maxsize=10_000)
 def content(key: ShardKey) -> bytes:
     """What a trainer has in its memory for this shard."""
     return b"".join(xxhash.xxh3_64_digest(f"{key} {number}".encode()) for number in range(CHUNKS))

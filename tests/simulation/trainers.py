@@ -100,6 +100,7 @@ class Trainers:
         except FencedError as error:
             self._refuse(key, error)
             return
+        self.world.truth.wrote(self, agent.name)
         agent.wake()
         group = key.group
         self._sealed[group].add(key.part)

@@ -74,6 +74,7 @@ class World:
         self.roster = roster_of(1, [machine.node for machine in self.machines.values()])
         for machine in self.machines.values():
             self.boot(machine)
+        self.truth.begin()
 
     def _add(self) -> Machine:
         number = next(self._added)
