@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ import msgspec
 
 from peerstore.notes import CLAIM, ClaimNote, SealNote
 from peerstore.records import Group, ShardKey
-from tests.simulation.memory import content
+from tests.simulation.memory import BURST, SLOTS, content
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Agent
@@ -55,8 +56,10 @@ class Truth:
         self._bases: dict[Group, int | None] = {}
         self._whole_at: dict[Group, float] = {}
         self._saved_in_calm: set[Group] = set()
-        self._owner: dict[str, tuple[int, str]] = {}
-        """The newest incarnation that each machine has let write in its memory's life."""
+        self._sealed_once: dict[Group, set[int]] = {}
+        """The parts that were sealed, whatever became of them."""
+        self._owner: dict[str, tuple[tuple[int, str], float]] = {}
+        """The newest incarnation that each machine has let write in its memory's life, and since when."""
         self._accepted: dict[tuple[int, str], dict[str, float]] = {}
         self._went_back: list[_WentBack] = []
         self._taken: set[ShardKey] = set()
@@ -91,12 +94,20 @@ class Truth:
 
     @property
     def calm(self) -> bool:
-        network = self._world.network
-        since = max(self._troubled_at, network.troubled_at)
-        return network.calm and self._world.now - since > CALM_S
+        return self._undisturbed and self._world.now - self._quiet_since > CALM_S
+
+    @property
+    def _undisturbed(self) -> bool:
+        world = self._world
+        return world.network.calm and not world.wire_damage and not any(map(world.is_full, world.machines.values()))
+
+    @property
+    def _quiet_since(self) -> float:
+        return max(self._troubled_at, self._world.network.troubled_at)
 
     def _sealed(self, machine: str, slot: str, note: bytes) -> None:
         key = msgspec.msgpack.decode(note, type=SealNote).record.key
+        self._sealed_once.setdefault(key.group, set()).add(key.part)
         if (machine, slot) in self._hidden:
             return  # the note says more about it now; it is as bad as before
         if self._world.machines[machine].arena.bytes[slot] != content(key):
@@ -183,8 +194,18 @@ class Truth:
         living = self.living()
         if not self.whole(self.floor, living):
             return True  # what it needs is on machines that are away
-        wanted = min(self._world.copies, len(living))
-        return all(len(self.holders(self.floor, part) & living) >= wanted for part in range(self._world.shape.parts))
+        return all(self._kept_well(self.floor, part, living) for part in range(self._world.shape.parts))
+
+    def _kept_well(self, group: Group, part: int, living: set[str]) -> bool:
+        """Whether a part has all the copies it can have: of no part more than a few versions are kept on one machine,
+        and newer ones that may yet be whole are not given up for another copy of this one."""
+        newer = Counter(
+            machine for (machine, _), key in self._keys.items() if key.part == part and key.group > group
+            if not self._left(key.group)
+        )
+        holders = self.holders(group, part) & living
+        able = [name for name in living - holders if newer[name] < SLOTS + BURST]
+        return len(holders) >= min(self._world.copies, len(holders) + len(able))
 
     def describe(self, group: Group) -> str:
         """Who holds what of a version."""
@@ -196,11 +217,12 @@ class Truth:
     def check(self) -> None:
         """Nothing that was given up was the last way back."""
         given_up, self.news = self.news, []
+        gone = {key for _, key in given_up}
         for machine, key in given_up:
             group = key.group
             if self._floor_lost or group not in self._whole_at or self.holders(group, key.part):
                 continue
-            if group == self.floor or (self.floor is None and not self.groups()):
+            if group == self.floor or (self.floor is None and not self.groups() and self._whole_but_for(group, gone)):
                 raise Violation(
                     f"{machine} gave up {self._world.short(key)}, the last copy of a part of what the job goes back to"
                 )
@@ -211,9 +233,13 @@ class Truth:
         if len(groups) > 1 or len(restore.choices) < len(restore.nodes):
             ways = ", ".join(f"{name}: {self._world.short(group)}" for name, group in restore.choices.items())
             raise Violation(f"the ranks do not load the same step: {ways} of {','.join(restore.nodes)}")
-        torn = groups - self._whole_at.keys()
+        torn = [group for group in groups if len(self._sealed_once[group]) < self._world.shape.parts]
         if torn:
             raise Violation(f"the ranks choose {self._world.short(min(torn))}, which never was whole")
+
+    def _whole_but_for(self, group: Group, gone: set[ShardKey]) -> bool:
+        just = {key.part for key in gone if key.group == group}
+        return all(part in just or self.holders(group, part) for part in range(self._world.shape.parts))
 
     def loaded(self, key: ShardKey, data: bytes, written: bytes) -> None:
         if data != written:
@@ -247,10 +273,11 @@ class Truth:
             self._set_floor(group)
 
     def _crowded(self, group: Group, part: int) -> bool:
-        """Whether one rack has all copies of a part although nodes of others live."""
+        """Whether one rack has all copies of a part although every node could have a partner in another one."""
         racks = {name: machine.node.label("rack") for name, machine in self._world.machines.items()}
+        sizes = Counter(racks[name] for name in self.living())
         there = {racks[name] for name in self.holders(group, part)}
-        return self._world.copies > 1 and len(there) == 1 and len({racks[name] for name in self.living()}) > 1
+        return self._world.copies > 1 and len(there) == 1 and 2 * max(sizes.values()) <= sizes.total()
 
     def _left(self, group: Group) -> bool:
         """Whether the job has gone back to an older version since this one was written."""
@@ -326,7 +353,7 @@ class Truth:
         """
         if self._world.copies > 1:
             return
-        if self.whole(group) and (self.floor is None or group > self.floor):
+        if self.whole(group) and not self._left(group) and (self.floor is None or group > self.floor):
             self._set_floor(group)
         elif any(key.group == group and not self._held[key] for key in self._taken):
             self._floor_lost = True
@@ -344,11 +371,16 @@ class Truth:
         return later.epoch > earlier.epoch and base is not None and base < earlier.version
 
     def wrote(self, trainers: Trainers, machine: str) -> None:
-        """A machine has let a rank write or seal: never one of the past."""
-        incarnation, newest = (trainers.epoch, trainers.name), self._owner.get(machine)
-        if newest is not None and incarnation < newest:
-            raise Violation(f"{machine} lets {incarnation} write after it let {newest}")
-        self._owner[machine] = incarnation
+        """A machine has let a rank write or seal: never one of the past, once it can know of a newer incarnation."""
+        incarnation, living = (trainers.epoch, trainers.name), self.living()
+        if self._owner.get(machine, (incarnation, 0.0))[0] != incarnation or machine not in self._owner:
+            self._owner[machine] = incarnation, self._world.now
+        newest, since = max(
+            (self._owner[name][0], -self._owner[name][1]) for name in self._owner.keys() & living | {machine}
+        )
+        known = self._world.network.calm and self._world.now - max(self._quiet_since, -since) > NOTICED_S
+        if incarnation < newest and machine in living and known:
+            raise Violation(f"{machine} lets {incarnation} write although the job belongs to {newest}")
 
     def accepted(self, trainers: Trainers, machine: str) -> None:
         """A machine lets an incarnation write: never may both halves of a partition let different ones begin."""

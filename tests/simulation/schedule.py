@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,7 +46,8 @@ class Finding:
         return f"seed {self.schedule.seed}, {self.schedule.shape}: {self.violation}\n{events}"
 
 
-def schedule_of(seed: int) -> Schedule:
+def schedule_of(seed: int, among: Sequence[str] = (), shape: Shape | None = None) -> Schedule:
+    """What happens to the cluster of this seed: anything, or only one of ``among``, as often as it is named there."""
     rng = random.Random(seed)
     nodes = rng.choice((2, 3, 3, 4, 4, 5, 6))
     copies = rng.choice((1, 2, 2, 2, 2, 3))
@@ -54,9 +55,9 @@ def schedule_of(seed: int) -> Schedule:
     racks = rng.choice((0, 0, 2, 3))
     roomy = rng.random() < 0.8
     budget = 12 * parts if roomy else rng.randint(2, 4) * copies * -(-parts // nodes) + 1
-    shape = Shape(nodes, racks, copies, parts, budget)
-    kinds = list(KINDS)
-    weights = [KINDS[kind][0] for kind in kinds]
+    shape = shape or Shape(nodes, racks, copies, parts, budget)
+    kinds = list(among or KINDS)
+    weights = [1 if among else KINDS[kind][0] for kind in kinds]
     events = [Event(0.5, "save"), Event(1.0, "save")] if rng.random() < 0.8 else []
     for _ in range(rng.randint(4, 14)):
         kind = rng.choices(kinds, weights)[0]
@@ -83,6 +84,8 @@ def broken(schedule: Schedule) -> Finding | None:
         run(schedule)
     except Violation as violation:
         return Finding(schedule, violation)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is told with its seed
+        return Finding(schedule, Violation(f"{type(error).__name__}: {error}"))
     return None
 
 

@@ -67,7 +67,7 @@ class Trainers:
             work()
 
     def _write(self, key: ShardKey, tries: int) -> None:
-        agent = self.world.machines[self.places[key.part]].agent
+        agent = self.world.agent_at(self.places[key.part])
         try:
             if agent is None:
                 raise ArenaBusyError("the agent starts again")
@@ -88,7 +88,7 @@ class Trainers:
 
     def _seal(self, lease: Lease, tries: int) -> None:
         key = lease.key
-        agent = self.world.machines[self.places[key.part]].agent
+        agent = self.world.agent_at(self.places[key.part])
         if agent is None:
             if tries:
                 self.world.events.after(
@@ -115,7 +115,7 @@ class Trainers:
             self._soon(0.3, part, partial(self._mark, group, part))
 
     def _mark(self, group: Group, part: int) -> None:
-        agent = self.world.machines[self.places[part]].agent
+        agent = self.world.agent_at(self.places[part])
         if agent is not None:
             agent.mark_whole(group)
 

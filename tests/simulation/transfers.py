@@ -35,6 +35,10 @@ class _Transfer:
     done: list[bool] = field(default_factory=list)
 
 
+def arrived_whole(record: ShardRecord, number: int, data: bytes) -> bool:
+    return checksum.digest(data).to_bytes(8, "little") == record.checksums[8 * number : 8 * number + 8]
+
+
 class Incoming:
     """Copies that other nodes send to this one."""
 
@@ -78,8 +82,7 @@ class Incoming:
         if slot is None:  # the lease was taken back
             return
         slot[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES] = data
-        expected = transfer.record.checksums[8 * number : 8 * number + 8]
-        transfer.done[number] = checksum.digest(data).to_bytes(8, "little") == expected
+        transfer.done[number] = arrived_whole(transfer.record, number, data)
 
     def _commit(self, sender: str, name: str) -> tuple[int, ...]:
         """The chunks that are missing or damaged; when there are none, the copy is sealed."""
