@@ -12,18 +12,22 @@ from typing import Any
 
 import msgspec
 
+from peerstore import ledger
 from peerstore.cluster.membership import Membership
-from peerstore.cluster.placement import place
+from peerstore.cluster.placement import Placement, place
 from peerstore.errors import FencedError
 from peerstore.jobs import Jobs
-from peerstore.ledger import newest_whole
 from peerstore.peers import duties
 from peerstore.peers.accounts import Accounts
-from peerstore.peers.duties import Tally
+from peerstore.peers.duties import Held, Tally
+from peerstore.records import Group, ShardKey
 from tests.simulation import agent, memory, restoring, transfers
 from tests.simulation.schedule import Schedule, schedule_of
 from tests.simulation.world import Shape
 from tieredckpt import resolve
+
+_FEW_RANKS = Shape(nodes=4, copies=3, parts=2)
+"""Either half of the machines may have a whole version: the job may go on in one while the other knows nothing of it."""
 
 
 @dataclass(frozen=True)
@@ -35,70 +39,89 @@ class Broken:
     instead: Any
     noticed: str
     """Part of what the violation says."""
-    among: tuple[str, ...] = ()
-    """The kinds of events of the schedules that look for it; empty: all."""
+    kinds: tuple[str, ...] = ()
+    """What happens in the schedules that look for it, in this order; empty: anything."""
     shape: Shape | None = None
 
     def schedule_of(self, seed: int) -> Schedule:
-        return schedule_of(seed, self.among, self.shape)
+        return schedule_of(seed, self.kinds, self.shape)
 
 
-def _of_any_rack(nodes: Any, copies: int, levels: tuple[str, ...]) -> Any:
-    return place([msgspec.structs.replace(node, labels=()) for node in nodes], copies=copies, levels=levels)
+_complete, _check_fence, _plan = Tally.complete, Jobs.check_fence, duties.plan
 
 
-_complete = Tally.complete
-
-
-def _halves_count(tally: Tally, **known: Any) -> Any:
+def _what_is_told_is_all(tally: Tally, **known: Any) -> Group | None:
     for said in tally._said.values():
-        for node, note in said.items():
-            said[node] = msgspec.structs.replace(note, parts_in_all=len(note.parts))
+        said |= {node: msgspec.structs.replace(note, parts_in_all=len(note.parts)) for node, note in said.items()}
     return _complete(tally, **known)
 
 
-_check_fence = Jobs.check_fence
-
-
-def _let_all_write(jobs: Jobs, key: Any) -> None:
+def _all_may_write(jobs: Jobs, key: ShardKey) -> None:
     with contextlib.suppress(FencedError):
         _check_fence(jobs, key)
 
 
-_SPARE = Shape(nodes=5, copies=2, parts=2)
-"""More machines than ranks: the job may go on elsewhere while its past does not know of it."""
-
-_plan = duties.plan
-
-
-def _no_new_partner(held: Any, *, partners: Any, **known: Any) -> Any:
+def _no_new_partner(held: Held, *, partners: Any, **known: Any) -> tuple[str, ...]:
     return _plan(held, partners=partners if len(held.listed) < 2 else (), **known)
 
 
+def _as_if_without_racks(nodes: Any, copies: int, levels: tuple[str, ...]) -> Placement:
+    return place([msgspec.structs.replace(node, labels=()) for node in nodes], copies=copies, levels=levels)
+
+
 BROKEN = {
-    "evict-whole": Broken(
-        Jobs, "settled", lambda _, whole, mending=None: newest_whole(whole), "the last copy of a part"
+    "evict below whole": Broken(
+        Jobs, "settled", lambda _, whole, mending=None: ledger.newest_whole(whole), "the last copy of a part of what"
     ),
-    "count-unverified": Broken(transfers, "arrived_whole", lambda *_: True, "bytes nobody wrote"),
-    "load-unverified": Broken(restoring, "damaged_chunks", lambda *_: (), "loaded with bytes that nobody wrote"),
-    "stale-epoch": Broken(Jobs, "check_fence", _let_all_write, "although the job belongs to", ("save", "restart", "wait"), _SPARE),
-    "settle-half": Broken(Tally, "complete", _halves_count, "is settled, but"),
-    "torn": Broken(resolve.Candidate, "whole", True, "never was whole"),
-    "alone": Broken(restoring, "elect", lambda votes: max(votes[0], default=None), "do not load the same step", ("save", "part", "restart all", "wait"), _SPARE),
-    "oldest": Broken(resolve, "_order", lambda group: (-group.version,), "could be reached"),
-    "past": Broken(resolve, "left_behind", lambda *_: False, "left", ("save", "save", "part", "heal", "restart all"), _SPARE),
-    "silent-is-absent": Broken(
+    "keep all of the past": Broken(ledger, "stranded", lambda *_, **__: [], "cannot go on"),
+    "count what was not compared": Broken(transfers, "arrived_whole", lambda *_: True, "that has bytes nobody wrote"),
+    "load what was not compared": Broken(restoring, "damaged_chunks", lambda *_: (), "was loaded with bytes"),
+    "let the past write": Broken(
+        Jobs,
+        "check_fence",
+        _all_may_write,
+        "although the job belongs to",
+        ("save", "restart", *["wait"] * 2, *["save"] * 3, *["wait"] * 2, *["save"] * 3),
+        Shape(nodes=5, copies=3, parts=2),
+    ),
+    "begin without a quorum": Broken(
+        Membership,
+        "_objection",
+        lambda _: "",
+        "both halves",
+        ("save", "wait", "part", *["wait"] * 2, *["restart all"] * 2, "wait", *["save"] * 3, "wait"),
+        _FEW_RANKS,
+    ),
+    "settle with what is told": Broken(Tally, "complete", _what_is_told_is_all, "is settled, but part"),
+    "ignore racks": Broken(memory, "_placed", _as_if_without_racks, "in one rack"),
+    "seek no new partner": Broken(
+        duties, "plan", _no_new_partner, "took the last copy", ("save", "wait", "crash", *["wait"] * 4, "crash")
+    ),
+    "mend never": Broken(
+        agent, "worth_mending", lambda *_: False, "its copies again", ("save", "wait", "part", *["corrupt"] * 2, "heal")
+    ),
+    "believe who started again": Broken(Membership, "life", lambda *_: 1, "its copies again"),
+    "ask for ever": Broken(Accounts, "done", lambda *_: None, "and no end"),
+    "choose what is torn": Broken(resolve.Candidate, "whole", True, "never was whole"),
+    "choose alone": Broken(
+        restoring,
+        "elect",
+        lambda votes: max(votes[0], default=None),
+        "do not load the same step",
+        ("save", "wait", "save", "noise", *["restart all", "wait", "wait"] * 3),
+    ),
+    "choose the oldest": Broken(resolve, "_order", lambda group: (-group.version,), "could be reached"),
+    "choose what was left": Broken(
+        resolve,
+        "left_behind",
+        lambda *_: False,
+        "had left it behind",
+        ("save", "wait", "part", *["save"] * 2, "wait", "restart all", "wait", *["save"] * 2, "heal", "restart all"),
+        _FEW_RANKS,
+    ),
+    "take silence for absence": Broken(
         resolve.Resolution, "unreachable", property(lambda _: (), lambda *_: None), "starts from nothing"
     ),
-    "one-rack": Broken(memory, "_placed", _of_any_rack, "in one rack"),
-    "no-quorum": Broken(Membership, "_objection", lambda _: "", "both halves", ("save", "part", "restart all", "wait"), _SPARE),
-    "first-life": Broken(Membership, "life", lambda *_: 1, "cop"),
-    "no-mending": Broken(agent, "worth_mending", lambda *_: False, "does not get its copies again", ("save", "corrupt", "part", "wait")),
-    "no-new-partner": Broken(duties, "plan", _no_new_partner, "took the last copy", ("save", "crash", "wait")),
-    "no-exception": Broken(
-        __import__("peerstore.ledger").ledger, "stranded", lambda *_, **__: [], "cannot go on"
-    ),
-    "ask-forever": Broken(Accounts, "done", lambda *_: None, "no end"),
 }
 
 

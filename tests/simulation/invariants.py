@@ -200,7 +200,9 @@ class Truth:
         """Whether a part has all the copies it can have: of no part more than a few versions are kept on one machine,
         and newer ones that may yet be whole are not given up for another copy of this one."""
         newer = Counter(
-            machine for (machine, _), key in self._keys.items() if key.part == part and key.group > group
+            machine
+            for (machine, _), key in self._keys.items()
+            if key.part == part and key.group > group
             if not self._left(key.group)
         )
         holders = self.holders(group, part) & living
