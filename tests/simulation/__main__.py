@@ -12,7 +12,7 @@ import sys
 import time
 
 from tests.simulation.breaking import BROKEN, broken_rule
-from tests.simulation.invariants import Violation
+from tests.simulation.holdings import Violation
 from tests.simulation.schedule import Schedule, broken, run, schedule_of, shrunk
 
 _SCHEDULES_A_SWEEP = 50

@@ -27,7 +27,7 @@ from tests.simulation.world import Shape
 from tieredckpt import resolve
 
 _FEW_RANKS = Shape(nodes=4, copies=3, parts=2)
-"""Either half of the machines may have a whole version: the job may go on in one while the other knows nothing of it."""
+"""Either half of the machines may have a whole version: the job may go on in one, and the other not know of it."""
 
 
 @dataclass(frozen=True)

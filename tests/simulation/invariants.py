@@ -1,18 +1,18 @@
-"""What is really true of the cluster, kept beside it, and what must hold whatever happens."""
+"""What must hold whatever happens, and what of it the faults so far excuse."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from peerstore.notes import CLAIM, ClaimNote, SealNote
+from peerstore.notes import CLAIM, ClaimNote
 from peerstore.records import Group, ShardKey
-from tests.simulation.memory import BURST, SLOTS, content
+from tests.simulation.holdings import Holdings, Violation
+from tests.simulation.memory import BURST, SLOTS
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Agent
@@ -24,10 +24,6 @@ CALM_S = 12.0
 """After this long without trouble, what was lost has been noticed and copied again."""
 NOTICED_S = 8.0
 """After this long both sides of a partition know of it."""
-
-
-class Violation(AssertionError):
-    """Something happened that must never happen."""
 
 
 @dataclass
@@ -43,29 +39,17 @@ class _WentBack:
         return group > self.base and group.epoch < self.epoch
 
 
-class Truth:
-    """Every sealed shard that is really there and undamaged, and what the job was promised."""
+class Truth(Holdings):
+    """What is there, and what the job was promised."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
-        self._held: dict[ShardKey, dict[str, str]] = {}
-        """The slots of undamaged copies, by machine."""
-        self._keys: dict[tuple[str, str], ShardKey] = {}
-        self._hidden: set[tuple[str, str]] = set()
-        """Damaged copies that nobody has noticed."""
+        super().__init__(world)
         self._bases: dict[Group, int | None] = {}
-        self._whole_at: dict[Group, float] = {}
         self._saved_in_calm: set[Group] = set()
-        self._sealed_once: dict[Group, set[int]] = {}
-        """The parts that were sealed, whatever became of them."""
         self._owner: dict[str, tuple[tuple[int, str], float]] = {}
         """The newest incarnation that each machine has let write in its memory's life, and since when."""
         self._accepted: dict[tuple[int, str], dict[str, float]] = {}
         self._went_back: list[_WentBack] = []
-        self._taken: set[ShardKey] = set()
-        """Of which a fault took the last copy."""
-        self.news: list[tuple[str, ShardKey]] = []
-        """Undamaged copies that an agent gave up since the last check."""
         self.floor: Group | None = None
         """The version that must stay recoverable: the last one that was settled, or that the job went on from."""
         self._floor_at = 0.0
@@ -74,10 +58,6 @@ class Truth:
         self.settled: list[Group] = []
 
     # -- what happens -------------------------------------------------------------------------------------------------
-
-    def watch(self, machine: Machine) -> None:
-        machine.arena.sealed = partial(self._sealed, machine.name)
-        machine.arena.unsealed = partial(self._unsealed, machine.name)
 
     def saved(self, group: Group, base: int | None) -> None:
         self._bases[group] = base
@@ -105,33 +85,10 @@ class Truth:
     def _quiet_since(self) -> float:
         return max(self._troubled_at, self._world.network.troubled_at)
 
-    def _sealed(self, machine: str, slot: str, note: bytes) -> None:
-        key = msgspec.msgpack.decode(note, type=SealNote).record.key
-        self._sealed_once.setdefault(key.group, set()).add(key.part)
-        if (machine, slot) in self._hidden:
-            return  # the note says more about it now; it is as bad as before
-        if self._world.machines[machine].arena.bytes[slot] != content(key):
-            raise Violation(f"{machine} counts a copy of {self._world.short(key)} that has bytes nobody wrote")
-        self._held.setdefault(key, {})[machine] = slot
-        self._keys[machine, slot] = key
-        if key.group not in self._whole_at and self.whole(key.group):
-            self._whole_at[key.group] = self._world.now
-
-    def _unsealed(self, machine: str, slot: str) -> None:
-        key = self._keys.pop((machine, slot), None)
-        self._hidden.discard((machine, slot))
-        if key is not None and self._held[key].get(machine) == slot:
-            del self._held[key][machine]
-            self.news.append((machine, key))
-
     def crashed(self, machine: Machine) -> None:
         was_calm = self.calm
         self._owner.pop(machine.name, None)
-        for key, holders in self._held.items():
-            if holders.pop(machine.name, None) is not None and not holders:
-                self._taken.add(key)
-        self._keys = {where: key for where, key in self._keys.items() if where[0] != machine.name}
-        self._hidden = {where for where in self._hidden if where[0] != machine.name}
+        self._lose(machine.name)
         self._forget_restarts(machine.name)
         self._fault(f"the crash of {machine.name}", excused=not was_calm)
 
@@ -144,8 +101,7 @@ class Truth:
         key, slot = slots[number % len(slots)]
         self._world.say(f"a bit of {self._world.short(key)} flips at {machine.name}")
         machine.arena.bytes[slot][number % len(machine.arena.bytes[slot])] ^= 1
-        if self._held[key].pop(machine.name, None) is not None and not self._held[key]:
-            self._taken.add(key)
+        self._take(key, machine.name)
         self._hidden.add((machine.name, slot))
         self._fault(f"one flipped bit at {machine.name}", excused=not was_calm)
         return True
@@ -168,25 +124,6 @@ class Truth:
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
-    def holders(self, group: Group, part: int) -> set[str]:
-        key = ShardKey("job", group.version, group.epoch, group.incarnation, group.attempt, part)
-        return set(self._held.get(key, ()))
-
-    def whole(self, group: Group, among: Collection[str] | None = None) -> bool:
-        """Whether every part has an undamaged copy (on one of the machines ``among``)."""
-        parts = range(self._world.shape.parts)
-        if among is None:
-            return all(self.holders(group, part) for part in parts)
-        return all(self.holders(group, part) & set(among) for part in parts)
-
-    def groups(self, among: Collection[str] | None = None) -> list[Group]:
-        return [group for group in self._whole_at if self.whole(group, among)]
-
-    def living(self) -> set[str]:
-        """The machines of the roster whose agents run."""
-        names = {node.id for node in self._world.roster.nodes}
-        return {machine.name for machine in self._world.machines.values() if machine.agent is not None} & names
-
     def protected(self) -> bool:
         """Whether the version to go back to has all the copies it can have."""
         if self.floor is None or self._floor_lost:
@@ -208,11 +145,6 @@ class Truth:
         holders = self.holders(group, part) & living
         able = [name for name in living - holders if newer[name] < SLOTS + BURST]
         return len(holders) >= min(self._world.copies, len(holders) + len(able))
-
-    def describe(self, group: Group) -> str:
-        """Who holds what of a version."""
-        parts = range(self._world.shape.parts)
-        return ", ".join(f"part {part}: {' '.join(sorted(self.holders(group, part))) or 'nobody'}" for part in parts)
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
@@ -315,10 +247,6 @@ class Truth:
                 f"the job starts from nothing on {','.join(restore.nodes)}, but {self._world.short(max(there))} is "
                 f"there: {self.describe(max(there))}"
             )
-
-    def photo(self) -> dict[ShardKey, set[str]]:
-        """Who holds what, as of now."""
-        return {key: set(holders) for key, holders in self._held.items() if holders}
 
     def restored(self, restore: Restore, group: Group) -> None:
         """All ranks have loaded ``group``."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tests.simulation.invariants import Violation
+from tests.simulation.holdings import Violation
 from tests.simulation.memory import predictable
 from tests.simulation.world import Machine, Shape, World
 

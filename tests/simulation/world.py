@@ -16,7 +16,8 @@ from peerstore.errors import PeerStoreError, PeerUnreachableError
 from peerstore.ledger import Limits
 from peerstore.records import Group, ShardKey
 from tests.simulation.agent import Agent
-from tests.simulation.invariants import NOTICED_S, Truth, Violation
+from tests.simulation.holdings import Violation
+from tests.simulation.invariants import NOTICED_S, Truth
 from tests.simulation.memory import BURST, SHARD_BYTES, SLOTS, DictArena
 from tests.simulation.network import Events, Network
 from tests.simulation.restoring import Restore
