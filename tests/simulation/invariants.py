@@ -94,7 +94,12 @@ class Truth(Holdings):
 
     def corrupt(self, machine: Machine, number: int) -> bool:
         """Flip a bit of a sealed shard of this machine."""
-        slots = sorted((key, slot) for (name, slot), key in self._keys.items() if name == machine.name)
+        slots = sorted(
+            (key, slot)
+            for (name, slot), key in self._keys.items()
+            if name == machine.name
+            if (name, slot) not in self._hidden  # the same bit twice would mend it
+        )
         if not slots:
             return False
         was_calm = self.calm
@@ -200,7 +205,8 @@ class Truth(Holdings):
         if not self.whole(group) and (unnoticed or world.now - self._troubled_at < NOTICED_S):
             self._floor_lost = True  # what was lost could not be known yet, and is more than the copies allow for
         elif (
-            self.whole(group)
+            world.copies > 1  # with one copy of each, what is whole counts
+            and self.whole(group)
             and not self._left(group)
             and (self.floor is None or self._floor_lost or group > self.floor)
         ):
