@@ -50,6 +50,8 @@ class Truth(Holdings):
         """The newest incarnation that each machine has let write in its memory's life, and since when."""
         self._accepted: dict[tuple[int, str], dict[str, float]] = {}
         self._went_back: list[_WentBack] = []
+        self._unsaid: set[tuple[int, Group]] = set()
+        """Incarnations that may say what they went on from only once they are let write."""
         self.floor: Group | None = None
         """The version that must stay recoverable: the last one that was settled, or that the job went on from."""
         self._floor_at = 0.0
@@ -269,11 +271,16 @@ class Truth(Holdings):
         if later:
             raise Violation(f"{world.short(group)} won although {world.short(later[0])} had left it behind")
         if any(agent.members.quorum for agent in restore.agents.values()):
-            self._went_back = [earlier for earlier in self._went_back if earlier.base > group]
-            self._went_back.append(_WentBack(group, restore.epoch, set(restore.nodes)))
-            self._set_floor(group)
+            self._goes_on_from(group, restore.epoch, restore.nodes)
         else:  # of nodes that cannot go on alone: what the others keep is not known here
             self._floor_lost = True
+            self._unsaid.add((restore.epoch, group))
+
+    def _goes_on_from(self, group: Group, epoch: int, nodes: Iterable[str]) -> None:
+        self._went_back = [earlier for earlier in self._went_back if earlier.base > group]
+        self._went_back.append(_WentBack(group, epoch, set(nodes)))
+        self._set_floor(group)
+        self._floor_lost = not self.whole(group)
 
     def _all_along(self, group: Group, reach: set[str], photo: dict[ShardKey, set[str]]) -> bool:
         """Whether who answered held all of it from when they were asked until now."""
@@ -321,7 +328,10 @@ class Truth(Holdings):
     def accepted(self, trainers: Trainers, machine: str) -> None:
         """A machine lets an incarnation write: never may both halves of a partition let different ones begin."""
         self.wrote(trainers, machine)
-        incarnation = (trainers.epoch, trainers.name)
+        incarnation, origin = (trainers.epoch, trainers.name), trainers.origin
+        if origin is not None and (trainers.epoch, origin) in self._unsaid:
+            self._unsaid.discard((trainers.epoch, origin))
+            self._goes_on_from(origin, trainers.epoch, trainers.places)
         known = self._accepted.setdefault(incarnation, {})
         if machine in known:
             return

@@ -191,7 +191,7 @@ class Restore:
                 agent.copies.go_back(JOB, group)
                 agent.wake()
         incarnation = chr(ord("a") + len(self.world.restores) % 26)
-        trainers = Trainers(self.world, self.places, self.epoch, incarnation, None if group is None else group.version)
+        trainers = Trainers(self.world, self.places, self.epoch, incarnation, group)
         self.world.say(f"{trainers} goes on from {self.world.short(group) if group else 'nothing'}")
         self.world.begin(trainers)
 

@@ -20,10 +20,11 @@ _WAIT_S = 0.8
 class Trainers:
     """Rank ``part`` runs on ``places[part]``."""
 
-    def __init__(self, world: World, places: tuple[str, ...], epoch: int, name: str, base: int | None) -> None:
+    def __init__(self, world: World, places: tuple[str, ...], epoch: int, name: str, origin: Group | None) -> None:
         self.world, self.places = world, places
-        self.epoch, self.name, self.base = epoch, name, base
-        self.step = -1 if base is None else base
+        self.epoch, self.name, self.origin = epoch, name, origin
+        self.base = None if origin is None else origin.version
+        self.step = -1 if self.base is None else self.base
         self.running = True
         self.refused = ""
         """Why the job cannot go on, once a rank was told."""
