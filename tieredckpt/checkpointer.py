@@ -200,7 +200,7 @@ class Checkpointer:
         copies, wait_s = self.settings.peer.copies, self.settings.memory.wait_s
         found = self._until_copied(self._last, copies, 1, wait_s)
         if found.copies < copies and found.lacking:
-            raise StoreBusyError(f"the last save has {show_durability(found)} after {wait_s:.0f} s")
+            raise StoreBusyError(f"the last save has {show_durability(found)} after {wait_s:g} s")
 
     def _stage(
         self, session: Session, planned: PlannedSave, flat: Mapping[str, Any], step: int, wait_s: float
@@ -253,6 +253,7 @@ class Checkpointer:
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self._planned_before = True
+        self._last = writer.record.key
         self._board = self._board or board_for(self.session)
         saved = self._followed(Saved(step, SaveState.SEALED), durable=durable or self.session.is_durable(step))
         saved._sealing = Future()
@@ -271,6 +272,7 @@ class Checkpointer:
         problem = ""
         try:
             self._finish_last(wait_s=self.settings.memory.wait_s)
+            self._until_last_is_copied()
             self.session.known_epoch()
         except (TieredCheckpointError, PeerStoreError) as error:
             problem = f"rank {dist.get_rank(self._group) if dist.is_initialized() else 0}: {error}"

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from peerstore.errors import ShardDamagedError
-from peerstore.peers.pulling import Wish
+from peerstore.peers.board import Wish
 from peerstore.peers.spans import Target
 from tieredckpt.boxes import Box, relative, runs
 from tieredckpt.copying import Move, memory_at

@@ -134,7 +134,7 @@ class Session:
         self._plan: TeamPlan | None = None
         self._puller: tuple[Passport, Puller] | None = None
         self._peers: dict[str, Peer] = {}
-        self._transport = transport_of(settings.agent.interface, settings.agent.tls)
+        self._transport = transport_of(settings.agent.interface, settings.agent.tls, settings.agent.transport)
         self._lock = threading.RLock()
         self._configure()
 
@@ -434,6 +434,7 @@ class Session:
         self._memories.clear()
         self.copier.close()
         self._close_peers()
+        self._transport.close()
         self._close_durable()
         self.node.close()
 

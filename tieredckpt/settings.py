@@ -24,6 +24,8 @@ from peerstore.units import parse_size
 from tieredckpt.errors import SettingsError
 
 Busy = Literal["wait", "skip"]
+TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
+"""How bytes go between nodes: :attr:`AgentSettings.transport`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,11 @@ class AgentSettings:
     """A directory with ``tls.crt``, ``tls.key`` and ``ca.crt``: connections between nodes are encrypted, and both sides
     show certificates of that authority. Empty: not encrypted, but still authenticated by the job's secret."""
     labels: str = ""
-    """What this node fails together with: ``rack=r1,zone=a``."""
+    """What this node fails together with: ``rack=r1,zone=a``, or ``file:/path`` to the labels of its Kubernetes node
+    (``kubectl get node NAME -o json``, or a downward API volume)."""
+    transport: str = "tcp"
+    """How bytes go between nodes: ``tcp``, or ``nixl`` for InfiniBand (by UCX) and ``nixl:LIBFABRIC`` for EFA, which
+    need ``tieredckpt[nixl]``. The same on all nodes of a job."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +307,12 @@ _Problem = tuple[tuple[str, ...], str]
 def _contradictions(settings: Settings) -> list[_Problem]:
     """What is wrong with values that are of the right type: the keys it concerns, and why."""
     memory, durable = settings.memory, settings.durable
-    problems = _bad_agent(settings.agent) + _bad_sizes(settings) + _out_of_range(settings)
+    problems = [
+        *_bad_agent(settings.agent),
+        *_bad_transport(settings.agent),
+        *_bad_sizes(settings),
+        *_out_of_range(settings),
+    ]
     if durable.url and not _is_url(durable.url):
         text = f"{durable.url!r} is neither a URL (s3://bucket/prefix) nor an absolute path"
         problems.append((("durable.url",), text))
@@ -337,6 +348,16 @@ def _bad_agent(agent: AgentSettings) -> list[_Problem]:
         most = _SOCKET_PATH_BYTES - len("/agent.sock")
         problems.append((("agent.directory",), f"{agent.directory!r} is too long for a socket in it: {most} bytes"))
     return problems
+
+
+def _bad_transport(agent: AgentSettings) -> list[_Problem]:
+    kind, colon, backend = agent.transport.partition(":")
+    if kind not in TRANSPORTS or (colon and (kind != NIXL or not backend.isidentifier())):
+        return [(("agent.transport",), f"{agent.transport!r} is neither tcp, nixl nor nixl:BACKEND")]
+    if kind == NIXL and agent.tls:
+        text = "NIXL does not encrypt what it moves: leave agent.tls out, or use tcp"
+        return [(("agent.transport", "agent.tls"), text)]
+    return []
 
 
 def _bad_sizes(settings: Settings) -> list[_Problem]:

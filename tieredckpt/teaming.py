@@ -7,11 +7,13 @@ from pathlib import Path
 from peerstore.errors import RequestError
 from peerstore.peers.plan import TeamPlan, TeamSettings
 from peerstore.transport.certificates import TlsFiles
+from peerstore.transport.nixl import NixlTransport
+from peerstore.transport.seam import Transport
 from peerstore.transport.secret import read_secret
 from peerstore.transport.tcp import TcpTransport
 from peerstore.units import parse_size
 from tieredckpt.errors import SettingsError
-from tieredckpt.settings import PeerSettings
+from tieredckpt.settings import NIXL, TCP, PeerSettings
 
 WORLD, OFF = "world", "off"
 
@@ -53,8 +55,10 @@ def secret_of(peer: PeerSettings) -> bytes:
         raise SettingsError(f"peer.secret: {error}") from error
 
 
-def transport_of(interface: str, tls: str) -> TcpTransport:
+def transport_of(interface: str, tls: str, kind: str = TCP) -> Transport:
     """How this node's processes reach other nodes."""
     folder = Path(tls)
     files = TlsFiles(folder / "tls.crt", folder / "tls.key", folder / "ca.crt") if tls else None
-    return TcpTransport(interface=interface, tls=files)
+    tcp = TcpTransport(interface=interface, tls=files)
+    name, _, backend = kind.partition(":")
+    return NixlTransport(carrier=tcp, backend=backend or "UCX") if name == NIXL else tcp

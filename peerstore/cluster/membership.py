@@ -196,6 +196,15 @@ class Membership:
             self._living = self.changes, tuple(sorted(nodes))
         return self._living[1]
 
+    def node(self, name: NodeId) -> Node | None:
+        """A node of the roster as it describes itself, and as the roster does when it is dead; ``None``: a stranger."""
+        if name == self._me.node.id:
+            return self._me.node if self._belongs else None
+        member = self._members.get(name)
+        if member is None:
+            return None
+        return member.listed if member.standing is Standing.DEAD else member.node
+
     def standing(self, node: NodeId) -> Standing | None:
         """``None`` for who does not belong to the job. A node nobody has seen yet is as good as dead."""
         if node == self._me.node.id:

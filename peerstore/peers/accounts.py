@@ -77,7 +77,8 @@ class _Known:
     """Who had no room for the moment, and since when."""
     obsolete_until: float = float("-inf")
     """Another node holds this version for one of the past, and may be asked again from then on."""
-    why: str = ""
+    why: dict[str, str] = field(default_factory=dict)
+    """What kept the last copy from each node."""
 
 
 class Accounts:
@@ -138,7 +139,7 @@ class Accounts:
     def trouble(self, key: ShardKey) -> str:
         """Why a shard lacks copies, as far as it is known."""
         known = self._known.get(key)
-        return known.why if known is not None else ""
+        return "; ".join(f"{node}: {why}" for node, why in known.why.items()) if known is not None else ""
 
     def _standing(self, held: Held, look: Outlook, partners: Sequence[str]) -> Standing:
         return standing(held, me=self._me, living=look.living, partners=partners, copies=self._protection.copies)
@@ -213,14 +214,14 @@ class Accounts:
         if base == self._base:
             known.confirmed[duty.to] = life
         known.busy.pop(duty.to, None)
-        known.why = ""
+        known.why.pop(duty.to, None)
         self._misses.pop(duty.to, None)
         self._away.pop(duty.to, None)
 
     def failed(self, duty: Duty, error: Exception, now: float) -> bool:
         """The copy was not made. Whether this node should look at its own: it may be the bad one."""
         known = self._learning(duty.key)
-        known.why = f"{duty.to}: {error}"
+        known.why[duty.to] = str(error)
         no_room = isinstance(error, ArenaBusyError) and not isinstance(error, ShardPendingError)
         busy_since = known.busy.setdefault(duty.to, now) if no_room else now
         if not no_room:
@@ -244,7 +245,9 @@ class Accounts:
 
     def confirm(self, key: ShardKey, node: str, life: int) -> None:
         """``node`` has been seen to hold a shard of this node."""
-        self._learning(key).confirmed[node] = life
+        known = self._learning(key)
+        known.confirmed[node] = life
+        known.why.pop(node, None)
 
     def _learning(self, key: ShardKey) -> _Known:
         self._seen = None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from peerstore import frames
 from peerstore.cluster.nodes import NodeId
 from peerstore.errors import PeerStoreError, PeerUnreachableError, ProtocolError, from_wire
 from peerstore.peers.messages import Answer, Request
-from peerstore.transport.handshake import greet
-from peerstore.transport.seam import Channel, Payload, Transport
+from peerstore.transport.handshake import WITHIN_S, greet
+from peerstore.transport.seam import Channel, Payload, Seen, Transport
 
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
@@ -50,10 +51,30 @@ class Line:
         payload: Payload = (),
         into: Sequence[memoryview] = (),
         timeout_s: float = _ANSWER_S,
+        until: float | None = None,
     ) -> Any:
-        """The answer as a ``result``; the bytes that come with it go ``into`` the views, which they must fill."""
+        """The answer as a ``result``; the bytes that come with it go ``into`` the views, which they must fill.
+
+        ``until`` is when even an answer that has begun is not waited for any longer.
+        """
         self.tell(op, body, payload)
-        incoming = self._channel.receive(idle_s=timeout_s)
+        return self.answer(op, result, into=into, timeout_s=timeout_s, until=until)
+
+    def answer(
+        self,
+        op: str,
+        result: type[T] | Any,
+        *,
+        into: Sequence[memoryview] = (),
+        watch: Callable[[Any], Seen] | None = None,
+        timeout_s: float = _ANSWER_S,
+        until: float | None = None,
+    ) -> Any:
+        """What is said to the first question that has had no answer yet: they come in the order of the questions.
+
+        ``watch`` is given the answer, and what it makes of it sees the bytes arrive.
+        """
+        incoming = self._channel.receive(idle_s=timeout_s, within_s=_left(until))
         if incoming is None:
             raise PeerUnreachableError(f"{self._channel.peer} closed the connection instead of answering {op!r}")
         answer = frames.decode(incoming.header, Answer)
@@ -66,7 +87,7 @@ class Line:
                 f"{self._channel.peer} answered {op!r} with {incoming.payload_bytes} bytes, {sum(map(len, into))} were "
                 "asked for"
             )
-        self._channel.receive_into(into)
+        self._channel.receive_into(into, watch(decoded) if watch is not None else None)
         return decoded
 
     def close(self) -> None:
@@ -83,6 +104,7 @@ class Peer:
         self._connect_s = connect_s
         self._idle: list[Line] = []
         self._busy: set[Line] = set()
+        self._opening: set[Channel] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -95,19 +117,22 @@ class Peer:
         payload: Payload = (),
         into: Sequence[memoryview] = (),
         timeout_s: float = _ANSWER_S,
+        within_s: float | None = None,
     ) -> Any:
+        """``timeout_s`` is for the answer to begin, ``within_s`` for all of it, a connection that is made included."""
+        until = None if within_s is None else time.monotonic() + within_s
         if self._idle:  # one that was kept may lead to an agent that was restarted since
-            with contextlib.suppress(PeerUnreachableError), self.line() as line:
-                return line.ask(op, body, result, payload=payload, into=into, timeout_s=timeout_s)
-        with self.line(fresh=True) as line:
-            return line.ask(op, body, result, payload=payload, into=into, timeout_s=timeout_s)
+            with contextlib.suppress(PeerUnreachableError), self.line(until=until) as line:
+                return line.ask(op, body, result, payload=payload, into=into, timeout_s=timeout_s, until=until)
+        with self.line(fresh=True, until=until) as line:
+            return line.ask(op, body, result, payload=payload, into=into, timeout_s=timeout_s, until=until)
 
     @contextlib.contextmanager
-    def line(self, *, fresh: bool = False) -> Iterator[Line]:
+    def line(self, *, fresh: bool = False, until: float | None = None) -> Iterator[Line]:
         """A connection to oneself; one that failed is not used again."""
         with self._lock:
             line = self._idle.pop() if self._idle and not fresh else None
-        line = line or self._open()
+        line = line or self._open(until)
         with self._lock:
             self._busy.add(line)
             closed = self._closed
@@ -130,17 +155,29 @@ class Peer:
             with self._lock:
                 self._busy.discard(line)
 
-    def _open(self) -> Line:
+    def _open(self, until: float | None) -> Line:
         if not self.address:
             raise PeerUnreachableError("this node's agent does not listen for others")
         if self._closed:
             raise PeerUnreachableError(f"{self.address} was given up")
-        channel = self._transport.connect(self.address, timeout_s=self._connect_s)
+        left_s = _left(until)
+        connect_s = self._connect_s if left_s is None else min(self._connect_s, left_s)
+        channel = self._transport.connect(self.address, timeout_s=connect_s)
+        with self._lock:
+            self._opening.add(channel)
+            closed = self._closed
         try:
-            greet(channel, job=self._pass.job, me=self._pass.me, secret=self._pass.secret)
+            if closed:
+                raise PeerUnreachableError(f"{self.address} was given up")
+            left_s = _left(until)
+            within_s = WITHIN_S if left_s is None else min(WITHIN_S, left_s)
+            greet(channel, job=self._pass.job, me=self._pass.me, secret=self._pass.secret, within_s=within_s)
         except BaseException:
             channel.close()
             raise
+        finally:
+            with self._lock:
+                self._opening.discard(channel)
         return Line(channel)
 
     def _give_back(self, line: Line) -> None:
@@ -151,12 +188,22 @@ class Peer:
         line.close()
 
     def close(self) -> None:
-        """End all connections, also those that somebody waits on."""
+        """End all connections, also those that somebody waits on, and those on which nobody has answered yet."""
         with self._lock:
             self._closed = True
-            lines, self._idle = [*self._idle, *self._busy], []
-        for line in lines:
-            line.close()
+            ended: list[Line | Channel] = [*self._idle, *self._busy, *self._opening]
+            self._idle = []
+        for one in ended:
+            one.close()
+
+
+def _left(until: float | None) -> float | None:
+    if until is None:
+        return None
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise PeerUnreachableError("it did not answer in time")
+    return left_s
 
 
 def _encode(op: str, body: object) -> bytes:

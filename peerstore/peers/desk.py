@@ -22,6 +22,7 @@ from peerstore.peers.messages import (
     Commit,
     Flush,
     Look,
+    LookFor,
     Offer,
     Ping,
     PutBlob,
@@ -115,6 +116,7 @@ class _Conversation:
             "relist": (Relist, lambda a: self._store.copies.relist(self._mine(a.key), a.holders)),
             "put_blob": (PutBlob, self._put_blob),
             "look": (Look, lambda _: team.look()),
+            "look_for": (LookFor, self._look_for),
             "records": (AskRecords, lambda a: self._store.records(team.job, a.group)),
             "blob": (AskBlob, lambda a: self._store.get_blob(team.job, _shared(a.name))),
             "suspect": (Suspect, lambda a: desk.lending.suspected(self._mine(a.key), a.chunks)),
@@ -212,6 +214,9 @@ class _Conversation:
         self._store.put_blob(self._team.job, _shared(blob.name), bytes(data))
 
     # -- reading --------------------------------------------------------------------------------------------------
+
+    def _look_for(self, asked: LookFor) -> object:
+        return self._team.looking.look_for(asked)
 
     def _read(self, read: Read) -> None:
         try:

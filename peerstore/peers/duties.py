@@ -8,6 +8,7 @@ the first one left looks for new partners.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
@@ -17,6 +18,9 @@ from peerstore.cluster.nodes import Node, NodeId
 from peerstore.errors import FencedError, LeaseLostError
 from peerstore.peers.messages import Settling
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
+
+TOLD_AT_ONCE = 128
+"""How many nodes the scribe tells itself what is settled."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -152,6 +156,28 @@ def protected(standings: Iterable[Standing]) -> dict[Group, tuple[int, ...]]:
     return {group: tuple(sorted(parts)) for group, parts in found.items()}
 
 
+class _Said:
+    """What was said of one version."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Settling] = {}
+        self._named = 0
+        self._least = sys.maxsize
+        """The fewest parts in all that anybody spoke of."""
+
+    def add(self, note: Settling) -> None:
+        known = self.notes.get(note.by)
+        if known is None or note.life >= known.life:
+            self.notes[note.by] = note
+            self._named += len(note.parts) - (len(known.parts) if known is not None else 0)
+            self._least = min(self._least, note.parts_in_all)
+
+    @property
+    def may_be_all(self) -> bool:
+        """Whether it is worth counting: with each of thousands of notes that would be slow."""
+        return self._named >= self._least
+
+
 class Tally:
     """Counts protected parts per version, for the whole job. One node keeps it; losing it costs a repetition.
 
@@ -160,20 +186,19 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self._said: dict[Group, dict[str, Settling]] = {}
+        self._said: dict[Group, _Said] = {}
 
     def add(self, note: Settling) -> None:
-        said = self._said.setdefault(note.group, {})
-        known = said.get(note.by)
-        if known is None or note.life >= known.life:
-            said[note.by] = note
+        self._said.setdefault(note.group, _Said()).add(note)
 
     def complete(self, *, me: str, living: Collection[str], life: Callable[[str], int]) -> Group | None:
         """The newest version all of whose parts are protected."""
         found = []
         for group, said in self._said.items():
+            if not said.may_be_all:
+                continue
             counted = [
-                note for node, note in said.items() if node == me or (node in living and life(node) <= note.life)
+                note for node, note in said.notes.items() if node == me or (node in living and life(node) <= note.life)
             ]
             in_all = max((note.parts_in_all for note in counted), default=0)
             parts = {part for note in counted for part in note.parts if 0 <= part < in_all}
@@ -191,6 +216,15 @@ class Tally:
 def scribe(living: Mapping[str, object] | Collection[str]) -> str | None:
     """Who keeps the tally: the first of the living."""
     return min(living, default=None)
+
+
+def told_at_once(living: Iterable[str], me: str) -> list[str]:
+    """Whom the scribe tells what is settled: everybody in a small job, in a large one some of all, who pass it on.
+
+    Pings carry it too, and reach everybody within a few of their periods; telling thousands one by one takes longer.
+    """
+    others = sorted(node for node in living if node != me)
+    return others[:: max(1, -(-len(others) // TOLD_AT_ONCE))]
 
 
 class Reports:

@@ -6,6 +6,8 @@ named on it.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from peerstore.cluster.gossip import Gossip
@@ -14,6 +16,8 @@ from peerstore.records import Base, Group, ShardFact, ShardKey, ShardRecord
 PEER_PROTOCOL = 1
 MAX_RANGES = 4096
 """Ranges in one read: enough to fill a message, few enough to check first."""
+MOST_LOOKED_FOR = 1024
+"""Nodes that one other may be asked to look for."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -150,6 +154,19 @@ class Looked(msgspec.Struct, frozen=True):
     verifying: int
     """Shards that are there and not verified yet."""
     parities: tuple[ParityFact, ...] = ()
+
+
+class LookFor(msgspec.Struct, frozen=True):
+    """Look, as of now, at these nodes of your district, yourself included. They are sent a ``Look``."""
+
+    nodes: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=128)], ...], msgspec.Meta(max_length=MOST_LOOKED_FOR)]
+
+
+class LookedFor(msgspec.Struct, frozen=True):
+    nodes: dict[str, msgspec.Raw]
+    """What each of them said, a ``Looked``; decoded only for nodes that were asked for."""
+    silent: dict[str, str]
+    """Of whom nothing can be said here, and why."""
 
 
 class AskRecords(msgspec.Struct, frozen=True):

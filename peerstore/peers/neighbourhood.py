@@ -95,6 +95,7 @@ class Neighbourhood(SealListener):
         for team in teams:
             team.close()
         self.desk.close()
+        self._transport.close()
 
     # -- who I am -----------------------------------------------------------------------------------------------------
 

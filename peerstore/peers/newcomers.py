@@ -35,7 +35,14 @@ class Newcomers:
             self._nodes = {name: node for name, node in self._nodes.items() if name not in found}
             if now < self._until:
                 found |= {str(name): node for name, node in self._nodes.items()}
+            else:
+                self._nodes = {}
         return found
+
+    @property
+    def awaited(self) -> bool:
+        """Whether anybody may be missing among the living."""
+        return bool(self._nodes)
 
     def met(self, now: float, living: Iterable[Node]) -> bool:
         """Whether all were met, or waited for long enough, to say who lives and who does not."""

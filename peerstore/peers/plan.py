@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from peerstore.cluster.lookouts import SPLIT_FROM
 from peerstore.cluster.roster import Roster
 from peerstore.errors import RequestError
 
@@ -32,6 +33,8 @@ class TeamSettings(msgspec.Struct, frozen=True):
     """Copies of everything, or parities of groups of nodes: less memory, one lost node per group."""
     group: int = 4
     """With parity: a group has one node more than this, and a parity takes 1/``group`` of a shard."""
+    split_from: int = SPLIT_FROM
+    """From so many nodes on they look at each other by districts, and do not all ask all others."""
 
     @property
     def guarded(self) -> bool:

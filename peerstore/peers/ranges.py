@@ -13,7 +13,8 @@ from typing import TypeAlias
 
 from peerstore.bandwidth import Bandwidth
 from peerstore.errors import PeerUnreachableError, ShardDamagedError
-from peerstore.peers.pulling import Puller, Wish
+from peerstore.peers.board import Wish
+from peerstore.peers.pulling import Puller
 from peerstore.peers.spans import Target
 from peerstore.records import ShardRecord
 from peerstore.store import NodeStore

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from peerstore.crashpoints import reach
 from peerstore.errors import PeerStoreError
-from peerstore.peers.duties import Reports, scribe
+from peerstore.peers.duties import Reports, scribe, told_at_once
 from peerstore.peers.messages import Settled, Settling
 from peerstore.peers.tending import Tending
 from peerstore.records import Group
@@ -55,6 +55,7 @@ class Settlement:
         self._reports = reports
         self._totals = totals
         self._changed = changed
+        self._first: tuple[Mapping[str, object], str | None] = ({}, None)
 
     def tell(self, teller: str, notes: Iterable[Settling]) -> bool:
         """Tell the scribe which parts of which versions are kept as they are to be; whether it heard all of that."""
@@ -92,9 +93,18 @@ class Settlement:
         with self._changed:
             self._reports.count(note)
         if not self._look():
-            teller = scribe(self._tending.living)
+            teller = self._scribe()
             if teller is not None and teller < self._tending.me.id:  # always down, so never in circles
                 self._tell(teller, note, timeout_s=_TOLD_S)
+
+    def _scribe(self) -> str | None:
+        """Thousands of nodes tell of one version: who the first of the living is is not found out for each."""
+        living = self._tending.living
+        known, found = self._first
+        if known is not living:
+            found = scribe(living)
+            self._first = living, found
+        return found
 
     def _look(self) -> bool:
         """Whether a version is settled by what was told so far. Then all hear of it."""
@@ -105,12 +115,11 @@ class Settlement:
             return False
         self.settled(group)
         reach("peer.settling")
-        for node in living:
-            if node != self._tending.me.id:
-                try:
-                    self._tending.peer(node).call("settled", Settled(group), type(None), timeout_s=_TOLD_S)
-                except (PeerStoreError, OSError) as error:  # it learns with the next version, or by the next ping
-                    log.debug("job %s: %s was not told of %s: %s", self._job, node, group, error)
+        for node in told_at_once(living, self._tending.me.id):
+            try:
+                self._tending.peer(node).call("settled", Settled(group), type(None), timeout_s=_TOLD_S)
+            except (PeerStoreError, OSError) as error:  # it learns with the next version, or by the next ping
+                log.debug("job %s: %s was not told of %s: %s", self._job, node, group, error)
         return True
 
     def settled(self, group: Group) -> None:

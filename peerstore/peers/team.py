@@ -8,9 +8,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 
 import msgspec
 
@@ -30,12 +27,14 @@ from peerstore.errors import (
 )
 from peerstore.pages import Mapping as Mapped
 from peerstore.pages import populate_file
+from peerstore.peers.board import Wish
 from peerstore.peers.calling import Pass
 from peerstore.peers.duties import inherited, remembered, worth_mending
-from peerstore.peers.messages import AskBlob, AskRecords, Look, Looked, Suspect
+from peerstore.peers.looking import Looking, Sight
+from peerstore.peers.messages import AskBlob, AskRecords, Looked, Suspect
 from peerstore.peers.plan import TeamSettings
 from peerstore.peers.protecting import Protecting, Protection
-from peerstore.peers.pulling import Puller, Wish
+from peerstore.peers.pulling import Puller
 from peerstore.peers.sharing import Sharing
 from peerstore.peers.spans import Target
 from peerstore.peers.striping import awaited
@@ -46,25 +45,10 @@ from peerstore.transport.seam import Transport
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 5.0
-_FRESH_S = 2.0
-_LOOKERS = 16
 _REPAIRS = 64
 _MEND_S, _MEND_MAX_S = 1.0, 60.0
-_VERIFYING_S = 0.2
-"""Between two looks at a node that verifies what its last agent left."""
 _REBUILT_S = 0.3
 """Between two looks whether others have rebuilt what was lost."""
-
-
-@dataclass(frozen=True)
-class Sight:
-    """What every node of the job holds, as far as it could be asked."""
-
-    nodes: Mapping[str, Looked]
-    """This node included."""
-    silent: Mapping[str, str]
-    """Nodes that could not be asked, and why."""
 
 
 class Team:
@@ -116,17 +100,11 @@ class Team:
             self.protecting = Protecting(
                 store, self.job, self.tending, protection, pace=self.pace, blobs_of=blobs_of, clock=clock
             )
-        self._lock = threading.Lock()
-        self._looking = threading.Lock()
-        self._looks = 0
-        """How many looks at the other nodes were begun."""
-        self._sight: tuple[float, int, Sight] | None = None
-        """When the last look was begun, which one it was, and what it saw."""
+        self.looking = Looking(self.tending, self.look, seen=self._heard, split_from=settings.split_from, clock=clock)
         self._repairs: deque[tuple[ShardRecord, float]] = deque(maxlen=_REPAIRS)
         """What was damaged here, and how long to wait when it cannot be fetched yet."""
         self._repairing = threading.Condition()
         self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="peerstore-look")
         self._mender = threading.Thread(target=self._mend, name="peerstore-mend", daemon=True)
         self.repaired = 0
         self.taken_over = 0
@@ -147,12 +125,11 @@ class Team:
             self._repairing.notify_all()
         if self._mender.ident is not None:
             self._mender.join()
-        self._pool.shutdown(cancel_futures=True)
+        self.looking.close()
 
     def _changed(self) -> None:
         """A node came, went or is suspected."""
-        with self._lock:
-            self._sight = None
+        self.looking.forget()
         self.protecting.wake()
         self._take_over()
 
@@ -192,73 +169,18 @@ class Team:
         return Looked(facts, epoch, incarnation, settled, self._store.status().adopting, parities)
 
     def sight(self, *, fresh: bool = False) -> Sight:
-        """What all nodes hold. Those that do not answer are named, not left out.
+        """What all nodes hold, ``fresh`` as of now. Those that do not answer are named, not left out."""
+        return self.looking.sight(fresh=fresh)
 
-        ``fresh``: as of now, not as of a moment ago. Who asks while somebody looks waits for the next look, and shares
-        it with everybody else who waited.
-        """
-        with self._lock:
-            begun = self._looks
-            if not fresh and self._sight is not None and self._clock() - self._sight[0] < _FRESH_S:
-                return self._sight[2]
-        with self._looking:
-            with self._lock:
-                if self._sight is not None and self._sight[1] > begun:
-                    return self._sight[2]
-                self._looks = number = self._looks + 1
-            since = self._clock()
-            sight = self._look_around()
-            with self._lock:
-                self._sight = (since, number, sight)
-            return sight
-
-    def _look_around(self) -> Sight:
-        roster = self.tending.roster
-        others = [node.id for node in roster.nodes if node.id != self.me.id] if roster else []
-        asked = {node: self._pool.submit(self._look_at, node) for node in others}
-        nodes: dict[str, Looked] = {self.me.id: self.look()}
-        silent: dict[str, str] = {}
-        deadline = time.monotonic() + _LOOK_S
-        for node, future in asked.items():
-            try:
-                found = future.result(max(0.0, deadline - time.monotonic()))
-            except FutureTimeoutError:  # it accepts connections and says nothing: who asked does not wait for it
-                found = f"it did not answer within {_LOOK_S:.0f} s"
-            if isinstance(found, str):
-                silent[node] = found
-            else:
-                nodes[node] = found
-                self._store.copies.fence(self.job, found.epoch, found.incarnation)
-                self._note_holders(node, found)
-                if found.verifying:  # what it does not say yet is unknown, not absent
-                    silent[node] = f"it still verifies {found.verifying} shards that its last agent left"
-        return Sight(nodes, silent)
-
-    def _look_at(self, node: str) -> Looked | str:
-        if self.tending.standing(node) == "dead" and not self._probe(node):
-            return "it does not answer"
-        deadline = self._clock() + _LOOK_S
-        try:
-            while True:
-                found: Looked = self.tending.peer(node).call("look", Look(), Looked, timeout_s=_LOOK_S)
-                if not found.verifying or self._clock() > deadline or self._stop.wait(_VERIFYING_S):
-                    return found
-        except (PeerStoreError, OSError) as error:
-            return str(error)
-
-    def _probe(self, node: str) -> bool:
-        """Whether a node that is taken for dead answers after all."""
-        try:
-            self.tending.peer(node).call("look", Look(), Looked, timeout_s=1.0)
-        except (PeerStoreError, OSError):
-            return False
-        return True
-
-    def _note_holders(self, node: str, found: Looked) -> None:
+    def _heard(self, others: Mapping[str, Looked]) -> None:
+        """Who owns the job, as those say who were looked at, and what they hold of what is here."""
+        owner = max(((looked.epoch, looked.incarnation) for looked in others.values()), default=(0, ""))
+        self._store.copies.fence(self.job, *owner)
         mine = {fact.key for fact in self._store.copies.facts(self.job)}
-        for fact in found.facts:
-            if fact.key in mine:
-                self.protecting.confirm(fact.key, node)
+        for node, looked in others.items():
+            for fact in looked.facts:
+                if fact.key in mine:
+                    self.protecting.confirm(fact.key, node)
 
     def records(self, node: str, group: Group) -> list[ShardRecord]:
         """The sealed parts of a version on another node."""
@@ -282,8 +204,7 @@ class Team:
 
     def damaged(self, record: ShardRecord) -> None:
         """A shard of this node turned out damaged and was dropped: it is fetched again from a node that has it."""
-        with self._lock:
-            self._sight = None
+        self.looking.forget()
         with self._repairing:
             self._repairs.append((record, _MEND_S))
             self._repairing.notify_all()

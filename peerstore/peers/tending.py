@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from peerstore.cluster.discovery import Discovery
@@ -56,6 +56,7 @@ class Tending:
         self._newcomers = Newcomers(self._members.settings)
         self._peers: dict[str, Peer] = {}
         self._lived: set[str] = set()
+        self._living: tuple[int, Mapping[str, Node]] = (-1, {})
         self._waited = False
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(_PINGERS, thread_name_prefix="peerstore-ping")
@@ -77,10 +78,15 @@ class Tending:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     @property
-    def living(self) -> dict[str, Node]:
+    def living(self) -> Mapping[str, Node]:
         """The nodes that take part, this one included, and those that were just announced and not met yet."""
         with self._lock:
-            return self._newcomers.among(self._clock(), self._members.living or (self.me,))
+            if self._newcomers.awaited:
+                return self._newcomers.among(self._clock(), self._members.living or (self.me,))
+            changes = self._members.changes
+            if self._living[0] != changes:
+                self._living = changes, {node.id: node for node in self._members.living or (self.me,)}
+            return self._living[1]
 
     @property
     def roster(self) -> Roster | None:
@@ -142,11 +148,8 @@ class Tending:
             return known
 
     def _address(self, node: str) -> str:
-        for found in self._members.living:
-            if found.id == node:
-                return found.address
-        roster = self._members.roster
-        return next((found.address for found in roster.nodes if found.id == node), "") if roster else ""
+        found = self._members.node(NodeId(node))
+        return found.address if found is not None else ""
 
     @property
     def fence(self) -> tuple[int, str]:

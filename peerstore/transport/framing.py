@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from peerstore.errors import PeerUnreachableError, ProtocolError, RequestError, ShardDamagedError
-from peerstore.transport.seam import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, FileSlice, Incoming, Payload
+from peerstore.transport.seam import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, FileSlice, Incoming, Payload, Seen
 from peerstore.transport.views import Cursor
 
 VERSION = 1
@@ -115,8 +115,8 @@ class FramedChannel:
                 self._left = payload_bytes
                 return Incoming(header, payload_bytes)
 
-    def receive_into(self, views: Sequence[memoryview]) -> None:
-        with self._receiving, Cursor(views) as cursor:
+    def receive_into(self, views: Sequence[memoryview], seen: Seen | None = None) -> None:
+        with self._receiving, Cursor(views, seen) as cursor:
             self._check()
             if cursor.left != self._left:
                 raise RequestError(f"{cursor.left} bytes were given to fill, the payload has {self._left}")

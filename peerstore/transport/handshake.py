@@ -102,6 +102,7 @@ def greet(
     secret: bytes,
     expect: NodeId | None = None,
     version: str = "",
+    within_s: float = WITHIN_S,
     clock: Callable[[], float] = time.monotonic,
     nonce: Callable[[int], bytes] = secrets.token_bytes,
 ) -> PeerIdentity:
@@ -109,7 +110,7 @@ def greet(
 
     After an error the channel is of no use any more.
     """
-    talk = _Talk(channel, clock)
+    talk = _Talk(channel, clock, within_s)
     hello = Hello(PROTOCOL, job_name(job), node_id(me), nonce(NONCE_BYTES), version)
     talk.say(hello)
     challenge = talk.hear(Challenge)
@@ -173,10 +174,11 @@ def admit(
 class _Talk:
     """Small messages without payload, for a short time in all."""
 
-    def __init__(self, channel: Channel, clock: Callable[[], float]) -> None:
+    def __init__(self, channel: Channel, clock: Callable[[], float], within_s: float = WITHIN_S) -> None:
         self._channel = channel
         self._clock = clock
-        self._deadline = clock() + WITHIN_S
+        self._within_s = within_s
+        self._deadline = clock() + within_s
         self._timeout_s = channel.timeout_s
         channel.max_header_bytes = MAX_GREETING_BYTES
         channel.max_payload_bytes = 0
@@ -199,7 +201,7 @@ class _Talk:
     def _limit_time(self) -> float:
         left_s = self._deadline - self._clock()
         if left_s <= 0:
-            raise PeerUnreachableError(f"{self._channel.peer} did not show within {WITHIN_S:g} s who it is")
+            raise PeerUnreachableError(f"{self._channel.peer} did not show within {self._within_s:g} s who it is")
         self._channel.timeout_s = min(self._timeout_s, left_s)
         return left_s
 

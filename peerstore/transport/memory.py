@@ -196,3 +196,6 @@ class MemoryTransport:
 
     def connect(self, address: str, *, timeout_s: float = 5.0) -> Channel:
         return self._network.connect(self._node, address, self._timeout_s)
+
+    def close(self) -> None:
+        """Nothing is held beside the channels."""

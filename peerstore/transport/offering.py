@@ -25,7 +25,7 @@ from peerstore.frames import decode
 from peerstore.transport.framing import payload_size
 from peerstore.transport.pieces import Offer, Piece, copy_into, deliver, in_steps, size_of
 from peerstore.transport.registered import Read, Registered, patiently
-from peerstore.transport.seam import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Channel, FileSlice, Incoming, Payload
+from peerstore.transport.seam import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, Channel, FileSlice, Incoming, Payload, Seen
 from peerstore.transport.views import Cursor
 
 _ENVELOPE = struct.Struct(">BI")
@@ -119,14 +119,14 @@ class OfferingChannel:
                     if kind != _STILL_THERE:
                         return self._arrived(kind, header, rest, incoming.payload_bytes)
 
-    def receive_into(self, views: Sequence[memoryview]) -> None:
+    def receive_into(self, views: Sequence[memoryview], seen: Seen | None = None) -> None:
         with self._receiving:
             self._check()
             if not self._left:
-                self._carrier.receive_into(views)
+                self._carrier.receive_into(views, seen)
                 self._inline = 0
                 return
-            with Cursor(views) as cursor:
+            with Cursor(views, seen) as cursor:
                 if cursor.left != self._left:
                     raise RequestError(f"{cursor.left} bytes were given to fill, the payload has {self._left}")
                 if any(view.readonly for view in views):

@@ -46,7 +46,7 @@ class Registered:
     def __init__(
         self, backend: str, options: Mapping[str, str], *, buffer_bytes: int, buffers: int, timeout_s: float
     ) -> None:
-        self._nixl = _bindings()
+        self._nixl = bindings()
         self.buffer_bytes = buffer_bytes
         self._timeout_s = timeout_s
         self._agent = self._make(backend, options)
@@ -228,7 +228,8 @@ def patiently(within_s: float, check: Callable[[], None], otherwise: str) -> Ite
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _bindings() -> Any:
+def bindings() -> Any:
+    """NIXL, where it is installed."""
     for name in _MODULES:
         with contextlib.suppress(ImportError):
             return importlib.import_module(name)

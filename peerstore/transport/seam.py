@@ -25,6 +25,8 @@ class Incoming(NamedTuple):
 
 
 Payload = Sequence["memoryview | FileSlice"]
+Seen = Callable[[int], None]
+"""Is told how many bytes of a payload have arrived by now."""
 
 
 class Channel(Protocol):
@@ -41,6 +43,7 @@ class Channel(Protocol):
       ``send`` when the peer does not read.
     - ``receive_into`` fills ``views`` with exactly the payload that was announced, in order, or raises. No view is
       written once it has raised. Views may be as many as they like and of any size, and together are the payload.
+      ``seen`` is called on the same thread as they fill, so that bytes can be looked at while they are in the cache.
     - The payload of a message must be taken (``receive_into``, ``discard``) before the next ``receive``.
     - Nothing is allocated for what was only announced: a header above ``max_header_bytes`` and a payload above
       ``max_payload_bytes`` are a :class:`~peerstore.errors.ProtocolError`. The channel is over.
@@ -58,7 +61,7 @@ class Channel(Protocol):
 
     def send(self, header: bytes, payload: Payload = ()) -> None: ...
     def receive(self, *, idle_s: float | None = None, within_s: float | None = None) -> Incoming | None: ...
-    def receive_into(self, views: Sequence[memoryview]) -> None: ...
+    def receive_into(self, views: Sequence[memoryview], seen: Seen | None = None) -> None: ...
     def discard(self) -> None: ...
     def close(self) -> None: ...
 
@@ -84,3 +87,5 @@ class Transport(Protocol):
 
     def listen(self, address: str, serve: Callable[[Channel], None]) -> Listener: ...
     def connect(self, address: str, *, timeout_s: float = 5.0) -> Channel: ...
+    def close(self) -> None:
+        """Give back what is held for all channels together, after all listeners and channels were closed."""

@@ -83,6 +83,9 @@ class TcpTransport:
                 return self._connected(sock, host, address, deadline)
         raise PeerUnreachableError(f"{address} cannot be reached: {'; '.join(failures)}")
 
+    def close(self) -> None:
+        """Nothing is held beside the channels."""
+
     def _dial(self, found: AddressInfo, within_s: float) -> socket.socket:
         family, kind, protocol, _, where = found
         sock = socket.socket(family, kind, protocol)

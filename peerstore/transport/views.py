@@ -10,6 +10,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from peerstore.errors import RequestError
+from peerstore.transport.seam import Seen
 
 MAX_VIEWS = 1024
 """What Linux takes in one call (IOV_MAX)."""
@@ -21,13 +22,14 @@ class Cursor:
     Views made here are released at the end, also after an error: a mapping with a forgotten view cannot be closed.
     """
 
-    def __init__(self, views: Iterable[memoryview]) -> None:
+    def __init__(self, views: Iterable[memoryview], seen: Seen | None = None) -> None:
         self._made: list[memoryview] = []
         self._views = [as_bytes for view in views if (as_bytes := self._flat(view)).nbytes]
         self._at = 0
         self._offset = 0
         self._lent: list[memoryview] = []
-        self.left = sum(view.nbytes for view in self._views)
+        self._size = self.left = sum(view.nbytes for view in self._views)
+        self._seen = seen
 
     def __enter__(self) -> Self:
         return self
@@ -64,6 +66,8 @@ class Cursor:
         while self._at < len(self._views) and self._offset >= self._views[self._at].nbytes:
             self._offset -= self._views[self._at].nbytes
             self._at += 1
+        if self._seen is not None:
+            self._seen(self._size - self.left)
 
     def _flat(self, view: memoryview) -> memoryview:
         if view.format == "B" and view.ndim == 1 and view.contiguous:

@@ -17,7 +17,7 @@ from peerstore.cluster.discovery import HeadlessDns, StaticList, parse_discovery
 from peerstore.cluster.job_store import StoreDiscovery
 from peerstore.cluster.node_files import HYPERPOD_FILE, NodesFile, PodResourceConfig
 from peerstore.cluster.nodes import Node, NodeId
-from peerstore.cluster.topology import labels_from_kubernetes
+from peerstore.cluster.topology import labels_from_kubernetes, read_labels
 from peerstore.errors import InvalidNameError, ProtocolError, RequestError, UnavailableError
 
 ADDRESSES = ["10.0.0.3", "10.0.0.1", "10.0.0.2"]
@@ -454,3 +454,46 @@ def test_kubernetes_labels_become_failure_domains(labels, ours):
 def test_a_label_that_is_no_name_is_refused():
     with pytest.raises(InvalidNameError, match="zone"):
         labels_from_kubernetes({"topology.kubernetes.io/zone": "a b"})
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        json.dumps({"kind": "Node", "metadata": {"labels": {LAYER + "3": "nn-3", "topology.kubernetes.io/zone": "a"}}}),
+        json.dumps({LAYER + "3": "nn-3", "topology.kubernetes.io/zone": "a", "kubernetes.io/hostname": "h"}),
+        f'app="trainer"\n{LAYER}3="nn-3"\nquoted="a \\"b\\""\ntopology.kubernetes.io/zone="a"\n',
+        'rack="nn-3"\nzone="a"',
+        f'{LAYER}3="another"\nrack="nn-3"\nzone="a"',
+    ],
+    ids=["node", "labels", "downward", "ours", "ours first"],
+)
+def test_labels_stand_in_a_file(tmp_path, written):
+    (tmp_path / "labels").write_text(written)
+    assert read_labels(f"file:{tmp_path}/labels") == (("rack", "nn-3"), ("zone", "a"))
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("{", "Expecting property name"),
+        ('{"metadata": {}}', "neither a node with labels"),
+        ('{"metadata": 7}', "neither a node with labels"),
+        ('{"rack": 7}', "neither a node with labels"),
+        ("rack=r1", "not of the form"),
+        ('rack="r 1"', "label 'rack=r 1' is not allowed"),
+        (b"\xff\xfe", "utf-8"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_without_labels_is_told_by_name(tmp_path, written, said):
+    path = tmp_path / "labels"
+    if written is not None:
+        path.write_bytes(written if isinstance(written, bytes) else written.encode())
+    with pytest.raises(RequestError, match=said) as raised:
+        read_labels(f"file:{path}")
+    assert str(path) in str(raised.value)
+
+
+def test_labels_may_be_written_out():
+    assert read_labels("zone=a,rack=r1") == (("rack", "r1"), ("zone", "a"))
+    assert read_labels("") == ()

@@ -124,6 +124,26 @@ def test_views_may_be_many_and_of_any_size_on_both_sides(line):
     sent.result(PATIENCE_S)
 
 
+@pytest.mark.parametrize("size", [1000, 5 * MIB + 17])
+def test_bytes_can_be_looked_at_as_they_arrive(line, size):
+    near, far = line.meet()
+    data = noise(size)
+    sent = line.aside(near.send, b"", [memoryview(data)])
+    assert far.receive(idle_s=PATIENCE_S).payload_bytes == size
+    target = bytearray(size)
+    there = [0]
+
+    def look(count):
+        assert target[there[-1] : count] == data[there[-1] : count]
+        there.append(count)
+
+    far.receive_into([memoryview(target)[:700], memoryview(target)[700:]], look)
+    assert there[-1] == size
+    assert there == sorted(set(there))
+    assert len(there) > 3 or size < MIB
+    sent.result(PATIENCE_S)
+
+
 def test_views_of_other_things_than_bytes_are_their_bytes(line):
     near, far = line.meet()
     numbers = array.array("d", range(1000))

@@ -20,7 +20,8 @@ from peerstore.jobs import Jobs
 from peerstore.peers import duties
 from peerstore.peers.accounts import Accounts
 from peerstore.peers.duties import Held, Tally
-from peerstore.records import Group, ShardKey
+from peerstore.peers.messages import Settling
+from peerstore.records import ShardKey
 from tests.simulation import agent, memory, restoring, transfers
 from tests.simulation.schedule import Schedule, schedule_of
 from tests.simulation.world import Shape
@@ -47,13 +48,11 @@ class Broken:
         return schedule_of(seed, self.kinds, self.shape)
 
 
-_complete, _check_fence, _plan = Tally.complete, Jobs.check_fence, duties.plan
+_add, _check_fence, _plan = Tally.add, Jobs.check_fence, duties.plan
 
 
-def _what_is_told_is_all(tally: Tally, **known: Any) -> Group | None:
-    for said in tally._said.values():
-        said |= {node: msgspec.structs.replace(note, parts_in_all=len(note.parts)) for node, note in said.items()}
-    return _complete(tally, **known)
+def _what_one_tells_is_all(tally: Tally, note: Settling) -> None:
+    _add(tally, msgspec.structs.replace(note, parts_in_all=len(note.parts)))
 
 
 def _all_may_write(jobs: Jobs, key: ShardKey) -> None:
@@ -92,7 +91,7 @@ BROKEN = {
         ("save", "wait", "part", *["wait"] * 2, *["restart all"] * 2, "wait", *["save"] * 3, "wait"),
         _FEW_RANKS,
     ),
-    "settle with what is told": Broken(Tally, "complete", _what_is_told_is_all, "is settled, but part"),
+    "settle with what one tells": Broken(Tally, "add", _what_one_tells_is_all, "is settled, but part"),
     "ignore racks": Broken(memory, "_placed", _as_if_without_racks, "in one rack"),
     "seek no new partner": Broken(
         duties, "plan", _no_new_partner, "took the last copy", ("save", "wait", "crash", *["wait"] * 4, "crash")

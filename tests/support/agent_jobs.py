@@ -12,10 +12,12 @@ from pathlib import Path
 from peerstore.cluster.nodes import Node
 from peerstore.cluster.roster import roster_of
 from peerstore.errors import PeerStoreError
+from peerstore.peers.board import Pulled, Wish
 from peerstore.peers.calling import Pass, Peer
 from peerstore.peers.messages import AskRecords
 from peerstore.peers.plan import TeamPlan, TeamSettings
-from peerstore.peers.pulling import Pulled, Puller, Target, Wish
+from peerstore.peers.pulling import Puller
+from peerstore.peers.spans import Target
 from peerstore.records import ShardKey, ShardRecord
 from peerstore.settings import AgentPlace
 from peerstore.transport.tcp import TcpTransport

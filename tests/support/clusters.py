@@ -39,6 +39,7 @@ class Host:
     directory: Path
     labels: str = ""
     budget: str = "1GiB"
+    transport: str = "tcp"
 
     @property
     def environ(self) -> dict[str, str]:
@@ -48,6 +49,7 @@ class Host:
             "TIEREDCKPT_AGENT_LABELS": self.labels,
             "TIEREDCKPT_AGENT_PEERS": "127.0.0.1:0",
             "TIEREDCKPT_AGENT_BUDGET": self.budget,
+            "TIEREDCKPT_AGENT_TRANSPORT": self.transport,
         }
 
     @property
@@ -118,9 +120,9 @@ class Cluster:
     hosts: dict[str, Host] = field(default_factory=dict)
     job: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex[:8]}")
 
-    def add(self, name: str, labels: str = "", *, budget: str = "1GiB") -> Host:
+    def add(self, name: str, labels: str = "", *, budget: str = "1GiB", transport: str = "tcp") -> Host:
         directory = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
-        host = self.hosts[name] = Host(name, directory, labels, budget)
+        host = self.hosts[name] = Host(name, directory, labels, budget, transport)
         return host
 
     def __getitem__(self, name: str) -> Host:

@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from peerstore.arena import TmpfsArena
+from peerstore.cluster.lookouts import SPLIT_FROM
 from peerstore.cluster.members import MembershipSettings
 from peerstore.cluster.nodes import Node, NodeId, parse_labels
 from peerstore.cluster.roster import roster_of
 from peerstore.errors import PeerStoreError
+from peerstore.peers.board import Pulled, Wish
 from peerstore.peers.neighbourhood import Identity, Neighbourhood
 from peerstore.peers.plan import TeamPlan, TeamSettings
-from peerstore.peers.pulling import Pulled, Puller, Target, Wish
+from peerstore.peers.pulling import Puller
+from peerstore.peers.spans import Target
 from peerstore.peers.team import Team
 from peerstore.records import ShardFact, ShardKey, ShardRecord
 from peerstore.settings import StoreSettings
@@ -156,9 +159,16 @@ class Neighbour:
 class Neighbours:
     """A job's nodes. What was opened is closed in the end."""
 
-    def __init__(self, *, copies: int = 2, capacity_bytes: int = 256 << 10, secret: bytes = SECRET) -> None:
+    def __init__(
+        self,
+        *,
+        copies: int = 2,
+        capacity_bytes: int = 256 << 10,
+        secret: bytes = SECRET,
+        split_from: int = SPLIT_FROM,
+    ) -> None:
         self.network = MemoryNetwork(capacity_bytes=capacity_bytes)
-        self.settings = TeamSettings(copies=copies)
+        self.settings = TeamSettings(copies=copies, split_from=split_from)
         self.secret = secret
         self.nodes: dict[str, Neighbour] = {}
         self._rosters = 0

@@ -23,9 +23,11 @@ from typing import Any
 
 from peerstore.cluster.nodes import node_id
 from peerstore.operations import Store
+from peerstore.peers.board import Pulled, Wish
 from peerstore.peers.calling import Pass, Peer
 from peerstore.peers.messages import AskRecords
-from peerstore.peers.pulling import Pulled, Puller, Target, Wish
+from peerstore.peers.pulling import Puller
+from peerstore.peers.spans import Target
 from peerstore.records import ShardKey, ShardRecord
 from peerstore.transport.secret import new_secret
 from peerstore.transport.tcp import TcpTransport

@@ -16,9 +16,10 @@ from peerstore.cluster.members import MembershipSettings
 from peerstore.cluster.nodes import NodeId, parse_labels
 from peerstore.cluster.roster import roster_of
 from peerstore.errors import NoQuorumError
+from peerstore.peers.board import Wish
 from peerstore.peers.neighbourhood import Identity, Neighbourhood
 from peerstore.peers.plan import TeamPlan, TeamSettings
-from peerstore.peers.pulling import Puller, Wish
+from peerstore.peers.pulling import Puller
 from peerstore.peers.spans import Target
 from peerstore.peers.team import Team
 from peerstore.records import ShardKey, ShardRecord

@@ -12,7 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 from peerstore.cli import add_serve_arguments, start_process, store_settings
-from peerstore.cluster.nodes import node_id, parse_labels
+from peerstore.cluster.nodes import node_id
+from peerstore.cluster.topology import read_labels
 from peerstore.errors import PeerStoreError
 from peerstore.peers.neighbourhood import Identity, Neighbourhood
 from peerstore.serve import Extras, serve
@@ -58,10 +59,11 @@ def _neighbourhood(store: NodeStore, args: argparse.Namespace) -> Neighbourhood 
     identity = Identity(
         node=node_id(args.node or socket.gethostname()),
         listen=args.peers,
-        labels=parse_labels(args.labels),
+        labels=read_labels(args.labels),
         memory_bytes=budget_bytes(args.budget),
     )
-    return Neighbourhood(store, identity, transport_of(args.interface, args.tls), version=version(), blobs_of=blobs_of)
+    transport = transport_of(args.interface, args.tls, args.transport)
+    return Neighbourhood(store, identity, transport, version=version(), blobs_of=blobs_of)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--interface", default="", help="network interface for traffic between nodes")
     parser.add_argument("--tls", default="", help="directory with tls.crt, tls.key, ca.crt: encrypt what nodes send")
-    parser.add_argument("--labels", default="", help="what this node fails together with: rack=r1,zone=a")
+    parser.add_argument(
+        "--labels", default="", help="what this node fails together with: rack=r1,zone=a, or file:/path of its labels"
+    )
+    parser.add_argument("--transport", default="tcp", help="tcp, nixl or nixl:BACKEND (%(default)s)")
     parser.add_argument("--nice", type=int, default=5, help="give trainers precedence by so much (%(default)s)")
 
 

@@ -5,18 +5,24 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
+from peerstore.cluster.domains import point
 from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
+from peerstore.peers.looking import Sight
 from peerstore.peers.neighbourhood import Neighbourhood
 from peerstore.peers.team import Team
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from tieredckpt.agent.messages import LAYOUT, TABLE
+from tieredckpt.agent.views import Facts, elsewhere
 from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.manifest import decode_meta
 from tieredckpt.node import ClusterView, Durability, NodeView, Source
 
 log = logging.getLogger(__name__)
+
+_ASKED_AT_ONCE = 16
 
 
 def blobs_of(fact: ShardFact) -> tuple[str, ...]:
@@ -33,6 +39,8 @@ class Others:
 
     def __init__(self, neighbourhood: Neighbourhood) -> None:
         self.neighbourhood = neighbourhood
+        self._listed: dict[str, tuple[Sight, dict[str, list[str]]]] = {}
+        """By job, what was seen last, and which nodes have shards that go with each layout and table."""
 
     def team(self, job: str) -> Team | None:
         return self.neighbourhood.team(job)
@@ -43,19 +51,14 @@ class Others:
         if team is not None:
             team.await_others(timeout_s)
 
-    def facts(self, job: str) -> tuple[dict[Group, dict[int, ShardFact]], str]:
+    def facts(self, job: str) -> tuple[Facts, str]:
         """What other nodes hold right now, by version and part; and who could not be asked."""
         team = self.team(job)
         if team is None:
             return {}, ""
         sight = team.sight(fresh=True)
-        found: dict[Group, dict[int, ShardFact]] = defaultdict(dict)
-        for node, looked in sight.nodes.items():
-            if node == team.me.id:
-                continue
-            for fact in looked.facts:
-                found[fact.key.group].setdefault(fact.key.part, fact)
-        return found, "; ".join(f"{node}: {why}" for node, why in sorted(sight.silent.items()))
+        silent = "; ".join(f"{node}: {why}" for node, why in sorted(sight.silent.items()))
+        return elsewhere(sight.nodes, team.me.id), silent
 
     def sources(self, job: str, group: Group) -> dict[int, tuple[Source, ...]]:
         """For each part of a version, the other nodes that hold it."""
@@ -64,10 +67,11 @@ class Others:
             return {}
         found: dict[int, list[Source]] = defaultdict(list)
         for node, looked in team.sight().nodes.items():
-            if node != team.me.id:
-                for fact in looked.facts:
-                    if fact.key.group == group:
-                        found[fact.key.part].append(Source(node, team.tending.peer(node).address))
+            parts = [fact.key.part for fact in looked.facts if fact.key.group == group]
+            if parts and node != team.me.id:
+                source = Source(node, team.tending.peer(node).address)
+                for part in parts:
+                    found[part].append(source)
         return {part: tuple(sources) for part, sources in found.items()}
 
     def records(self, job: str, group: Group, sources: Mapping[int, tuple[Source, ...]]) -> dict[int, ShardRecord]:
@@ -75,18 +79,25 @@ class Others:
         team = self.team(job)
         if team is None or not sources:
             return {}
-        said: dict[int, dict[str, ShardRecord]] = defaultdict(dict)
-        for node in sorted({source.node for there in sources.values() for source in there}):
+
+        def ask(node: str) -> list[ShardRecord]:
             try:
-                for record in team.records(node, group):
-                    if record.key.part in sources:
-                        said[record.key.part][node] = record
+                return team.records(node, group)
             except (PeerStoreError, OSError) as error:
                 log.warning("job %s: %s did not describe step %d: %s", job, node, group.version, error)
+                return []
+
+        nodes = sorted({source.node for there in sources.values() for source in there})
+        said: dict[int, dict[str, ShardRecord]] = defaultdict(dict)
+        with ThreadPoolExecutor(min(_ASKED_AT_ONCE, len(nodes)), thread_name_prefix="tieredckpt-describe") as pool:
+            for node, records in zip(nodes, pool.map(ask, nodes), strict=True):
+                for record in records:
+                    if record.key.part in sources:
+                        said[record.key.part][node] = record
         found = {}
-        for part, records in said.items():
+        for part, described in said.items():
             try:
-                found[part] = team.agreed(records)[0]
+                found[part] = team.agreed(described)[0]
             except ShardDamagedError as error:
                 log.error("job %s: step %d: %s", job, group.version, error)
         return found
@@ -96,8 +107,25 @@ class Others:
         team = self.team(job)
         if team is None:
             raise ShardNotFoundError(f"job {job} has no {name} here")
-        others = tuple(node for node in team.tending.living if node != team.me.id)
-        return team.blob(name, others)
+        holders = self._holders(team, name)
+        rest = [node for node in team.tending.living if node != team.me.id and node not in holders]
+        return team.blob(name, (*holders, *rest))
+
+    def _holders(self, team: Team, name: str) -> dict[str, None]:
+        """Nodes with a shard that goes with this layout or table, and so most likely with that.
+
+        Each node has an order of its own: of what all have, not all ask the same one.
+        """
+        sight = team.sight()
+        seen, listed = self._listed.get(team.job, (None, {}))
+        if seen is not sight:
+            listed = defaultdict(list)
+            for node, looked in sight.nodes.items():
+                for blob in {blob for fact in looked.facts for blob in blobs_of(fact)}:
+                    if node != team.me.id:
+                        listed[blob].append(node)
+            self._listed[team.job] = sight, listed
+        return dict.fromkeys(sorted(listed.get(name, ()), key=lambda node: point(team.me.id, node)))
 
 
 def durability_of(team: Team, key: ShardKey) -> Durability:

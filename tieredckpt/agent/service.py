@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -18,7 +19,7 @@ from peerstore.operations import Operation
 from peerstore.peers.neighbourhood import Neighbourhood
 from peerstore.peers.plan import TeamPlan
 from peerstore.peers.team import Team
-from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
+from peerstore.records import Group, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
 from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.drain import Drain
@@ -43,6 +44,7 @@ from tieredckpt.agent.messages import (
     WaitDurable,
 )
 from tieredckpt.agent.others import Others, cluster_of, durability_of
+from tieredckpt.agent.views import Facts, memory_views
 from tieredckpt.coverage import gaps
 from tieredckpt.durable import names
 from tieredckpt.durable.open import open_store
@@ -110,13 +112,14 @@ class NodeService(SealListener):
         if self.others is not None and patience_s > 0:
             self.others.await_others(job, patience_s)
         unreachable: dict[Tier, str] = {}
-        elsewhere: dict[Group, dict[int, ShardFact]] = {}
+        elsewhere: Facts = {}
         if self.others is not None:
             # What was sealed a moment ago counts: a job that goes on at once must not find an older step, or nothing.
             elsewhere, silent = self.others.facts(job)
             if silent:
                 unreachable[Tier.PEER] = silent
-        views = {view.group: view for view in self._memory_views(job, elsewhere)}
+        covers = functools.partial(self._covers, job)
+        views = {view.group: view for view in memory_views(self.store.inventory(job), elsewhere, covers)}
         plain: tuple[int, ...] = ()
         self._add_damaged(job, views)
         try:
@@ -313,34 +316,6 @@ class NodeService(SealListener):
             for record in self.store.records(job, group):
                 if record.key in own:
                     self.drain.sealed(record)
-
-    def _memory_views(self, job: str, elsewhere: Mapping[Group, Mapping[int, ShardFact]]) -> list[StepView]:
-        here: dict[Group, dict[int, ShardFact]] = defaultdict(dict)
-        for fact in self.store.inventory(job):
-            here[fact.key.group][fact.key.part] = fact
-        return [
-            self._memory_view(job, group, here.get(group, {}), elsewhere.get(group, {}))
-            for group in sorted(here.keys() | elsewhere.keys())
-        ]
-
-    def _memory_view(
-        self, job: str, group: Group, here: Mapping[int, ShardFact], elsewhere: Mapping[int, ShardFact]
-    ) -> StepView:
-        facts = [*{**elsewhere, **here}.values()]
-        metas = [decode_meta(fact.meta) for fact in facts]
-        found: dict[int, tuple[Tier, ...]] = {}
-        for part in sorted(here.keys() | elsewhere.keys()):
-            near = (Tier.MEMORY,) if part in here else ()
-            found[part] = (*near, Tier.PEER) if part in elsewhere else near
-        return StepView(
-            group=group,
-            parts=facts[0].parts,
-            found=found,
-            base=next((meta.base for meta in metas if meta.base is not None), None),
-            covered=len(facts) < facts[0].parts and self._covers(job, metas),
-            size_bytes=sum(fact.size_bytes for fact in facts),
-            saved_ns=max(fact.sealed_ns for fact in facts),
-        )
 
     def _covers(self, job: str, metas: Sequence[ShardMeta]) -> bool:
         try:

@@ -228,6 +228,7 @@ def test_status_for_people_and_for_programs(directory):
             "clients": 1,
             "versions": 1,
             "newest_whole": 1,
+            "settled": None,
             "expires_in_s": None,
         }
         assert told["counters"]["sealed"] == 2

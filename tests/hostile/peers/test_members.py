@@ -230,6 +230,7 @@ def test_offers_without_end_take_no_more_than_the_budget_and_all_of_it_comes_bac
     assert taken > 0
     assert arena.allocated_bytes <= arena.budget_bytes
     line.close()
+    until(lambda: nodes["n2"].store.status().arena.leases == 0, "all that was offered is given up")
     lives_on(nodes)
 
 

@@ -4,7 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from peerstore.peers.pulling import Puller, Target, Wish
+from peerstore.peers.board import Wish
+from peerstore.peers.pulling import Puller
+from peerstore.peers.spans import Target
 from peerstore.records import CHUNK_BYTES
 from tests.support.neighbours import neighbours, until
 from tests.support.stores import MIB, content, fill, flip, key, load

@@ -74,6 +74,7 @@ def test_every_key_can_be_set_by_environment(section, key):
         "compress": ("zstd", "zstd"),
         "spread": ("on", True),
         "mode": ("parity", "parity"),
+        "transport": ("nixl:LIBFABRIC", "nixl:LIBFABRIC"),
         "options": ("region=eu,endpoint=http://h:1/?a=b", {"region": "eu", "endpoint": "http://h:1/?a=b"}),
     }
     text, expected = special.get(key) or values[type(default)]
@@ -134,6 +135,17 @@ def test_everything_wrong_is_told_at_once():
         "enabled: ",
     ):
         assert text.count(key) == 1, key
+
+
+@pytest.mark.parametrize("transport", ["udp", "tcp:UCX", "nixl:", "nixl:a b", ""])
+def test_a_transport_nobody_has(transport):
+    with pytest.raises(SettingsError, match=r"agent\.transport: .* is neither tcp, nixl nor nixl:BACKEND"):
+        settings_from({"agent": {"transport": transport}})
+
+
+def test_nixl_does_not_encrypt():
+    with pytest.raises(SettingsError, match=r"agent\.transport: NIXL does not encrypt"):
+        settings_from({"agent": {"transport": "nixl", "tls": "/tls"}})
 
 
 def test_a_wrong_value_is_not_reported_a_second_time_as_a_contradiction():

@@ -60,6 +60,18 @@ def test_what_failed_is_tried_again(error, again_s):
     assert book.next(look(again_s + 0.1)) == duty
 
 
+def test_a_copy_on_one_node_is_no_answer_to_what_is_wrong_with_another():
+    book, three = accounts(copies=3), {"living": ("n1", "n2", "n3")}
+    first = book.next(look(**three))
+    book.failed(first, ShardDamagedError("it arrived damaged"), 0.0)
+    second = book.next(look(0.1, **three))
+    assert second.to != first.to
+    book.done(second, 1, None)
+    assert book.trouble(KEY) == f"{first.to}: it arrived damaged"
+    book.confirm(KEY, first.to, 1)
+    assert book.trouble(KEY) == ""
+
+
 def test_a_partner_that_stays_busy_is_passed_over_so_that_the_version_is_settled():
     book = accounts()
     duty = book.next(look())

@@ -1,6 +1,7 @@
 """What is NIXL's own: who may be offered something, whose buffer it is, and pieces that are not what was offered."""
 
 import contextlib
+import threading
 import time
 
 import msgspec
@@ -25,7 +26,7 @@ encode = msgspec.msgpack.encode
 
 def test_a_backend_that_is_not_there_is_said():
     with pytest.raises(RequestError, match=r"NIXL cannot use 'NOSUCH' here .* it comes with .*UCX"):
-        NixlTransport(backend="NOSUCH")
+        NixlTransport(backend="NOSUCH").listen("127.0.0.1:0", lambda channel: None)
 
 
 @pytest.fixture
@@ -140,7 +141,8 @@ def raw(memory):
     """A carrier's end in a test's hands, and the channel at the other."""
     network = MemoryNetwork()
     line = Wire(network.transport("n1"), NixlTransport.__new__(NixlTransport), "n2:0")
-    line.there._carrier, line.there._memory, line.there._least_bytes = network.transport("n2"), memory, 1000
+    line.there._carrier, line.there._registered, line.there._least_bytes = network.transport("n2"), memory, 1000
+    line.there._lock = threading.Lock()
     yield line.meet()
     line.close()
 

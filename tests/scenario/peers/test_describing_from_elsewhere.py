@@ -1,0 +1,97 @@
+"""What a node without any part of a step needs to describe it comes from nodes that have it, asked once each."""
+
+from collections import Counter
+
+import pytest
+
+from peerstore.errors import PeerUnreachableError, ShardNotFoundError
+from tests.support.neighbours import JOB, neighbours
+from tests.support.stores import key, save
+from tieredckpt.agent.messages import LAYOUT, TABLE
+from tieredckpt.agent.others import Others
+from tieredckpt.manifest import ShardMeta, encode_meta
+
+NAMES = ("n1", "n2", "n3", "n4", "n5")
+WRITERS = NAMES[1:]
+GROUP = key(1).group
+
+
+def layout(part):
+    return f"{part:032x}"
+
+
+@pytest.fixture
+def nodes():
+    with neighbours(*NAMES, copies=1) as nodes:
+        for part, name in enumerate(WRITERS):
+            store = nodes[name].store
+            store.put_blob(JOB, LAYOUT + layout(part), f"layout {part}".encode())
+            store.put_blob(JOB, TABLE + layout(99), b"table")
+            meta = encode_meta(ShardMeta(layout(part), (), table=layout(99)))
+            save(store, key(1, part), 4096, parts=len(WRITERS), meta=meta)
+        yield nodes
+
+
+@pytest.fixture
+def asked(nodes, monkeypatch):
+    """Who was asked for what, by n1."""
+    asked = Counter()
+    tending = nodes["n1"].team.tending
+    honest = tending.peer
+
+    def peer(node):
+        found = honest(node)
+
+        class Counted:
+            address = found.address
+
+            def call(self, op, body, *args, **options):
+                asked[op, node] += op in ("blob", "records")
+                return found.call(op, body, *args, **options)
+
+        return Counted()
+
+    monkeypatch.setattr(tending, "peer", peer)
+    return asked
+
+
+def test_layouts_are_asked_of_those_who_have_them(nodes, asked):
+    others = Others(nodes["n1"].neighbourhood)
+    for part, writer in enumerate(WRITERS):
+        asked.clear()
+        assert others.blob(JOB, LAYOUT + layout(part)) == f"layout {part}".encode()
+        assert +asked == Counter({("blob", writer): 1})
+
+
+def test_what_nobody_seems_to_have_is_asked_of_everybody(nodes, asked):
+    nodes["n4"].store.put_blob(JOB, LAYOUT + layout(7), b"of no shard")
+    others = Others(nodes["n1"].neighbourhood)
+    assert others.blob(JOB, LAYOUT + layout(7)) == b"of no shard"
+    with pytest.raises(ShardNotFoundError):
+        others.blob(JOB, LAYOUT + layout(8))
+
+
+def test_a_table_that_all_have_is_not_asked_of_the_same_node_by_all(nodes):
+    """Each node has its own order of the others."""
+    first = {next(iter(Others(node.neighbourhood)._holders(node.team, TABLE + layout(99)))) for node in nodes}
+    assert len(first) > 1
+
+
+def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes, asked, monkeypatch):
+    others = Others(nodes["n1"].neighbourhood)
+    sources = others.sources(JOB, GROUP)
+    assert {part: [source.node for source in there] for part, there in sources.items()} == {
+        part: [name] for part, name in enumerate(WRITERS)
+    }
+    found = others.records(JOB, GROUP, sources)
+    assert {part: record.key for part, record in found.items()} == {part: key(1, part) for part in range(len(WRITERS))}
+    assert +asked == Counter({("records", name): 1 for name in WRITERS})
+    team, honest = nodes["n1"].team, nodes["n1"].team.records
+
+    def records(node, group):
+        if node == "n3":
+            raise PeerUnreachableError("n3 says nothing")
+        return honest(node, group)
+
+    monkeypatch.setattr(team, "records", records)
+    assert set(others.records(JOB, GROUP, sources)) == {0, 2, 3}

@@ -1,0 +1,323 @@
+"""What a job of many nodes costs, counted with the code that decides it: ``python -m tests.simulation.scale``.
+
+Nothing is sent: messages are counted from who tells whom, bytes from what would be sent, and times are those of one
+process on one core. Every node has one part; each version's parts are kept twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from peerstore import frames
+from peerstore.cluster.gossip import Gossip, Rumour, Standing
+from peerstore.cluster.lookouts import Districts, Errand
+from peerstore.cluster.members import MembershipSettings, ring_from
+from peerstore.cluster.membership import Membership
+from peerstore.cluster.nodes import Node, NodeId
+from peerstore.cluster.placement import Placement, place
+from peerstore.cluster.roster import roster_of
+from peerstore.peers.duties import Reports, scribe, told_at_once
+from peerstore.peers.duties import Standing as Kept
+from peerstore.peers.messages import Answer, Looked, LookedFor, LookFor, Ping, Request, Settling
+from peerstore.records import Group, ShardFact, ShardKey
+from tieredckpt.agent.views import elsewhere, memory_views
+from tieredckpt.manifest import ShardMeta, encode_meta
+from tieredckpt.resolve import Tier, resolve
+
+JOB = "llama-70b"
+VERSIONS = (11_800, 11_900, 12_000)
+SHARD_BYTES = 8 << 30
+RACK, ZONE = 32, 2048
+ROUNDS = 2
+"""Looks at its district that a lookout makes for all who ask at one time: one goes on, who come later share one."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Questions, each of which has an answer."""
+
+    one_survey: int
+    restart: int
+    """Every node surveys at one time."""
+    most_at_one: int
+    """Questions that one node gets in a restart."""
+    most_from_one: int
+    peers: int
+    """Other nodes that one has to do with, at most."""
+    answered: Mapping[str, tuple[int, int]]
+    """How many of a node's answers are about itself, and how many about its district."""
+
+
+def hosts(count: int) -> list[Node]:
+    return [
+        Node(
+            NodeId(f"ip-10-{number // 65536}-{number // 256 % 256}-{number % 256}"),
+            f"10.{number // 65536}.{number // 256 % 256}.{number % 256}:7070",
+            (("rack", f"rack-{number // RACK}"), ("zone", f"zone-{number // ZONE}")),
+        )
+        for number in range(count)
+    ]
+
+
+# -- placement --------------------------------------------------------------------------------------------------------
+
+
+def moved(before: Placement, after: Placement) -> int:
+    """Copies that are made anew, of nodes that were there before and are there after."""
+    both = before.partners.keys() & after.partners.keys()
+    return sum(len(set(after.partners[node]) - set(before.partners[node])) for node in both)
+
+
+# -- membership -------------------------------------------------------------------------------------------------------
+
+
+def pings_of_one(nodes: list[Node]) -> tuple[int, int, float]:
+    """What one node of a job where all are well sends in a period, how large a ping is, and how long deciding takes."""
+    members = Membership(nodes[0], 1)
+    members.set_roster(0.0, roster_of(1, nodes))
+    rumours = [Rumour(node, 1, Standing.ALIVE) for node in nodes[1:]]
+    for first in range(0, len(rumours), 48):
+        members.heard(0.0, nodes[1].id, Gossip(tuple(rumours[first : first + 48]), None, (0, "")))
+    members.tick(0.0)
+    for node in nodes:
+        members.answered(0.1, node.id)
+    pings, seconds = timed(lambda: members.tick(1.0))
+    size = max(len(_sent("ping", Ping(ping.gossip))) for ping in pings)
+    return len(pings), size, seconds
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def settled_by(names: list[str]) -> tuple[int, int, float]:
+    """Reports that reach the scribe for one version, whom it tells, and how long it counts."""
+    living = dict.fromkeys(names)
+    group = Group(7, VERSIONS[-1], 0, "0" * 12)
+    teller = scribe(living)
+    assert teller is not None
+    reports = Reports(teller)
+    notes: list[Settling] = []
+    for part, name in enumerate(names):
+        kept = Kept(_key(VERSIONS[-1], part), mine=True, copies=2, lacking=0, short=0)
+        to, told = Reports(name).unreported([kept], {group: len(names)}, living=living, settled=None, life=1)
+        assert to == teller
+        notes += told
+
+    def count() -> Group | None:
+        found = None
+        for note in notes:
+            reports.count(note)
+            found = reports.complete(living=living, life=lambda _: 1, settled=None) or found
+        return found
+
+    found, seconds = timed(count)
+    assert found == group
+    return sum(note.by != teller for note in notes), len(told_at_once(living, teller)), seconds
+
+
+def periods_until_known(names: list[str]) -> int:
+    """Pings that every node sends, one each period, until all know what the scribe told some of them."""
+    first = names[0]
+    ring = [first, *ring_from(NodeId(first), [NodeId(name) for name in names[1:]])]
+    watched, drawn = MembershipSettings().neighbours, random.Random(7)
+    known = {first, *told_at_once(names, first)}
+    for period in range(len(names)):
+        if len(known) == len(names):
+            return period
+        before = frozenset(known)
+        for place_on_ring, name in enumerate(ring):
+            next_ones = [ring[(place_on_ring + step) % len(ring)] for step in range(1, watched + 1)]
+            for other in (*next_ones, drawn.choice(ring)):
+                if name in before or other in before:
+                    known |= {name, other}
+    raise AssertionError("the news does not get about")
+
+
+# -- looking ----------------------------------------------------------------------------------------------------------
+
+
+def looks(names: list[str], districts: Districts) -> Looks:
+    """Everybody is well."""
+    got: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    for_all: Counter[str] = Counter()
+    peers: dict[str, set[str]] = {name: set() for name in names}
+
+    def ask(one: str, other: str, times: int = 1) -> None:
+        got[other] += times
+        sent[one] += times
+        peers[one].add(other)
+        peers[other].add(one)
+
+    for me in names:
+        for other in districts.of(me):
+            if other != me:
+                ask(me, other, ROUNDS)
+        for members in districts.beyond(me):
+            lookout = Errand(members, gone=lambda _: False).next()
+            assert lookout is not None
+            ask(me, lookout)
+            for_all[lookout] += 1
+    first = names[0]
+    beyond = districts.beyond(first)
+    alone = len(districts.of(first)) - 1 + sum(len(members) for members in beyond)
+    answered = {name: (got[name] - for_all[name], for_all[name]) for name in names}
+    return Looks(alone, sent.total(), max(got.values()), max(sent.values()), max(map(len, peers.values())), answered)
+
+
+# -- inventories ------------------------------------------------------------------------------------------------------
+
+
+def inventory(names: list[str], placement: Placement) -> dict[str, Looked]:
+    """What each node says that it holds: its own parts and those it keeps for another."""
+    number = {name: part for part, name in enumerate(names)}
+    held: dict[str, list[ShardFact]] = {name: [] for name in names}
+    for name, part in number.items():
+        holders = (name, *placement.partners[NodeId(name)])
+        for version in VERSIONS:
+            own = _fact(version, part, len(names))
+            held[name].append(own)
+            for partner in holders[1:]:
+                held[partner].append(_fact(version, part, len(names), holders))
+    settled = Group(7, VERSIONS[-1], 0, "0" * 12)
+    return {name: Looked(tuple(facts), 7, "0" * 12, settled, 0) for name, facts in held.items()}
+
+
+def _fact(version: int, part: int, parts: int, holders: tuple[str, ...] = ()) -> ShardFact:
+    meta = ShardMeta(f"{part:032x}", (1 << 20, 4096), base=11_700, table=f"{7:032x}", saved_ns=time.time_ns())
+    return ShardFact(_key(version, part), parts, SHARD_BYTES, encode_meta(meta), time.time_ns(), True, holders)
+
+
+def _key(version: int, part: int) -> ShardKey:
+    return ShardKey(JOB, version, 7, "0" * 12, 0, part)
+
+
+def _sent(op: str, body: object) -> bytes:
+    return frames.encode(Request(op, frames.encode_raw(body)))
+
+
+def _answered(body: object) -> bytes:
+    return frames.encode(Answer("", frames.encode_raw(body)))
+
+
+def answers_for(me: str, districts: Districts, said: dict[str, Looked]) -> list[bytes]:
+    """What one node is sent in a survey: by its own district's nodes and by the lookouts of the others."""
+    near = [_answered(said[node]) for node in districts.of(me) if node != me]
+    far = [
+        _answered(LookedFor({node: frames.encode_raw(said[node]) for node in members}, {}))
+        for members in districts.beyond(me)
+    ]
+    return near + far
+
+
+def most_sent(seen: Looks, districts: Districts, said: dict[str, Looked]) -> int:
+    """Bytes of the answers that one node gives when all survey at one time."""
+    own = {name: len(_answered(looked)) for name, looked in said.items()}
+    return max(
+        about_it * own[name] + about_all * sum(own[member] for member in districts.of(name))
+        for name, (about_it, about_all) in seen.answered.items()
+    )
+
+
+def taken_in(answers: Iterable[bytes], near: int) -> dict[int, Looked]:
+    """All that was said, decoded."""
+    found: dict[int, Looked] = {}
+    for number, data in enumerate(answers):
+        body = frames.decode(data, Answer).body
+        if number < near:
+            found[len(found)] = frames.decode(body, Looked)
+        else:
+            for raw in frames.decode(body, LookedFor).nodes.values():
+                found[len(found)] = frames.decode(raw, Looked)
+    return found
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    began = time.perf_counter()
+    found = work()
+    return found, time.perf_counter() - began
+
+
+def measure(count: int) -> dict[str, str]:
+    """The rows of the table for one size."""
+    nodes = hosts(count)
+    placement, placed_s = timed(lambda: place(nodes))
+    joined = place([*nodes, Node(NodeId("one-more"), "", (("rack", "rack-0"), ("zone", "zone-0")))])
+    left = place([node for node in nodes if node is not nodes[count // 2]])
+    names = sorted(node.id for node in nodes)
+    pings, ping_bytes, tick_s = pings_of_one(nodes)
+    reports, told, count_s = settled_by(list(names))
+    districts, cut_s = timed(lambda: Districts(names))
+    seen = looks(list(names), districts)
+    said = inventory(list(names), placement)
+    me = names[0]
+    answers = answers_for(me, districts, said)
+    near = len(districts.of(me)) - 1
+    taken, taken_s = timed(lambda: taken_in(answers, near))
+    others = {str(number): looked for number, looked in taken.items()}
+    views, views_s = timed(lambda: memory_views(said[me].facts, elsewhere(others, me), lambda _: False))
+    found, resolve_s = timed(lambda: resolve([view.candidate for view in views], unreachable=()))
+    assert found.chosen is not None
+    assert found.chosen.group.version == VERSIONS[-1]
+    assert Tier.PEER in found.chosen.tiers
+    sources = {name for name, looked in said.items() if name != me and looked.facts}
+    question = len(_sent("look_for", LookFor(max(districts.beyond(me), key=len, default=()))))
+    received = sum(map(len, answers))
+    return {
+        "placement, seconds": f"{placed_s:.2f}",
+        "a node joins: copies made anew, of all": f"{moved(placement, joined)} of {count}",
+        "a node leaves: copies made anew, beside its own": f"{moved(placement, left)} of {count}",
+        "membership: pings a node sends, and gets, per second": str(pings),
+        "membership: bytes of a ping": f"{ping_bytes:,}",
+        "membership: one period's decisions, ms": f"{tick_s * 1e3:.1f}",
+        "a save: reports to the scribe": f"{reports:,}",
+        "a save: nodes the scribe tells": f"{told:,}",
+        "... periods of pings until all know": str(periods_until_known(list(names))),
+        "a save: seconds the scribe counts": f"{count_s:.2f}",
+        "districts, and the largest": f"{len(districts.beyond(me)) + 1}, {max(map(len, _all(districts, me)))}",
+        "cutting them, ms": f"{cut_s * 1e3:.1f}",
+        "one node surveys: questions": f"{seen.one_survey:,}",
+        "all survey at once: questions": f"{seen.restart:,}",
+        "... if everybody asked everybody": f"{count * (count - 1):,}",
+        "... most that one node gets": f"{seen.most_at_one:,}",
+        "... most that one node asks": f"{seen.most_from_one:,}",
+        "... most nodes one has a connection with": f"{seen.peers:,}",
+        "all describe the step they chose: questions": f"{count * len(sources):,}",
+        "inventory of one node, bytes": f"{len(_answered(said[me])):,}",
+        "a question to a lookout, bytes": f"{question:,}",
+        "its answer, bytes": f"{max(map(len, answers)):,}",
+        "all survey at once: most that one node sends, MB": f"{most_sent(seen, districts, said) / 1e6:.1f}",
+        "all that one survey brings, MB": f"{received / 1e6:.1f}",
+        "decoding that, seconds": f"{taken_s:.2f}",
+        "merging it to steps, seconds": f"{views_s:.2f}",
+        "resolve, ms": f"{resolve_s * 1e3:.2f}",
+    }
+
+
+def _all(districts: Districts, me: str) -> list[tuple[str, ...]]:
+    return [districts.of(me), *districts.beyond(me)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.scale")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[100, 1000, 10_000])
+    sizes: Any = parser.parse_args().nodes
+    tables = [measure(size) for size in sizes]
+    print("| | " + " | ".join(f"{size:,} nodes" for size in sizes) + " |")
+    print("|---|" + "---|" * len(sizes))
+    for row in tables[0]:
+        print(f"| {row} | " + " | ".join(table[row] for table in tables) + " |")
+
+
+if __name__ == "__main__":
+    main()

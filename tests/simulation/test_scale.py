@@ -1,0 +1,102 @@
+"""What is sent in a large job, counted: no times. The table in ``docs/scale.md`` is of the same code."""
+
+import math
+
+import pytest
+
+from peerstore import frames
+from peerstore.cluster.lookouts import Districts
+from peerstore.cluster.placement import place
+from peerstore.peers.afar import MOST_BYTES
+from peerstore.peers.duties import TOLD_AT_ONCE
+from peerstore.peers.messages import MOST_LOOKED_FOR
+from peerstore.transport.seam import MAX_HEADER_BYTES
+from tests.simulation.scale import (
+    ROUNDS,
+    answers_for,
+    hosts,
+    inventory,
+    looks,
+    measure,
+    moved,
+    periods_until_known,
+    pings_of_one,
+    settled_by,
+    taken_in,
+)
+
+MOST_NODES = 10_000
+
+
+def names_of(nodes):
+    return sorted(node.id for node in nodes)
+
+
+@pytest.mark.parametrize("count", [64, 100, 300, 1000])
+def test_a_restart_costs_each_node_a_few_times_the_root_of_all(count):
+    names = names_of(hosts(count))
+    districts = Districts(names)
+    seen = looks(names, districts)
+    expected = sum(ROUNDS * (len(districts.of(me)) - 1) + len(districts.beyond(me)) for me in names)
+    assert seen.restart == expected
+    root = math.sqrt(count)
+    assert seen.restart <= 4.5 * count * root
+    assert max(seen.most_at_one, seen.most_from_one) <= 6 * root
+    assert seen.one_survey <= count
+
+
+def test_a_job_below_the_limit_asks_everybody_and_nobody_else():
+    names = names_of(hosts(63))
+    seen = looks(names, Districts(names))
+    assert seen.one_survey == 62
+    assert seen.restart == ROUNDS * 63 * 62
+
+
+def test_all_that_everybody_holds_is_in_the_answers_of_a_survey():
+    nodes = hosts(300)
+    names = names_of(nodes)
+    districts, said = Districts(names), inventory(names, place(nodes))
+    me = names[17]
+    taken = taken_in(answers_for(me, districts, said), len(districts.of(me)) - 1)
+    assert sorted(repr(looked) for looked in taken.values()) == sorted(repr(said[name]) for name in names if name != me)
+
+
+def test_answers_of_the_largest_job_are_far_from_the_limits():
+    """A hundred times as much in each fits, too: that is as many parts and parities on a node."""
+    names = names_of(hosts(MOST_NODES))
+    districts = Districts(names)
+    largest = max(len(districts.of(me)) for me in names)
+    assert largest <= MOST_LOOKED_FOR
+    few = hosts(100)
+    one = max(len(frames.encode(looked)) for looked in inventory(names_of(few), place(few)).values())
+    assert 100 * largest * one < MOST_BYTES < MAX_HEADER_BYTES
+
+
+@pytest.mark.parametrize("count", [2, 100, 300])
+def test_a_save_is_one_report_a_node_and_some_who_are_told(count):
+    names = names_of(hosts(count))
+    reports, told, _ = settled_by(names)
+    assert reports == count - 1
+    assert told == min(count - 1, told)
+    assert told <= TOLD_AT_ONCE
+    assert periods_until_known(names) <= 5
+
+
+@pytest.mark.parametrize("count", [10, 100, 1000])
+def test_pings_do_not_grow_with_the_job(count):
+    pings, size, _ = pings_of_one(hosts(count))
+    assert pings == 4
+    assert size < 8 << 10
+
+
+def test_who_comes_or_goes_moves_few_copies():
+    nodes = hosts(320)
+    before = place(nodes)
+    assert moved(before, place(nodes[1:])) <= 32
+    assert moved(before, before) == 0
+
+
+def test_the_table_has_a_number_for_everything():
+    table = measure(64)
+    assert len(table) > 20
+    assert all(table.values())

@@ -1,0 +1,114 @@
+"""Calls to a node that does not answer: nobody waits for longer than was said, or than anybody wants to know."""
+
+import contextlib
+import threading
+
+import pytest
+
+from peerstore.cluster.nodes import NodeId
+from peerstore.errors import PeerStoreError, PeerUnreachableError
+from peerstore.peers.calling import Pass, Peer
+from peerstore.peers.messages import Looked
+from peerstore.transport.handshake import WITHIN_S
+from peerstore.transport.memory import MemoryNetwork
+
+
+class Drops:
+    """A transport on which nothing ever answers; it says how long it was told to wait."""
+
+    name = "drops"
+
+    def __init__(self):
+        self.waited = []
+
+    def connect(self, address, *, timeout_s=5.0):
+        self.waited.append(timeout_s)
+        raise PeerUnreachableError(f"{address} cannot be reached: timed out")
+
+
+def test_a_call_that_has_a_second_gives_connecting_no_more():
+    drops = Drops()
+    peer = Peer(drops, "n1:1", Pass("job", NodeId("me"), b"s" * 32))
+    with pytest.raises(PeerUnreachableError):
+        peer.call("look", None, Looked, within_s=1.0)
+    assert 0.0 < drops.waited[0] <= 1.0
+    with pytest.raises(PeerUnreachableError):
+        peer.call("look", None, Looked)
+    assert drops.waited[1] == 5.0
+    with pytest.raises(PeerUnreachableError, match="in time"):
+        peer.call("look", None, Looked, within_s=0.0)
+    assert len(drops.waited) == 2
+
+
+class Silent:
+    """Accepts a connection and says nothing on it."""
+
+    name = "silent"
+
+    def __init__(self):
+        self.channels = []
+
+    def connect(self, _address, *, timeout_s=5.0):
+        self.timeout_s = timeout_s
+        self.channels.append(SilentChannel())
+        return self.channels[-1]
+
+
+class SilentChannel:
+    peer, timeout_s = "n1:1", 30.0
+
+    def __init__(self):
+        self.waited, self.closed = [], False
+
+    def send(self, _header, _payload=()):
+        self.sent_within_s = self.timeout_s
+
+    def receive(self, *, idle_s=None, within_s=None):
+        self.waited.append(within_s)
+        raise PeerUnreachableError("it says nothing")
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_call_that_has_a_second_gives_the_greeting_no_more():
+    silent = Silent()
+    peer = Peer(silent, "n1:1", Pass("job", NodeId("me"), b"s" * 32))
+    with pytest.raises(PeerUnreachableError):
+        peer.call("look", None, Looked, within_s=1.0)
+    (channel,) = silent.channels
+    assert all(0.0 < within_s <= 1.0 for within_s in [*channel.waited, channel.sent_within_s])
+    assert channel.closed
+    with pytest.raises(PeerUnreachableError):
+        peer.call("look", None, Looked)
+    assert silent.channels[1].waited[0] == pytest.approx(WITHIN_S, abs=1.0)
+
+
+def test_who_waits_for_a_greeting_is_woken_when_the_node_is_given_up():
+    network = MemoryNetwork()
+    accepted, ended = threading.Event(), threading.Event()
+
+    def serve(channel):
+        accepted.set()
+        assert ended.wait(60)
+
+    problems = []
+
+    def call(peer):
+        try:
+            peer.call("look", None, Looked)
+        except PeerStoreError as error:
+            problems.append(error)
+
+    with contextlib.closing(network.transport("n1").listen("n1:1", serve)):
+        peer = Peer(network.transport("me"), "n1:1", Pass("job", NodeId("me"), b"s" * 32))
+        waiting = threading.Thread(target=call, args=(peer,))
+        waiting.start()
+        assert accepted.wait(60)
+        peer.close()
+        waiting.join(WITHIN_S / 2)
+        woken = not waiting.is_alive()
+        ended.set()
+        waiting.join(60)
+    assert woken
+    assert isinstance(problems[0], PeerUnreachableError)

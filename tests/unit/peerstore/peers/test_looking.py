@@ -1,0 +1,157 @@
+"""Looking at nodes that are dead: briefly, together, and not by everybody anew. Nobody is left out of what is said."""
+
+import contextlib
+import threading
+
+from peerstore.cluster.nodes import Node, NodeId
+from peerstore.cluster.roster import roster_of
+from peerstore.errors import PeerUnreachableError
+from peerstore.peers.looking import DEAD_S, LOOK_S, UNREACHED_S, Looking
+from peerstore.peers.messages import Looked
+
+EMPTY = Looked((), 1, "a", None, 0)
+BUSY = Looked((), 1, "a", None, 3)
+
+
+class Watched:
+    """Nodes as membership and the network would have them."""
+
+    def __init__(self, *names):
+        self.me = Node(NodeId("me"), "me:1")
+        self.roster = roster_of(1, [self.me, *(Node(NodeId(name), f"{name}:1") for name in names)])
+        self.dead, self.away = set(), set()
+        self.asked = []
+        self.now = 0.0
+        self.answers = {}
+        self.costs_s, self.takes_s = DEAD_S, 0.0
+
+    def clock(self):
+        return self.now
+
+    def standing(self, name):
+        return "dead" if name in self.dead else "alive"
+
+    def peer(self, name):
+        return Line(self, name)
+
+    @contextlib.contextmanager
+    def looked_at(self):
+        looking = Looking(self, lambda: EMPTY, clock=self.clock)
+        try:
+            yield looking
+        finally:
+            looking.close()
+
+    def lose(self, *names):
+        self.away |= set(names)
+        self.dead |= set(names)
+
+
+class Line:
+    def __init__(self, watched, name):
+        self.watched, self.name, self.address = watched, name, f"{name}:1"
+
+    def call(self, op, _body, _result, *, within_s):
+        assert op == "look"
+        self.watched.asked.append((self.name, within_s))
+        if self.name in self.watched.away:
+            self.watched.now += min(within_s, self.watched.costs_s)
+            raise PeerUnreachableError(f"{self.name} does not answer")
+        self.watched.now += self.watched.takes_s
+        return self.watched.answers[self.name].pop(0) if self.name in self.watched.answers else EMPTY
+
+
+def test_one_that_is_taken_for_dead_gets_a_second_and_is_asked_once_in_a_while():
+    watched = Watched("n1", "n2")
+    watched.lose("n2")
+    with watched.looked_at() as looking:
+        for _ in range(5):
+            sight = looking.sight(fresh=True)
+            assert set(sight.nodes) == {"me", "n1"}
+            assert sight.silent == {"n2": "n2 does not answer"}
+        assert [asked for asked in watched.asked if asked[0] == "n2"] == [("n2", DEAD_S)]
+        assert [asked for asked in watched.asked if asked[0] == "n1"] == 5 * [("n1", LOOK_S)]
+        watched.now += UNREACHED_S
+        looking.sight(fresh=True)
+        assert len([asked for asked in watched.asked if asked[0] == "n2"]) == 2
+
+
+def test_one_that_is_heard_of_again_is_asked_at_once():
+    watched = Watched("n1")
+    watched.lose("n1")
+    with watched.looked_at() as looking:
+        assert set(looking.sight(fresh=True).silent) == {"n1"}
+        watched.dead.clear()
+        watched.away.clear()
+        assert set(looking.sight(fresh=True).nodes) == {"me", "n1"}
+        watched.lose("n1")
+        looking.forget()
+        assert set(looking.sight(fresh=True).silent) == {"n1"}
+        watched.dead.clear()
+        looking.forget()  # membership has changed
+        watched.dead.add("n1")
+        watched.away.clear()
+        assert set(looking.sight(fresh=True).nodes) == {"me", "n1"}, "it came back, whatever is said of it by now"
+
+
+def test_one_that_is_taken_for_dead_and_answers_is_seen():
+    watched = Watched("n1")
+    watched.dead.add("n1")
+    with watched.looked_at() as looking:
+        assert set(looking.sight(fresh=True).nodes) == {"me", "n1"}
+        assert looking.sight(fresh=True).silent == {}
+
+
+def test_one_whose_machine_says_at_once_that_nobody_is_there_is_asked_every_time():
+    """That costs nothing, and an agent that starts again is seen before its first ping."""
+    watched = Watched("n1")
+    watched.lose("n1")
+    watched.costs_s = 0.0
+    with watched.looked_at() as looking:
+        for _ in range(3):
+            assert set(looking.sight(fresh=True).silent) == {"n1"}
+        assert len(watched.asked) == 3
+
+
+def test_one_that_is_not_known_to_be_dead_is_asked_every_time():
+    watched = Watched("n1")
+    watched.away.add("n1")
+    with watched.looked_at() as looking:
+        for _ in range(3):
+            assert set(looking.sight(fresh=True).silent) == {"n1"}
+        assert [within_s for _, within_s in watched.asked] == 3 * [LOOK_S]
+
+
+def test_one_that_verifies_is_waited_for():
+    watched = Watched("n1")
+    watched.answers = {"n1": [BUSY, BUSY, EMPTY]}
+    with watched.looked_at() as looking:
+        sight = looking.sight(fresh=True)
+    assert sight.nodes["n1"] is EMPTY
+    assert sight.silent == {}
+
+
+def test_one_that_verifies_for_too_long_is_named():
+    watched = Watched("n1")
+    watched.answers, watched.takes_s = {"n1": [BUSY, EMPTY]}, LOOK_S
+    with watched.looked_at() as looking:
+        sight = looking.sight(fresh=True)
+    assert sight.nodes["n1"] is BUSY
+    assert sight.silent == {"n1": "it still verifies 3 shards that its last agent left"}
+
+
+def test_all_dead_ones_are_asked_together():
+    """As many as there are wait at one time: a barrier that all of them have to reach."""
+    names = [f"n{number}" for number in range(20)]
+    watched = Watched(*names)
+    watched.lose(*names)
+    together = threading.Barrier(len(names))
+
+    class Waits(Line):
+        def call(self, *args, **options):
+            together.wait(60)
+            return super().call(*args, **options)
+
+    watched.peer = lambda name: Waits(watched, name)
+    with watched.looked_at() as looking:
+        assert set(looking.sight(fresh=True).silent) == set(names)

@@ -1,0 +1,72 @@
+"""Counting protected parts: what is skipped to be fast changes no answer. Who is told of it at once, and who later."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerstore.peers.duties import TOLD_AT_ONCE, Tally, told_at_once
+from peerstore.peers.messages import Settling
+from peerstore.records import Group
+
+NODES = ("a", "b", "c", "d")
+LIVES = {"a": 1, "b": 1, "c": 2, "d": 1}
+NOTES = st.builds(
+    Settling,
+    group=st.integers(1, 3).map(lambda version: Group(1, version, 0, "i")),
+    parts_in_all=st.integers(0, 4),
+    parts=st.lists(st.integers(-1, 4), max_size=5).map(tuple),
+    by=st.sampled_from(NODES),
+    life=st.integers(0, 3),
+)
+
+
+class Plain:
+    """The rule without any short cut."""
+
+    def __init__(self):
+        self.notes = {}
+
+    def add(self, note):
+        known = self.notes.get((note.group, note.by))
+        if known is None or note.life >= known.life:
+            self.notes[note.group, note.by] = note
+
+    def complete(self, me, living):
+        found = []
+        for group in {group for group, _ in self.notes}:
+            counted = [
+                note
+                for (of, node), note in self.notes.items()
+                if of == group and (node == me or (node in living and LIVES[node] <= note.life))
+            ]
+            in_all = max((note.parts_in_all for note in counted), default=0)
+            if in_all and set(range(in_all)) <= {part for note in counted for part in note.parts}:
+                found.append(group)
+        newest = max(found, default=None)
+        self.notes = {key: note for key, note in self.notes.items() if key[0] != newest}
+        return newest
+
+
+@given(st.lists(st.tuples(NOTES, st.sets(st.sampled_from(NODES))), max_size=30))
+def test_it_says_what_the_plain_rule_says(told):
+    tally, plain = Tally(), Plain()
+    for note, living in told:
+        tally.add(note)
+        plain.add(note)
+        assert tally.complete(me="a", living=living, life=LIVES.__getitem__) == plain.complete("a", living)
+
+
+@given(st.integers(0, 3 * TOLD_AT_ONCE))
+def test_a_small_job_is_told_at_once_and_a_large_one_in_part(count):
+    living = [f"n{number:05d}" for number in range(count)]
+    told = told_at_once(living, "n00000")
+    others = set(living) - {"n00000"}
+    assert set(told) <= others
+    assert len(told) == len(set(told))
+    if len(others) <= TOLD_AT_ONCE:
+        assert set(told) == others
+    else:
+        assert TOLD_AT_ONCE / 2 <= len(told) <= TOLD_AT_ONCE
+        gaps = [int(b[1:]) - int(a[1:]) for a, b in itertools.pairwise(told)]
+        assert max(gaps) == min(gaps), "they are from all of the job"

@@ -1,0 +1,106 @@
+"""Many who ask at one time share what one of them finds, and nobody gets what was so before the question."""
+
+import threading
+
+import pytest
+
+from peerstore.peers.turns import Turns
+from tests.support.neighbours import until
+
+
+class Work:
+    """Says how often it was begun; waits where it is told to."""
+
+    def __init__(self):
+        self.begun = 0
+        self.entered = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+
+    def __call__(self):
+        self.begun += 1
+        number = self.begun
+        self.entered.release()
+        assert self.go_on.acquire(timeout=60)
+        return number
+
+
+def test_however_many_ask_while_somebody_works_share_the_next_turn():
+    work = Work()
+    turns = Turns(work)
+    found = {}
+
+    def ask(name):
+        found[name] = turns.next()
+
+    first = threading.Thread(target=ask, args=("first",))
+    first.start()
+    assert work.entered.acquire(timeout=60)
+    asked = threading.Barrier(21)
+
+    def ask_later(name):
+        asked.wait(60)
+        ask(name)
+
+    others = [threading.Thread(target=ask_later, args=(number,)) for number in range(20)]
+    for other in others:
+        other.start()
+    asked.wait(60)
+    work.go_on.release(1)
+    while first.is_alive():
+        first.join(60)
+    work.go_on.release(len(others))
+    for other in others:
+        other.join(60)
+    assert found.pop("first") == 1
+    assert set(found) == set(range(20))
+    assert min(found.values()) >= 2, "nobody who asked later has what was found before"
+    assert work.begun <= 4, "they share turns: 20 asked"
+
+
+def test_what_is_recent_is_not_looked_for_again():
+    now = [0.0]
+    numbers = iter(range(1, 10))
+    turns = Turns(lambda: next(numbers), clock=lambda: now[0])
+    assert turns.recent(2.0) == 1
+    now[0] = 1.9
+    assert turns.recent(2.0) == 1
+    now[0] = 2.0
+    assert turns.recent(2.0) == 2
+    assert turns.next() == 3
+    assert turns.recent(2.0) == 3
+    turns.forget()
+    assert turns.recent(2.0) == 4
+
+
+def test_a_turn_that_fails_is_nobody_elses():
+    outcomes = iter([ValueError("the first"), 2])
+
+    def work():
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    turns = Turns(work)
+    with pytest.raises(ValueError, match="the first"):
+        turns.next()
+    assert turns.next() == 2
+
+
+def test_an_answer_is_as_new_as_the_question():
+    """What was so before the question was asked is seen: also by those who shared somebody else's turn."""
+    facts = []
+    turns = Turns(lambda: tuple(facts))
+    failures = []
+
+    def say_and_look(name):
+        for number in range(50):
+            facts.append((name, number))
+            if (name, number) not in turns.next():
+                failures.append((name, number))
+
+    threads = [threading.Thread(target=say_and_look, args=(name,)) for name in range(8)]
+    for thread in threads:
+        thread.start()
+    until(lambda: not any(thread.is_alive() for thread in threads), "all have looked")
+    assert failures == []
