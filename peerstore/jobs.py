@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from peerstore.crashpoints import reach
-from peerstore.errors import ArenaFullError, FencedError, RequestError
+from peerstore.errors import ArenaFullError, FencedError, NoQuorumError, RequestError
 from peerstore.ledger import newest_whole, whole_groups
 from peerstore.names import incarnation_name, job_name
 from peerstore.notes import CLAIM, ClaimNote, Mark
@@ -37,6 +37,8 @@ class Job:
     settled: Group | None = None
     base: Base | None = None
     """The version the job went on from: of the past before it, that one and what is settled are still needed."""
+    loaded: Group | None = None
+    """What processes of this node went on from where there was no quorum: said once they may write."""
     clients: Counter[Owner] = field(default_factory=Counter)
     seen: float = 0.0
 
@@ -111,14 +113,15 @@ class Jobs:
 
     def _begin(self, job: str, epoch: int, incarnation: str) -> None:
         """An incarnation of which processes of this node are part begins: it says what it goes on from."""
-        base = self.of(job).base
-        if base is not None and base.turn:
-            self._go_on_from(job, Base(epoch, incarnation, 0, base.group))
+        known = self.of(job)
+        group = known.loaded or (known.base.group if known.base is not None and known.base.turn else None)
+        if group is not None:
+            self._go_on_from(job, Base(epoch, incarnation, 0, group))
         self._own(job, epoch, incarnation)
 
     def _own(self, job: str, epoch: int, incarnation: str) -> None:
         known = self.of(job)
-        known.epoch, known.incarnation, known.seen = epoch, incarnation, self._shelf.clock()
+        known.epoch, known.incarnation, known.loaded, known.seen = epoch, incarnation, None, self._shelf.clock()
         self._save(job)
         reach("agent.claimed")
         self.end_past_leases(job)
@@ -283,8 +286,18 @@ class Jobs:
 
         Else those versions, of which it found too little to go on from, would keep their slots for good, and make the
         one it did go on from superfluous.
+
+        A side of a partition that must not let a new incarnation begin does not say it either: by the time both sides
+        hear of each other, the other one may have settled versions that nobody has left.
         """
         known = self.of(job)
+        try:
+            self._check_may_begin(job)
+        except NoQuorumError as error:
+            log.info("that job %s goes on from version %s is not told yet: %s", job, group.version, error)
+            known.loaded = group
+            return
+        known.loaded = None
         owner, base = (known.epoch, known.incarnation), known.base
         said = base is not None and (base.epoch, base.incarnation) == owner
         if base is None or not said or not base.turn or base.group != group:

@@ -96,6 +96,9 @@ class Accounts:
         """Who did not too often, and until when nobody asks again."""
         self.reports = Reports(me)
         self._placed: tuple[tuple[Node, ...], tuple[str, ...]] | None = None
+        self._base: Base | None = None
+        self._seen: tuple[Outlook, list[Held], tuple[str, ...]] | None = None
+        """What the last look came to; nothing was learned since."""
 
     # -- how things stand ---------------------------------------------------------------------------------------------
 
@@ -118,13 +121,15 @@ class Accounts:
     def _replaced(self, look: Outlook) -> frozenset[str]:
         """Living nodes that this one does not reach, as long as there are enough others: else it waits."""
         away = frozenset(node for node, until in self._away.items() if until > look.now)
+        if not away:
+            return away
         enough = len(look.living.keys() - away - {self._me}) >= self._protection.copies - 1
         return away if enough else frozenset()
 
     def standings(self, look: Outlook) -> list[Standing]:
         """How well every shard here is kept."""
-        candidates = self._candidates(look)
-        return [self._standing(held, look, candidates) for held in self._held(look)]
+        shards, candidates = self._view(look)
+        return [self._standing(held, look, candidates) for held in shards]
 
     def confirmed(self, key: ShardKey, life: Callable[[str], int]) -> tuple[str, ...]:
         """Other nodes that are known to hold a shard."""
@@ -139,23 +144,47 @@ class Accounts:
     def _standing(self, held: Held, look: Outlook, partners: Sequence[str]) -> Standing:
         return standing(held, me=self._me, living=look.living, partners=partners, copies=self._protection.copies)
 
+    def _view(self, look: Outlook) -> tuple[list[Held], tuple[str, ...]]:
+        """What is kept here as far as its copies go, and who could take some."""
+        if self._seen is None or self._seen[0] is not look:
+            self._go_back(look.base)
+            self._seen = look, self._held(look), self._candidates(look)
+        return self._seen[1:]
+
+    def _go_back(self, base: Base | None) -> None:
+        """The job went on from another version than before: what other nodes said of what they hold counts no more.
+
+        Who had not heard of it took that version for superfluous, and may have given it up or not have mended it; now
+        it is the one to be kept. Who holds it still says so again for a message.
+        """
+        if base != self._base:
+            self._base = base
+            for known in self._known.values():
+                known.confirmed.clear()
+                known.obsolete_until = float("-inf")
+
     def _held(self, look: Outlook) -> list[Held]:
         here = {fact.key for fact in look.facts}
         self._known = {key: known for key, known in self._known.items() if key in here}
-        return [self._one_held(fact, look) for fact in look.facts]
+        replaced = self._replaced(look)
+        return [self._one_held(fact, look, replaced) for fact in look.facts]
 
-    def _one_held(self, fact: ShardFact, look: Outlook) -> Held:
-        known, group = self._known.setdefault(fact.key, _Known()), fact.key.group
+    def _one_held(self, fact: ShardFact, look: Outlook, replaced: frozenset[str]) -> Held:
+        known = self._known.get(fact.key)
+        if known is None:
+            known = self._known[fact.key] = _Known()
         listed = fact.holders or known.listed or (self._me,)
         return Held(
             fact.key,
             fact.size_bytes,
             listed if self._me in listed else (*listed, self._me),
             _still(known.confirmed, look.life),
-            frozenset(node for node, until in known.refused.items() if until > look.now) | self._replaced(look),
+            replaced.union(node for node, until in known.refused.items() if until > look.now)
+            if known.refused
+            else replaced,
             wanted=look.now >= known.obsolete_until
             and is_wanted(
-                group,
+                fact.key.group,
                 epoch=look.epoch,
                 settled=look.settled,
                 whole=is_whole(fact, look.settled),
@@ -168,24 +197,22 @@ class Accounts:
     def next(self, look: Outlook) -> Duty | float:
         """The next thing to send; or for how many seconds there is nothing to do, unless something changes."""
         waiting = [node for node, until in self._later.items() if until > look.now]
-        duties = due(
-            self._held(look),
-            me=self._me,
-            living=look.living,
-            partners=self._candidates(look),
-            copies=self._protection.copies,
-        )
+        shards, candidates = self._view(look)
+        duties = due(shards, me=self._me, living=look.living, partners=candidates, copies=self._protection.copies)
         ready = next((duty for duty in duties if duty.to not in waiting), None)
         if ready is not None:
             return ready
         soon = min((self._later[node] - look.now for node in waiting), default=LOOK_S) if duties else LOOK_S
         return min(soon, LOOK_S)
 
-    def done(self, duty: Duty, life: int) -> None:
-        """The copy is there, verified. ``life`` is what the other node's was when this began."""
-        known = self._known.setdefault(duty.key, _Known())
+    def done(self, duty: Duty, life: int, base: Base | None) -> None:
+        """The copy is there, verified. ``life`` is what the other node's was when this began, and ``base`` what it was
+        told then that the job went on from.
+        """
+        known = self._learning(duty.key)
         known.listed = duty.holders
-        known.confirmed[duty.to] = life
+        if base == self._base:
+            known.confirmed[duty.to] = life
         known.busy.pop(duty.to, None)
         known.why.pop(duty.to, None)
         self._misses.pop(duty.to, None)
@@ -193,7 +220,7 @@ class Accounts:
 
     def failed(self, duty: Duty, error: Exception, now: float) -> bool:
         """The copy was not made. Whether this node should look at its own: it may be the bad one."""
-        known = self._known.setdefault(duty.key, _Known())
+        known = self._learning(duty.key)
         known.why[duty.to] = str(error)
         no_room = isinstance(error, ArenaBusyError) and not isinstance(error, ShardPendingError)
         busy_since = known.busy.setdefault(duty.to, now) if no_room else now
@@ -218,16 +245,20 @@ class Accounts:
 
     def confirm(self, key: ShardKey, node: str, life: int) -> None:
         """``node`` has been seen to hold a shard of this node."""
-        known = self._known.setdefault(key, _Known())
+        known = self._learning(key)
         known.confirmed[node] = life
         known.why.pop(node, None)
+
+    def _learning(self, key: ShardKey) -> _Known:
+        self._seen = None
+        return self._known.setdefault(key, _Known())
 
     # -- what is settled ----------------------------------------------------------------------------------------------
 
     def unreported(self, look: Outlook) -> tuple[str, list[Settling]]:
         """Who keeps the tally, and what it has not been told yet."""
-        candidates = self._candidates(look)
-        standings = [self._standing(held, look, candidates) for held in self._held(look) if held.wanted]
+        shards, candidates = self._view(look)
+        standings = [self._standing(held, look, candidates) for held in shards if held.wanted]
         parts_of = {fact.key.group: fact.parts for fact in look.facts}
         return self.reports.unreported(
             standings, parts_of, living=look.living, settled=look.settled, life=look.life(self._me)
@@ -239,7 +270,7 @@ class Accounts:
 
 
 def _still(confirmed: Mapping[str, int], life: Callable[[str], int]) -> frozenset[str]:
-    return frozenset(node for node, then in confirmed.items() if life(node) == then)
+    return frozenset([node for node, then in confirmed.items() if life(node) == then])
 
 
 def is_whole(fact: ShardFact, settled: Group | None) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from peerstore.cluster.domains import domains, point
 from peerstore.cluster.nodes import Node, NodeId
@@ -22,8 +23,7 @@ TOLD_AT_ONCE = 128
 """How many nodes the scribe tells itself what is settled."""
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """A sealed shard on this node, as far as its copies go."""
 
     key: ShardKey
@@ -38,8 +38,7 @@ class Held:
     """Somebody may still need this version: it is not older than the settled one, nor of a past that was left."""
 
 
-@dataclass(frozen=True)
-class Duty:
+class Duty(msgspec.Struct, frozen=True):
     """Have ``to`` hold ``key``."""
 
     key: ShardKey
@@ -48,8 +47,7 @@ class Duty:
     """Who is to hold it from then on, the one who answers for it first."""
 
 
-@dataclass(frozen=True)
-class Standing:
+class Standing(msgspec.Struct, frozen=True):
     """How well one shard is kept."""
 
     key: ShardKey

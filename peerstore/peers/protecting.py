@@ -181,7 +181,7 @@ class Protecting:
             self._failed(duty, error)
         else:
             with self._changed:
-                self._accounts.done(duty, life)
+                self._accounts.done(duty, life, base)
                 self._changed.notify_all()
             self.totals.copies += 1
             self.totals.sent_bytes += done.sent_bytes

@@ -100,9 +100,7 @@ class Team:
             self.protecting = Protecting(
                 store, self.job, self.tending, protection, pace=self.pace, blobs_of=blobs_of, clock=clock
             )
-        self.looking = Looking(
-            self.tending, self.look, seen=self._note_holders, split_from=settings.split_from, clock=clock
-        )
+        self.looking = Looking(self.tending, self.look, seen=self._heard, split_from=settings.split_from, clock=clock)
         self._repairs: deque[tuple[ShardRecord, float]] = deque(maxlen=_REPAIRS)
         """What was damaged here, and how long to wait when it cannot be fetched yet."""
         self._repairing = threading.Condition()
@@ -174,7 +172,10 @@ class Team:
         """What all nodes hold, ``fresh`` as of now. Those that do not answer are named, not left out."""
         return self.looking.sight(fresh=fresh)
 
-    def _note_holders(self, others: Mapping[str, Looked]) -> None:
+    def _heard(self, others: Mapping[str, Looked]) -> None:
+        """Who owns the job, as those say who were looked at, and what they hold of what is here."""
+        owner = max(((looked.epoch, looked.incarnation) for looked in others.values()), default=(0, ""))
+        self._store.copies.fence(self.job, *owner)
         mine = {fact.key for fact in self._store.copies.facts(self.job)}
         for node, looked in others.items():
             for fact in looked.facts:

@@ -1,14 +1,21 @@
-"""``python -m tests.simulation --seed 7``: one schedule, told as it happens. ``--seeds A B``: many, until one fails."""
+"""``python -m tests.simulation --seed 7``: one schedule, told as it happens. ``--seeds A B``: many, until one fails.
+
+``--break NAME``: with a rule of production broken on purpose, on the schedules that look for it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import sys
 import time
 
-from tests.simulation.invariants import Violation
-from tests.simulation.schedule import broken, run, schedule_of, shrunk
+from tests.simulation.breaking import BROKEN, broken_rule
+from tests.simulation.holdings import Violation
+from tests.simulation.schedule import Schedule, broken, run, schedule_of, shrunk
+
+_SCHEDULES_A_SWEEP = 50
 
 
 def main() -> int:
@@ -17,12 +24,21 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "STOP"), default=(0, 1000))
     parser.add_argument("--shrink", action="store_true", help="drop events while the schedule still fails")
     parser.add_argument("--keep-going", action="store_true", help="count failures instead of stopping at the first")
+    parser.add_argument("--break", dest="rule", choices=sorted(BROKEN), metavar="RULE", help="see breaking.py")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    if options.seed is None:
-        return _many(*options.seeds, keep_going=options.keep_going)
-    schedule = schedule_of(options.seed)
-    if options.shrink and (finding := broken(schedule)) is not None:
+    with broken_rule(options.rule):
+        if options.seed is None:
+            return _many(*options.seeds, rule=options.rule, keep_going=options.keep_going)
+        return _one(_schedule(options.seed, options.rule), shrink=options.shrink)
+
+
+def _schedule(seed: int, rule: str | None) -> Schedule:
+    return schedule_of(seed) if rule is None else BROKEN[rule].schedule_of(seed)
+
+
+def _one(schedule: Schedule, *, shrink: bool) -> int:
+    if shrink and (finding := broken(schedule)) is not None:
         schedule = shrunk(finding).schedule
     print(f"{schedule.shape}")
     for event in schedule.events:
@@ -35,15 +51,22 @@ def main() -> int:
     return 0
 
 
-def _many(first: int, stop: int, *, keep_going: bool) -> int:
+def _many(first: int, stop: int, *, rule: str | None, keep_going: bool) -> int:
     began, failed = time.perf_counter(), 0
+    gc.freeze()
+    gc.disable()  # a schedule leaves a world full of cycles: they are cheaper to find many at a time
     for seed in range(first, stop):
-        finding = broken(schedule_of(seed))
+        if seed % _SCHEDULES_A_SWEEP == 0:
+            gc.collect()
+        finding = broken(_schedule(seed, rule))
         if finding is not None:
             failed += 1
             print(f"seed {seed}: {finding.violation}", flush=True)
             if not keep_going:
-                print(shrunk(finding))
+                again = f"python -m tests.simulation --seed {seed} --shrink" + (f" --break '{rule}'" if rule else "")
+                told = f"{shrunk(finding)}\nreplay: {again}"
+                print(told, flush=True)
+                print(told, file=sys.stderr, flush=True)
                 return 1
     seconds = time.perf_counter() - began
     print(f"{stop - first} schedules, {failed} broke a rule, {(stop - first) / seconds:.0f} schedules/s")

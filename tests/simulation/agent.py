@@ -23,7 +23,7 @@ from peerstore.peers.messages import Looked, Ping, Settling
 from peerstore.peers.newcomers import Newcomers
 from peerstore.records import Group, ShardKey, ShardRecord
 from peerstore.shelf import Shelf
-from tests.simulation.memory import SimulatedSealing, damaged_chunks
+from tests.simulation.memory import BURST, SLOTS, SimulatedSealing, damaged_chunks
 from tests.simulation.transfers import Incoming, Outgoing
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ TRAINER, COPIER = Owner(0, 0), Owner(-1, 0)
 CALL_S = 1.0
 LOOK_S = 5.0
 DISCOVER_S = 10.0
-SLOTS, BURST = 2, 1
 
 
 class Agent:
@@ -321,6 +320,7 @@ class Agent:
                     self.later(0.2, partial(ask, node))
                     return
                 nodes[node] = found
+                self.copies.fence(JOB, found.epoch, found.incarnation)
                 self._note_holders(node, found)
                 if found.verifying:
                     silent[node] = f"it still verifies {found.verifying} shards"

@@ -1,15 +1,18 @@
-"""What is really true of the cluster, kept beside it, and what must hold whatever happens."""
+"""What must hold whatever happens, and what of it the faults so far excuse."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from functools import partial
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from peerstore.notes import SealNote
+from peerstore.notes import CLAIM, ClaimNote
 from peerstore.records import Group, ShardKey
+from tests.simulation.holdings import Holdings, Violation
+from tests.simulation.memory import BURST, SLOTS
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Agent
@@ -23,26 +26,32 @@ NOTICED_S = 8.0
 """After this long both sides of a partition know of it."""
 
 
-class Violation(AssertionError):
-    """Something happened that must never happen."""
+@dataclass
+class _WentBack:
+    """The job went on from ``base`` as incarnation ``epoch``, which left what is newer and older than that."""
+
+    base: Group
+    epoch: int
+    told: set[str]
+    """The machines that did, and have not crashed since."""
+
+    def leaves(self, group: Group) -> bool:
+        return group > self.base and group.epoch < self.epoch
 
 
-class Truth:
-    """Every sealed shard that is really there and undamaged, and what the job was promised."""
+class Truth(Holdings):
+    """What is there, and what the job was promised."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
-        self._held: dict[ShardKey, dict[str, str]] = {}
-        """The slots of undamaged copies, by machine."""
-        self._keys: dict[tuple[str, str], ShardKey] = {}
-        self._hidden: set[tuple[str, str]] = set()
-        """Damaged copies that nobody has noticed."""
+        super().__init__(world)
         self._bases: dict[Group, int | None] = {}
-        self._whole_at: dict[Group, float] = {}
+        self._saved_in_calm: set[Group] = set()
+        self._owner: dict[str, tuple[tuple[int, str], float]] = {}
+        """The newest incarnation that each machine has let write in its memory's life, and since when."""
         self._accepted: dict[tuple[int, str], dict[str, float]] = {}
-        self._went_back: list[tuple[Group, int]] = []
-        self.news: list[tuple[str, ShardKey]] = []
-        """Undamaged copies that an agent gave up since the last check."""
+        self._went_back: list[_WentBack] = []
+        self._unsaid: set[tuple[int, Group]] = set()
+        """Incarnations that may say what they went on from only once they are let write."""
         self.floor: Group | None = None
         """The version that must stay recoverable: the last one that was settled, or that the job went on from."""
         self._floor_at = 0.0
@@ -52,12 +61,14 @@ class Truth:
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def watch(self, machine: Machine) -> None:
-        machine.arena.sealed = partial(self._sealed, machine.name)
-        machine.arena.unsealed = partial(self._unsealed, machine.name)
-
     def saved(self, group: Group, base: int | None) -> None:
         self._bases[group] = base
+        if self.calm:
+            self._saved_in_calm.add(group)
+
+    def begin(self) -> None:
+        """That all machines start is no trouble: the first version is kept as well as any other."""
+        self._troubled_at = float("-inf")
 
     def trouble(self) -> None:
         """Something went wrong that the cluster needs time to get over."""
@@ -65,44 +76,39 @@ class Truth:
 
     @property
     def calm(self) -> bool:
-        network = self._world.network
-        since = max(self._troubled_at, network.troubled_at)
-        return network.calm and self._world.now - since > CALM_S
+        return self._undisturbed and self._world.now - self._quiet_since > CALM_S
 
-    def _sealed(self, machine: str, slot: str, note: bytes) -> None:
-        key = msgspec.msgpack.decode(note, type=SealNote).record.key
-        if (machine, slot) in self._hidden:
-            return  # the note says more about it now; it is as bad as before
-        self._held.setdefault(key, {})[machine] = slot
-        self._keys[machine, slot] = key
-        if key.group not in self._whole_at and self.whole(key.group):
-            self._whole_at[key.group] = self._world.now
+    @property
+    def _undisturbed(self) -> bool:
+        world = self._world
+        return world.network.calm and not world.wire_damage and not any(map(world.is_full, world.machines.values()))
 
-    def _unsealed(self, machine: str, slot: str) -> None:
-        key = self._keys.pop((machine, slot), None)
-        self._hidden.discard((machine, slot))
-        if key is not None and self._held[key].get(machine) == slot:
-            del self._held[key][machine]
-            self.news.append((machine, key))
+    @property
+    def _quiet_since(self) -> float:
+        return max(self._troubled_at, self._world.network.troubled_at)
 
     def crashed(self, machine: Machine) -> None:
         was_calm = self.calm
-        for holders in self._held.values():
-            holders.pop(machine.name, None)
-        self._keys = {where: key for where, key in self._keys.items() if where[0] != machine.name}
-        self._hidden = {where for where in self._hidden if where[0] != machine.name}
+        self._owner.pop(machine.name, None)
+        self._lose(machine.name)
+        self._forget_restarts(machine.name)
         self._fault(f"the crash of {machine.name}", excused=not was_calm)
 
     def corrupt(self, machine: Machine, number: int) -> bool:
         """Flip a bit of a sealed shard of this machine."""
-        slots = sorted((key, slot) for (name, slot), key in self._keys.items() if name == machine.name)
+        slots = sorted(
+            (key, slot)
+            for (name, slot), key in self._keys.items()
+            if name == machine.name
+            if (name, slot) not in self._hidden  # the same bit twice would mend it
+        )
         if not slots:
             return False
         was_calm = self.calm
         key, slot = slots[number % len(slots)]
         self._world.say(f"a bit of {self._world.short(key)} flips at {machine.name}")
         machine.arena.bytes[slot][number % len(machine.arena.bytes[slot])] ^= 1
-        self._held[key].pop(machine.name, None)
+        self._take(key, machine.name)
         self._hidden.add((machine.name, slot))
         self._fault(f"one flipped bit at {machine.name}", excused=not was_calm)
         return True
@@ -125,25 +131,6 @@ class Truth:
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
-    def holders(self, group: Group, part: int) -> set[str]:
-        key = ShardKey("job", group.version, group.epoch, group.incarnation, group.attempt, part)
-        return set(self._held.get(key, ()))
-
-    def whole(self, group: Group, among: Collection[str] | None = None) -> bool:
-        """Whether every part has an undamaged copy (on one of the machines ``among``)."""
-        parts = range(self._world.shape.parts)
-        if among is None:
-            return all(self.holders(group, part) for part in parts)
-        return all(self.holders(group, part) & set(among) for part in parts)
-
-    def groups(self, among: Collection[str] | None = None) -> list[Group]:
-        return [group for group in self._whole_at if self.whole(group, among)]
-
-    def living(self) -> set[str]:
-        """The machines of the roster whose agents run."""
-        names = {node.id for node in self._world.roster.nodes}
-        return {machine.name for machine in self._world.machines.values() if machine.agent is not None} & names
-
     def protected(self) -> bool:
         """Whether the version to go back to has all the copies it can have."""
         if self.floor is None or self._floor_lost:
@@ -151,27 +138,49 @@ class Truth:
         living = self.living()
         if not self.whole(self.floor, living):
             return True  # what it needs is on machines that are away
-        wanted = min(self._world.copies, len(living))
-        return all(len(self.holders(self.floor, part) & living) >= wanted for part in range(self._world.shape.parts))
+        return all(self._kept_well(self.floor, part, living) for part in range(self._world.shape.parts))
 
-    def describe(self, group: Group) -> str:
-        """Who holds what of a version."""
-        parts = range(self._world.shape.parts)
-        return ", ".join(f"part {part}: {' '.join(sorted(self.holders(group, part))) or 'nobody'}" for part in parts)
+    def _kept_well(self, group: Group, part: int, living: set[str]) -> bool:
+        """Whether a part has all the copies it can have: of no part more than a few versions are kept on one machine,
+        and newer ones that may yet be whole are not given up for another copy of this one."""
+        newer = Counter(
+            machine
+            for (machine, _), key in self._keys.items()
+            if key.part == part and key.group > group
+            if not self._left(key.group)
+        )
+        holders = self.holders(group, part) & living
+        able = [name for name in living - holders if newer[name] < SLOTS + BURST]
+        return len(holders) >= min(self._world.copies, len(holders) + len(able))
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Nothing that was given up was the last way back."""
         given_up, self.news = self.news, []
+        gone = {key for _, key in given_up}
         for machine, key in given_up:
             group = key.group
             if self._floor_lost or group not in self._whole_at or self.holders(group, key.part):
                 continue
-            if group == self.floor or (self.floor is None and not self.groups()):
+            if group == self.floor or (self.floor is None and not self.groups() and self._whole_but_for(group, gone)):
                 raise Violation(
                     f"{machine} gave up {self._world.short(key)}, the last copy of a part of what the job goes back to"
                 )
+
+    def chosen(self, restore: Restore) -> None:
+        """The ranks know what they are about to load."""
+        groups = set(restore.choices.values())
+        if len(groups) > 1 or len(restore.choices) < len(restore.nodes):
+            ways = ", ".join(f"{name}: {self._world.short(group)}" for name, group in restore.choices.items())
+            raise Violation(f"the ranks do not load the same step: {ways} of {','.join(restore.nodes)}")
+        torn = [group for group in groups if len(self._sealed_once[group]) < self._world.shape.parts]
+        if torn:
+            raise Violation(f"the ranks choose {self._world.short(min(torn))}, which never was whole")
+
+    def _whole_but_for(self, group: Group, gone: set[ShardKey]) -> bool:
+        just = {key.part for key in gone if key.group == group}
+        return all(part in just or self.holders(group, part) for part in range(self._world.shape.parts))
 
     def loaded(self, key: ShardKey, data: bytes, written: bytes) -> None:
         if data != written:
@@ -189,19 +198,51 @@ class Truth:
                     raise Violation(
                         f"{agent.name} says that {world.short(group)} is settled, but {self.describe(group)}"
                     )
+                if group in self._saved_in_calm and self._crowded(group, part):
+                    raise Violation(
+                        f"{agent.name} says that {world.short(group)} is settled, but all copies of a part are in one "
+                        f"rack: {self.describe(group)}"
+                    )
         unnoticed = any(self._keys[where].group == group for where in self._hidden if where in self._keys)
         if not self.whole(group) and (unnoticed or world.now - self._troubled_at < NOTICED_S):
             self._floor_lost = True  # what was lost could not be known yet, and is more than the copies allow for
         elif (
-            self.whole(group)
+            world.copies > 1  # with one copy of each, what is whole counts
+            and self.whole(group)
             and not self._left(group)
             and (self.floor is None or self._floor_lost or group > self.floor)
         ):
             self._set_floor(group)
 
+    def _crowded(self, group: Group, part: int) -> bool:
+        """Whether one rack has all copies of a part although every node could have a partner in another one."""
+        racks = {name: machine.node.label("rack") for name, machine in self._world.machines.items()}
+        sizes = Counter(racks[name] for name in self.living())
+        there = {racks[name] for name in self.holders(group, part)}
+        return self._world.copies > 1 and len(there) == 1 and 2 * max(sizes.values()) <= sizes.total()
+
     def _left(self, group: Group) -> bool:
         """Whether the job has gone back to an older version since this one was written."""
-        return any(group > base and group.epoch < epoch for base, epoch in self._went_back)
+        return any(restart.leaves(group) for restart in self._went_back)
+
+    def _forget_restarts(self, machine: str) -> None:
+        """A restart that only machines knew of that have crashed since has not happened, as far as anybody can know.
+
+        What was settled meanwhile by those who had not heard of it is what the job goes back to then.
+        """
+        for restart in list(self._went_back):
+            restart.told.discard(machine)
+            if not restart.told and restart.base not in self._bases_heard():
+                self._went_back.remove(restart)
+                kept = [group for group in self.settled if self.whole(group) and not self._left(group)]
+                if self.floor == restart.base and max(kept, default=self.floor) > self.floor:
+                    self._set_floor(max(kept))
+
+    def _bases_heard(self) -> set[Group]:
+        """What the job went on from, as it is noted on the machines that are there."""
+        notes = [machine.arena.get_note(f"{CLAIM}job") for machine in self._world.machines.values()]
+        bases = [msgspec.msgpack.decode(note, type=ClaimNote).base for note in notes if note is not None]
+        return {base.group for base in bases if base is not None}
 
     def _set_floor(self, group: Group) -> None:
         self.floor, self._floor_at, self._floor_lost = group, self._world.now, False
@@ -214,10 +255,6 @@ class Truth:
                 f"the job starts from nothing on {','.join(restore.nodes)}, but {self._world.short(max(there))} is "
                 f"there: {self.describe(max(there))}"
             )
-
-    def photo(self) -> dict[ShardKey, set[str]]:
-        """Who holds what, as of now."""
-        return {key: set(holders) for key, holders in self._held.items() if holders}
 
     def restored(self, restore: Restore, group: Group) -> None:
         """All ranks have loaded ``group``."""
@@ -234,11 +271,16 @@ class Truth:
         if later:
             raise Violation(f"{world.short(group)} won although {world.short(later[0])} had left it behind")
         if any(agent.members.quorum for agent in restore.agents.values()):
-            self._went_back = [(base, epoch) for base, epoch in self._went_back if base > group]
-            self._went_back.append((group, restore.epoch))
-            self._set_floor(group)
+            self._goes_on_from(group, restore.epoch, restore.nodes)
         else:  # of nodes that cannot go on alone: what the others keep is not known here
             self._floor_lost = True
+            self._unsaid.add((restore.epoch, group))
+
+    def _goes_on_from(self, group: Group, epoch: int, nodes: Iterable[str]) -> None:
+        self._went_back = [earlier for earlier in self._went_back if earlier.base > group]
+        self._went_back.append(_WentBack(group, epoch, set(nodes)))
+        self._set_floor(group)
+        self._floor_lost = not self.whole(group)
 
     def _all_along(self, group: Group, reach: set[str], photo: dict[ShardKey, set[str]]) -> bool:
         """Whether who answered held all of it from when they were asked until now."""
@@ -247,9 +289,17 @@ class Truth:
         return len(keys) == self._world.shape.parts and all(held)
 
     def committed(self, group: Group) -> None:
-        """All parts of a version are sealed: with one copy of each that is all there can be."""
-        if self._world.copies == 1 and self.whole(group) and (self.floor is None or group > self.floor):
+        """All parts of a version are sealed: with one copy of each that is all there can be.
+
+        A fault that takes it before its version is committed takes as much as one does that comes right after that,
+        and nobody has promised that one fault is survived.
+        """
+        if self._world.copies > 1:
+            return
+        if self.whole(group) and not self._left(group) and (self.floor is None or group > self.floor):
             self._set_floor(group)
+        elif any(key.group == group and not self._held[key] for key in self._taken):
+            self._floor_lost = True
 
     def _known(self, among: Iterable[str], before: float) -> list[Group]:
         return [group for group in self.groups(set(among)) if self._whole_at[group] < before]
@@ -263,9 +313,25 @@ class Truth:
         base = self._bases.get(later)
         return later.epoch > earlier.epoch and base is not None and base < earlier.version
 
+    def wrote(self, trainers: Trainers, machine: str) -> None:
+        """A machine has let a rank write or seal: never one of the past, once it can know of a newer incarnation."""
+        incarnation, living = (trainers.epoch, trainers.name), self.living()
+        if self._owner.get(machine, (incarnation, 0.0))[0] != incarnation or machine not in self._owner:
+            self._owner[machine] = incarnation, self._world.now
+        newest, since = max(
+            (self._owner[name][0], -self._owner[name][1]) for name in self._owner.keys() & living | {machine}
+        )
+        known = self._world.network.calm and self._world.now - max(self._quiet_since, -since) > NOTICED_S
+        if incarnation < newest and machine in living and known:
+            raise Violation(f"{machine} lets {incarnation} write although the job belongs to {newest}")
+
     def accepted(self, trainers: Trainers, machine: str) -> None:
         """A machine lets an incarnation write: never may both halves of a partition let different ones begin."""
-        incarnation = (trainers.epoch, trainers.name)
+        self.wrote(trainers, machine)
+        incarnation, origin = (trainers.epoch, trainers.name), trainers.origin
+        if origin is not None and (trainers.epoch, origin) in self._unsaid:
+            self._unsaid.discard((trainers.epoch, origin))
+            self._goes_on_from(origin, trainers.epoch, trainers.places)
         known = self._accepted.setdefault(incarnation, {})
         if machine in known:
             return

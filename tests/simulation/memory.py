@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from unittest import mock
+from typing import Any
 
 import xxhash
 
 from peerstore import adoption, leasing, notes, shelf
 from peerstore.checksum import checksums, mismatches
+from peerstore.cluster.nodes import Node, NodeId
+from peerstore.cluster.placement import Placement, place
 from peerstore.errors import ArenaFullError
+from peerstore.peers import accounts
+from peerstore.peers.duties import stand_ins
 from peerstore.records import Lease, ShardKey, ShardRecord
 from peerstore.sealing import Sealing
 
@@ -20,6 +25,7 @@ CHUNK_BYTES = 8
 CHUNKS = 3
 SHARD_BYTES = CHUNK_BYTES * CHUNKS
 SEALED = notes.SEAL
+SLOTS, BURST = 2, 1
 
 
 class DictArena:
@@ -87,6 +93,7 @@ class SimulatedSealing(Sealing):
         return ShardRecord(lease.key, lease.parts, size_bytes, CHUNK_BYTES, sums, meta, self.now_ns)
 
 
+@functools.lru_cache(maxsize=10_000)
 def content(key: ShardKey) -> bytes:
     """What a trainer has in its memory for this shard."""
     return b"".join(xxhash.xxh3_64_digest(f"{key} {number}".encode()) for number in range(CHUNKS))
@@ -97,13 +104,35 @@ def damaged_chunks(data: bytes | bytearray, record: ShardRecord) -> tuple[int, .
     return mismatches(view, record.checksums, chunk_bytes=record.chunk_bytes)
 
 
+@functools.lru_cache(maxsize=10_000)
+def _placed(nodes: tuple[Node, ...], copies: int, levels: tuple[str, ...]) -> Placement:
+    return place(nodes, copies=copies, levels=levels)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _standing_in(me: NodeId, nodes: tuple[Node, ...], partners: tuple[str, ...], levels: tuple[str, ...]) -> Any:
+    return stand_ins(me, nodes, partners, levels)
+
+
 @contextlib.contextmanager
 def predictable(rng: random.Random) -> Iterator[None]:
-    """While the block runs, the store's random names follow from the seed."""
+    """While the block runs, the store's random names follow from the seed.
+
+    What is pure and asked by every node of every schedule, placement, is worked out once for each set of nodes.
+    """
     fake = SimpleNamespace(
         randbits=rng.getrandbits, token_hex=lambda count: f"{rng.getrandbits(8 * count):0{2 * count}x}"
     )
-    with contextlib.ExitStack() as stack:
-        for module in (shelf, leasing, notes, adoption):
-            stack.enter_context(mock.patch.object(module, "secrets", fake))
+    instead: list[tuple[Any, str, Any]] = [(module, "secrets", fake) for module in (shelf, leasing, notes, adoption)]
+    instead += [
+        (accounts, "place", lambda nodes, *, copies, levels: _placed(tuple(nodes), copies, tuple(levels))),
+        (accounts, "stand_ins", lambda me, *given: _standing_in(me, *map(tuple, given))),
+    ]
+    before = [(module, name, getattr(module, name)) for module, name, _ in instead]
+    for module, name, double in instead:
+        setattr(module, name, double)
+    try:
         yield
+    finally:
+        for module, name, real in before:
+            setattr(module, name, real)

@@ -56,10 +56,11 @@ class Restore:
         self.outcome = ""
         self.photo: dict[ShardKey, set[str]] = {}
         self.epoch = 0
-        self.chosen: Group | None = None
         self._sights: dict[str, tuple[dict[str, Looked], dict[str, str]]] = {}
         self._resolutions: dict[str, Resolution] = {}
         self._loaded: dict[int, bool] = {}
+        self.choices: dict[str, Group] = {}
+        """What the ranks of each node load."""
         self._tries = 0
         self.refused: set[Group] = set()
 
@@ -100,14 +101,19 @@ class Restore:
             self._vote()
 
     def _vote(self) -> None:
-        votes = [
-            [candidate.group for candidate in (found.chosen, *found.alternatives) if candidate is not None]
-            for found in self._resolutions.values()
-        ]
-        chosen = elect(votes)
-        if chosen is not None:
-            self._load(chosen)
-        elif any(self._resolutions[name].unreachable for name in self.agents) or any(votes) or self.refused:
+        votes = {
+            name: [candidate.group for candidate in (found.chosen, *found.alternatives) if candidate is not None]
+            for name, found in self._resolutions.items()
+        }
+        self.choices.clear()
+        for name, vote in votes.items():  # every rank counts them itself, its own first: all come to the same
+            chosen = elect([vote, *(other for node, other in votes.items() if node != name)])
+            if chosen is not None:
+                self.choices[name] = chosen
+        if self.choices:
+            self.world.truth.chosen(self)
+            self._load(next(iter(self.choices.values())))
+        elif any(self._resolutions[name].unreachable for name in self.agents) or any(votes.values()) or self.refused:
             self._end("nothing that all ranks can load, and not everybody answered")
         else:
             self.world.truth.started_afresh(self)
@@ -176,7 +182,6 @@ class Restore:
         if any(not agent.running for agent in self.agents.values()) or not self.world.reachable(self.nodes):
             self._end("a rank's node went away")
             return
-        self.chosen = group
         self.outcome = "done"
         self.epoch = max(self._known_epoch(name) for name in self.agents) + 1
         if group is not None:
@@ -186,7 +191,7 @@ class Restore:
                 agent.copies.go_back(JOB, group)
                 agent.wake()
         incarnation = chr(ord("a") + len(self.world.restores) % 26)
-        trainers = Trainers(self.world, self.places, self.epoch, incarnation, None if group is None else group.version)
+        trainers = Trainers(self.world, self.places, self.epoch, incarnation, group)
         self.world.say(f"{trainers} goes on from {self.world.short(group) if group else 'nothing'}")
         self.world.begin(trainers)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tests.simulation.invariants import Violation
+from tests.simulation.holdings import Violation
 from tests.simulation.memory import predictable
 from tests.simulation.world import Machine, Shape, World
 
@@ -46,7 +46,9 @@ class Finding:
         return f"seed {self.schedule.seed}, {self.schedule.shape}: {self.violation}\n{events}"
 
 
-def schedule_of(seed: int) -> Schedule:
+def schedule_of(seed: int, kinds: Sequence[str] = (), shape: Shape | None = None) -> Schedule:
+    """What happens to the cluster of this seed: anything, or these kinds of events in this order, to whom and when as
+    the seed says."""
     rng = random.Random(seed)
     nodes = rng.choice((2, 3, 3, 4, 4, 5, 6))
     copies = rng.choice((1, 2, 2, 2, 2, 3))
@@ -54,14 +56,13 @@ def schedule_of(seed: int) -> Schedule:
     racks = rng.choice((0, 0, 2, 3))
     roomy = rng.random() < 0.8
     budget = 12 * parts if roomy else rng.randint(2, 4) * copies * -(-parts // nodes) + 1
-    shape = Shape(nodes, racks, copies, parts, budget)
-    kinds = list(KINDS)
-    weights = [KINDS[kind][0] for kind in kinds]
+    weights = [weight for weight, _ in KINDS.values()]
     events = [Event(0.5, "save"), Event(1.0, "save")] if rng.random() < 0.8 else []
-    for _ in range(rng.randint(4, 14)):
-        kind = rng.choices(kinds, weights)[0]
-        events.append(Event(rng.choice(_GAPS_S), kind, rng.randrange(1 << 16), rng.randrange(1 << 16)))
-    return Schedule(seed, shape, tuple(events))
+    drawn = (rng.choices(list(KINDS), weights)[0] for _ in range(rng.randint(4, 14)))
+    events += [
+        Event(rng.choice(_GAPS_S), kind, rng.randrange(1 << 16), rng.randrange(1 << 16)) for kind in kinds or drawn
+    ]
+    return Schedule(seed, shape or Shape(nodes, racks, copies, parts, budget), tuple(events))
 
 
 def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> World:
@@ -83,6 +84,8 @@ def broken(schedule: Schedule) -> Finding | None:
         run(schedule)
     except Violation as violation:
         return Finding(schedule, violation)
+    except Exception as error:  # whatever it is, it is told with its seed
+        return Finding(schedule, Violation(f"{type(error).__name__}: {error}"))
     return None
 
 

@@ -1,6 +1,6 @@
 """Random schedules of faults over a fake network and clock, through the decisions that production makes.
 
-A failing one is printed with its seed: ``python -m tests.simulation --seed N`` tells it as it happens.
+A failing one is printed with its seed, as few of its events as fail, and the command that tells it as it happens.
 """
 
 from __future__ import annotations
@@ -13,30 +13,44 @@ import pytest
 
 from tests.simulation.schedule import schedule_of
 
-IN_A_TEST_RUN = 3_000
+IN_A_TEST_RUN = 20_000
 IN_A_SOAK = 200_000
 AT_ONCE = 2
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.simulation", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def hold(first: int, count: int) -> None:
     """All of these schedules keep the invariants; they are shared by a few processes."""
     cuts = [first + count * number // AT_ONCE for number in range(AT_ONCE + 1)]
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.simulation", "--seeds", str(begin), str(stop)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for begin, stop in itertools.pairwise(cuts)
-    ]
-    said = [run.communicate()[0] for run in runs]
-    assert [run.returncode for run in runs] == [0] * AT_ONCE, "\n".join(said)
-    assert sum(int(text.rsplit("\n", 2)[-2].split(" ", 1)[0]) for text in said) == count
+    runs = [start("--seeds", str(begin), str(stop)) for begin, stop in itertools.pairwise(cuts)]
+    said = [run.communicate() for run in runs]
+    for _, errors in said:
+        sys.stderr.write(errors)
+    assert [run.returncode for run in runs] == [0] * AT_ONCE, "\n".join(out + errors for out, errors in said)
+    assert sum(int(out.rsplit("\n", 2)[-2].split(" ", 1)[0]) for out, _ in said) == count
 
 
 def test_a_seed_is_a_schedule():
     assert schedule_of(7) == schedule_of(7)
     assert schedule_of(7) != schedule_of(8)
+
+
+def test_a_failure_is_told_with_its_seed_its_schedule_and_how_to_see_it_again():
+    out, errors = start("--seeds", "0", "50", "--break", "choose the oldest").communicate()
+    seed = out.split(":", 1)[0].removeprefix("seed ")
+    again = f"replay: python -m tests.simulation --seed {seed} --shrink --break 'choose the oldest'"
+    for told in (out, errors):
+        assert f"seed {seed}, Shape(" in told
+        assert " s restart" in told
+        assert told.rstrip().endswith(again)
+    replay = start("--seed", seed, "--shrink", "--break", "choose the oldest")
+    told, _ = replay.communicate()
+    assert replay.returncode == 1
+    assert "VIOLATION: the job goes back to" in told
 
 
 @pytest.mark.timeout(1800)

@@ -20,10 +20,11 @@ _WAIT_S = 0.8
 class Trainers:
     """Rank ``part`` runs on ``places[part]``."""
 
-    def __init__(self, world: World, places: tuple[str, ...], epoch: int, name: str, base: int | None) -> None:
+    def __init__(self, world: World, places: tuple[str, ...], epoch: int, name: str, origin: Group | None) -> None:
         self.world, self.places = world, places
-        self.epoch, self.name, self.base = epoch, name, base
-        self.step = -1 if base is None else base
+        self.epoch, self.name, self.origin = epoch, name, origin
+        self.base = None if origin is None else origin.version
+        self.step = -1 if self.base is None else self.base
         self.running = True
         self.refused = ""
         """Why the job cannot go on, once a rank was told."""
@@ -67,7 +68,7 @@ class Trainers:
             work()
 
     def _write(self, key: ShardKey, tries: int) -> None:
-        agent = self.world.machines[self.places[key.part]].agent
+        agent = self.world.agent_at(self.places[key.part])
         try:
             if agent is None:
                 raise ArenaBusyError("the agent starts again")
@@ -88,7 +89,7 @@ class Trainers:
 
     def _seal(self, lease: Lease, tries: int) -> None:
         key = lease.key
-        agent = self.world.machines[self.places[key.part]].agent
+        agent = self.world.agent_at(self.places[key.part])
         if agent is None:
             if tries:
                 self.world.events.after(
@@ -100,6 +101,7 @@ class Trainers:
         except FencedError as error:
             self._refuse(key, error)
             return
+        self.world.truth.wrote(self, agent.name)
         agent.wake()
         group = key.group
         self._sealed[group].add(key.part)
@@ -114,7 +116,7 @@ class Trainers:
             self._soon(0.3, part, partial(self._mark, group, part))
 
     def _mark(self, group: Group, part: int) -> None:
-        agent = self.world.machines[self.places[part]].agent
+        agent = self.world.agent_at(self.places[part])
         if agent is not None:
             agent.mark_whole(group)
 

@@ -14,7 +14,7 @@ from peerstore.errors import LeaseLostError, PeerStoreError, ShardDamagedError, 
 from peerstore.peers.accounts import Outlook, is_whole
 from peerstore.peers.duties import Duty
 from peerstore.peers.messages import Offer, Wanted
-from peerstore.records import Lease, ShardRecord
+from peerstore.records import Base, Lease, ShardRecord
 from peerstore.shelf import Slot
 from tests.simulation.memory import CHUNK_BYTES
 
@@ -33,6 +33,10 @@ class _Transfer:
     holders: tuple[str, ...]
     touched: float
     done: list[bool] = field(default_factory=list)
+
+
+def arrived_whole(record: ShardRecord, number: int, data: bytes) -> bool:
+    return checksum.digest(data).to_bytes(8, "little") == record.checksums[8 * number : 8 * number + 8]
 
 
 class Incoming:
@@ -78,8 +82,7 @@ class Incoming:
         if slot is None:  # the lease was taken back
             return
         slot[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES] = data
-        expected = transfer.record.checksums[8 * number : 8 * number + 8]
-        transfer.done[number] = checksum.digest(data).to_bytes(8, "little") == expected
+        transfer.done[number] = arrived_whole(transfer.record, number, data)
 
     def _commit(self, sender: str, name: str) -> tuple[int, ...]:
         """The chunks that are missing or damaged; when there are none, the copy is sealed."""
@@ -120,6 +123,7 @@ class Outgoing:
         self._record: ShardRecord | None = None
         self._transfer = ""
         self._again = self._life = 0
+        self._base: Base | None = None
 
     @property
     def busy(self) -> bool:
@@ -133,7 +137,7 @@ class Outgoing:
             return
         self._duty, self._transfer, self._again = duty, "", 0
         self._slot.users.add("push")
-        self._life = look.life(duty.to)
+        self._life, self._base = look.life(duty.to), look.base
         fact = next(fact for fact in look.facts if fact.key == duty.key)
         offer = Offer(self._record, duty.holders, is_whole(fact, look.settled), base=look.base)
         self._agent.call(duty.to, "offer", offer, self._wanted, self._failed)
@@ -168,7 +172,7 @@ class Outgoing:
 
     def _done(self) -> None:
         assert self._duty is not None
-        self._agent.accounts.done(self._duty, self._life)
+        self._agent.accounts.done(self._duty, self._life, self._base)
         self._end()
 
     def _failed(self, error: PeerStoreError) -> None:

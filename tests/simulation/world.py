@@ -15,9 +15,10 @@ from peerstore.cluster.roster import roster_of
 from peerstore.errors import PeerStoreError, PeerUnreachableError
 from peerstore.ledger import Limits
 from peerstore.records import Group, ShardKey
-from tests.simulation.agent import BURST, SLOTS, Agent
-from tests.simulation.invariants import NOTICED_S, Truth, Violation
-from tests.simulation.memory import SHARD_BYTES, DictArena
+from tests.simulation.agent import Agent
+from tests.simulation.holdings import Violation
+from tests.simulation.invariants import NOTICED_S, Truth
+from tests.simulation.memory import BURST, SHARD_BYTES, SLOTS, DictArena
 from tests.simulation.network import Events, Network
 from tests.simulation.restoring import Restore
 from tests.simulation.trainers import Trainers
@@ -74,6 +75,7 @@ class World:
         self.roster = roster_of(1, [machine.node for machine in self.machines.values()])
         for machine in self.machines.values():
             self.boot(machine)
+        self.truth.begin()
 
     def _add(self) -> Machine:
         number = next(self._added)
@@ -150,6 +152,9 @@ class World:
             if machine.agent is not None and self.random.random() < 0.7:
                 machine.agent.later(self.random.random() * 2, partial(machine.agent.set_roster, self.roster))
 
+    def is_full(self, machine: Machine) -> bool:
+        return machine.arena.full or machine.budget_bytes < self.shape.budget_shards * SHARD_BYTES
+
     def limit(self, machine: Machine, shards: int) -> None:
         machine.budget_bytes = shards * SHARD_BYTES
         if machine.agent is not None:
@@ -207,6 +212,11 @@ class World:
         if self.wire_damage and self.random.random() < self.wire_damage:
             return bytes([chunk[0] ^ 1]) + chunk[1:] if chunk else chunk
         return chunk
+
+    def agent_at(self, name: str) -> Agent | None:
+        """The agent of a machine, unless it is away, or the machine itself is gone for good."""
+        machine = self.machines.get(name)
+        return machine.agent if machine is not None else None
 
     # -- the job ------------------------------------------------------------------------------------------------------
 

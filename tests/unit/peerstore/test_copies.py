@@ -1,7 +1,7 @@
 import pytest
 
 from peerstore.checksum import checksums
-from peerstore.errors import ArenaBusyError, FencedError
+from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError
 from peerstore.records import CHUNK_BYTES, Base, ShardKey, ShardRecord
 from peerstore.testing import memory_store
 
@@ -136,6 +136,45 @@ def test_of_what_is_said_of_the_past_the_latest_counts():
         assert store.copies.base("job") == Base(2, "b", 0, versions[1])
         store.copies.learn("job", Base(1, "a", 7, versions[2]))  # a side that was cut off tried on its own
         assert store.copies.base("job") == Base(2, "b", 0, versions[1])
+
+
+def test_a_side_without_a_quorum_says_what_it_went_back_to_only_once_it_may_write():
+    """Else what the other side settled meanwhile would count as left behind when both hear of each other again."""
+    with memory_store() as store:
+        cut_off = True
+
+        def permit():
+            if cut_off:
+                raise NoQuorumError("sees 2 of 4 nodes")
+
+        store.copies.guard("job", guarded=True)
+        store.claim("job", "a")
+        versions = [record(version).key.group for version in range(2)]
+        store.copies.guard("job", guarded=True, permit=permit)
+        store.copies.go_back("job", versions[0])
+        assert store.copies.base("job") is None
+        store.copies.settle("job", versions[1])  # by a ping from the other side
+        assert store.copies.settled("job") == versions[1]
+        with pytest.raises(NoQuorumError):
+            store.claim("job", "b")
+        cut_off = False
+        store.claim("job", "b")
+        assert store.copies.base("job") == Base(2, "b", 0, versions[0])
+
+
+def test_what_was_loaded_for_an_incarnation_that_another_overtook_is_not_said_for_the_next():
+    with memory_store() as store:
+        may = [NoQuorumError("sees 2 of 4 nodes")]
+
+        def permit():
+            if may:
+                raise may.pop()
+
+        store.copies.guard("job", guarded=True, permit=permit)
+        store.copies.go_back("job", record(0).key.group)
+        store.copies.fence("job", 2, "b")
+        store.claim("job", "c")
+        assert store.copies.base("job") is None
 
 
 @pytest.mark.parametrize(("me", "gives_way"), [("n1", False), ("n3", True)])

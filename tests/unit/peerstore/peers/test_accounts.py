@@ -34,7 +34,7 @@ def test_a_sealed_shard_goes_to_the_partner_and_is_then_kept():
     book = accounts()
     duty = book.next(look())
     assert duty == Duty(KEY, "n2", ("n1", "n2"))
-    book.done(duty, 1)
+    book.done(duty, 1, None)
     assert not isinstance(book.next(look()), Duty)
     assert book.confirmed(KEY, lambda _: 1) == ("n2",)
 
@@ -66,7 +66,7 @@ def test_a_copy_on_one_node_is_no_answer_to_what_is_wrong_with_another():
     book.failed(first, ShardDamagedError("it arrived damaged"), 0.0)
     second = book.next(look(0.1, **three))
     assert second.to != first.to
-    book.done(second, 1)
+    book.done(second, 1, None)
     assert book.trouble(KEY) == f"{first.to}: it arrived damaged"
     book.confirm(KEY, first.to, 1)
     assert book.trouble(KEY) == ""
@@ -125,7 +125,7 @@ def test_a_partner_that_is_reached_now_and_then_is_not_replaced():
         for _ in range(AWAY_AFTER - 1):
             book.failed(duty, PeerUnreachableError("reset"), now)
             now += 1.5
-        book.done(duty, 1)
+        book.done(duty, 1, None)
         assert book.standings(look(now, living=living))[0].lacking == 0
     assert book.partners(look(living=living).living) == (duty.to,)
     assert not isinstance(book.next(look(now, living=living)), Duty)
@@ -142,9 +142,9 @@ def test_a_version_of_the_past_is_wanted_when_the_job_went_on_from_it():
 def test_a_partner_that_started_again_is_asked_again():
     book = accounts()
     duty = book.next(look())
-    book.done(duty, 1)
+    book.done(duty, 1, None)
     assert book.next(look(life=lambda _: 2)) == duty
-    book.done(duty, 2)
+    book.done(duty, 2, None)
     assert not isinstance(book.next(look(life=lambda _: 2)), Duty)
 
 
@@ -162,3 +162,24 @@ def test_of_the_past_only_what_the_job_went_on_from_is_wanted():
     kept = fact(whole=True)
     assert isinstance(book.next(look(now, epoch=2, facts=[kept], base=Base(2, "b", 0, KEY.group))), Duty)
     assert not isinstance(book.next(look(now, epoch=2, facts=[kept], base=Base(1, "a", 1, Group(1, 4, 0, "a")))), Duty)
+
+
+def test_who_has_heard_since_that_the_job_went_back_is_asked_again():
+    """The other node had taken the version for superfluous; it may have given it up, or not have mended it."""
+    book = accounts()
+    duty = book.next(look())
+    book.done(duty, 1, None)
+    back = Base(1, "a", 1, KEY.group)
+    assert book.next(look(base=back)) == duty
+    book.done(duty, 1, None)
+    assert book.next(look(base=back)) == duty, "it was told of the version before it heard that the job went back to it"
+    book.done(duty, 1, back)
+    assert not isinstance(book.next(look(base=back)), Duty)
+
+
+def test_what_was_of_the_past_is_offered_at_once_when_the_job_goes_back_to_it():
+    book = accounts()
+    duty = book.next(look())
+    book.failed(duty, FencedError("older than version 6, which has all its copies"), 0.0)
+    assert not isinstance(book.next(look()), Duty)
+    assert book.next(look(base=Base(1, "a", 1, KEY.group))) == duty

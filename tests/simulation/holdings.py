@@ -1,0 +1,105 @@
+"""Every sealed shard that is really there and undamaged, kept beside the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from peerstore.notes import SealNote
+from peerstore.records import Group, ShardKey
+from tests.simulation.memory import content
+
+if TYPE_CHECKING:
+    from tests.simulation.world import Machine, World
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen."""
+
+
+class Holdings:
+    """Who holds what, as the arenas say, and what faults took."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._held: dict[ShardKey, dict[str, str]] = {}
+        """The slots of undamaged copies, by machine."""
+        self._keys: dict[tuple[str, str], ShardKey] = {}
+        self._hidden: set[tuple[str, str]] = set()
+        """Damaged copies that nobody has noticed."""
+        self._whole_at: dict[Group, float] = {}
+        self._sealed_once: dict[Group, set[int]] = {}
+        """The parts that were sealed, whatever became of them."""
+        self._taken: set[ShardKey] = set()
+        """Of which a fault took the last copy."""
+        self.news: list[tuple[str, ShardKey]] = []
+        """Undamaged copies that an agent gave up since the last check."""
+
+    def watch(self, machine: Machine) -> None:
+        machine.arena.sealed = partial(self._sealed, machine.name)
+        machine.arena.unsealed = partial(self._unsealed, machine.name)
+
+    def _sealed(self, machine: str, slot: str, note: bytes) -> None:
+        key = msgspec.msgpack.decode(note, type=SealNote).record.key
+        self._sealed_once.setdefault(key.group, set()).add(key.part)
+        if (machine, slot) in self._hidden:
+            return  # the note says more about it now; it is as bad as before
+        if self._world.machines[machine].arena.bytes[slot] != content(key):
+            raise Violation(f"{machine} counts a copy of {self._world.short(key)} that has bytes nobody wrote")
+        self._held.setdefault(key, {})[machine] = slot
+        self._keys[machine, slot] = key
+        if key.group not in self._whole_at and self.whole(key.group):
+            self._whole_at[key.group] = self._world.now
+
+    def _unsealed(self, machine: str, slot: str) -> None:
+        key = self._keys.pop((machine, slot), None)
+        self._hidden.discard((machine, slot))
+        if key is not None and self._held[key].get(machine) == slot:
+            del self._held[key][machine]
+            self.news.append((machine, key))
+
+    def _lose(self, machine: str) -> None:
+        """A machine is gone with all it held."""
+        for key in self._held:
+            self._take(key, machine)
+        self._keys = {where: key for where, key in self._keys.items() if where[0] != machine}
+        self._hidden = {where for where in self._hidden if where[0] != machine}
+
+    def _take(self, key: ShardKey, machine: str) -> None:
+        """A fault takes one copy."""
+        holders = self._held[key]
+        if holders.pop(machine, None) is not None and not holders:
+            self._taken.add(key)
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    def holders(self, group: Group, part: int) -> set[str]:
+        key = ShardKey("job", group.version, group.epoch, group.incarnation, group.attempt, part)
+        return set(self._held.get(key, ()))
+
+    def whole(self, group: Group, among: Collection[str] | None = None) -> bool:
+        """Whether every part has an undamaged copy (on one of the machines ``among``)."""
+        parts = range(self._world.shape.parts)
+        if among is None:
+            return all(self.holders(group, part) for part in parts)
+        return all(self.holders(group, part) & set(among) for part in parts)
+
+    def groups(self, among: Collection[str] | None = None) -> list[Group]:
+        return [group for group in self._whole_at if self.whole(group, among)]
+
+    def living(self) -> set[str]:
+        """The machines of the roster whose agents run."""
+        names = {node.id for node in self._world.roster.nodes}
+        return {machine.name for machine in self._world.machines.values() if machine.agent is not None} & names
+
+    def describe(self, group: Group) -> str:
+        """Who holds what of a version."""
+        parts = range(self._world.shape.parts)
+        return ", ".join(f"part {part}: {' '.join(sorted(self.holders(group, part))) or 'nobody'}" for part in parts)
+
+    def photo(self) -> dict[ShardKey, set[str]]:
+        """Who holds what, as of now."""
+        return {key: set(holders) for key, holders in self._held.items() if holders}

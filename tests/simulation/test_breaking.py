@@ -1,0 +1,43 @@
+"""The simulation would notice: rules of production that do not hold, and the invariant that says so."""
+
+from __future__ import annotations
+
+import ast
+import traceback
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.breaking import BROKEN, broken_rule
+from tests.simulation.schedule import Finding, broken
+
+ENOUGH = 200
+"""Schedules within which each broken rule shows."""
+
+
+def found(name: str) -> Finding:
+    """The first schedule in which the broken rule shows as it is to."""
+    rule = BROKEN[name]
+    with broken_rule(name):
+        for seed in range(ENOUGH):
+            finding = broken(rule.schedule_of(seed))
+            if finding is not None and rule.noticed in str(finding.violation):
+                return finding
+    pytest.fail(f"{ENOUGH} schedules, and nothing says {rule.noticed!r}")
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_noticed_and_nothing_is_while_it_holds(name):
+    assert broken(found(name).schedule) is None
+
+
+def test_every_invariant_notices_some_broken_rule():
+    sites = {
+        (path.name, node.lineno)
+        for path in Path(__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and "Violation" in ast.dump(node)
+    }
+    last = [traceback.extract_tb(found(name).violation.__traceback__)[-1] for name in BROKEN]
+    reached = {(Path(frame.filename).name, frame.lineno) for frame in last}
+    assert sites - reached == set()
