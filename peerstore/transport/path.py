@@ -2,48 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
-from peerstore.errors import PeerUnreachableError
 from peerstore.transport.addresses import interface_of, link_bytes_per_s, local_address_for
-from peerstore.transport.seam import Channel
 
-_PIECE_BYTES = 1 << 20
 _FAR_BELOW = 0.1
 """One stream of one process does not fill a fast link; a tenth of it is the wrong way."""
-_ANSWER_S = 60.0
-
-
-def measure(
-    channel: Channel,
-    header: bytes,
-    *,
-    size_bytes: int = 32 << 20,
-    rounds: int = 3,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Bytes per second to the peer, which answers each message that has ``header`` with :func:`answer_measure`.
-
-    The best of some rounds: what else goes on slows it down, nothing speeds it up.
-    """
-    piece = memoryview(bytes(min(_PIECE_BYTES, size_bytes)))
-    payload = [piece] * (size_bytes // piece.nbytes)
-    best = 0.0
-    for _ in range(rounds):
-        begun = clock()
-        channel.send(header, payload)
-        if channel.receive(idle_s=_ANSWER_S) is None:
-            raise PeerUnreachableError(f"{channel.peer} closed the connection while the way to it was measured")
-        channel.discard()
-        best = max(best, piece.nbytes * len(payload) / max(clock() - begun, 1e-9))
-    return best
-
-
-def answer_measure(channel: Channel, header: bytes = b"") -> None:
-    """The other side of :func:`measure`, once its message has come."""
-    channel.discard()
-    channel.send(header)
 
 
 def link_to(peer_address: str) -> tuple[str, float | None]:

@@ -18,8 +18,8 @@ from peerstore.transport.addresses import (
     resolve,
     split_address,
 )
-from peerstore.transport.path import answer_measure, link_to, measure, slow_path
-from tests.support.wires import PATIENCE_S, wire
+from peerstore.transport.path import link_to, slow_path
+from tests.support.wires import PATIENCE_S
 
 HUNDRED_GBIT = 100e9 / 8
 
@@ -123,33 +123,3 @@ def test_the_warning_says_how_bad_it_is_and_what_to_look_at():
         "the way to n2 moves 0.11 GB/s, 0.9% of what its link could (12.5 GB/s): is it the network that is meant "
         "for this? Name another interface, or look for what else uses this one"
     )
-
-
-@pytest.mark.parametrize("kind", ["memory", "tcp"])
-def test_a_way_is_measured_by_what_gets_through(kind, tmp_path):
-    ticks = iter([0.0, 4.0, 10.0, 12.0, 20.0, 30.0])
-    with wire(kind, tmp_path) as line:
-        near, far = line.meet()
-        seen = []
-
-        def answer_all():
-            while (incoming := far.receive()) is not None:
-                seen.append(incoming)
-                answer_measure(far)
-
-        answering = line.aside(answer_all)
-        assert measure(near, b"measure", size_bytes=8 << 20, rounds=3, clock=lambda: next(ticks)) == (8 << 20) / 2
-        assert seen == [(b"measure", 8 << 20)] * 3
-        near.close()
-        answering.result(PATIENCE_S)
-
-
-def test_a_peer_that_goes_while_it_is_measured_is_said(tmp_path):
-    with wire("tcp", tmp_path) as line:
-        near, far = line.meet()
-        work = line.aside(measure, near, b"measure", size_bytes=1000)
-        far.receive(idle_s=PATIENCE_S)
-        far.discard()
-        far.close()
-        with pytest.raises(PeerUnreachableError, match="closed the connection while"):
-            work.result(PATIENCE_S)

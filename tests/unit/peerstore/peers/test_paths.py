@@ -1,0 +1,61 @@
+"""One warning for a way that is far below its link, from what transfers have shown."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from peerstore.errors import PeerUnreachableError
+from peerstore.peers.paths import Paths
+
+MIB = 1 << 20
+LINK = 12.5e9
+"""100 Gbit/s."""
+
+
+def paths(link=LINK):
+    return Paths(link=lambda _address: ("eth0", link))
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_slow_way_is_told_once_by_node_address_and_interface(caplog):
+    made = paths()
+    for _ in range(3):
+        made.took("n2", "10.0.0.2:7070", 64 * MIB, 0.5)
+    (said,) = warnings(caplog)
+    for part in ("n2", "10.0.0.2:7070", "eth0", "0.134 GB/s", "12.5 GB/s", "another interface"):
+        assert part in said
+    assert made.rates == {"n2": pytest.approx(128 * MIB)}
+
+
+@pytest.mark.parametrize(
+    ("link", "size_bytes", "seconds"),
+    [(LINK, 1 << 30, 0.5), (LINK, 4 * MIB, 1.0), (LINK, 64 * MIB, 0.0), (None, 64 * MIB, 9.0)],
+    ids=["fast", "too little to say", "no time", "a link that does not say"],
+)
+def test_no_warning(caplog, link, size_bytes, seconds):
+    paths(link).took("n2", "a:1", size_bytes, seconds)
+    assert warnings(caplog) == []
+
+
+def test_one_bad_transfer_is_not_a_slow_way(caplog):
+    made = paths()
+    for seconds in (0.01, 0.01, 0.09):
+        made.took("n2", "a:1", 64 * MIB, seconds)
+    assert warnings(caplog) == []
+    made.took("n3", "b:1", 64 * MIB, 0.01)
+    assert made.rates["n3"] > made.rates["n2"] > 64 * MIB / 0.09
+
+
+def test_a_way_that_is_not_known_is_no_reason_to_fail(caplog):
+    def unknown(_address):
+        raise PeerUnreachableError("no route")
+
+    made = Paths(link=unknown)
+    made.took("n2", "a:1", 64 * MIB, 9.0)
+    assert warnings(caplog) == []
+    assert made.rates == {"n2": pytest.approx(64 * MIB / 9)}
