@@ -179,11 +179,11 @@ def wrong(raw: dict[str, Any]) -> bool:
     return any(failed(group) or unchecked(group) for group in raw["groups"])
 
 
-def write_table(source: Path, target: Path) -> None:
-    raw = json.loads(source.read_text())
-    resolved = source.resolve()
-    name = str(resolved.relative_to(_ROOT)) if resolved.is_relative_to(_ROOT) else source.name
-    target.write_text(markdown(raw, source=name, reasons=read_reasons()))
+def read_raw(sources: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Runs by the names of their files, as the documentation calls them."""
+    resolved = [source.resolve() for source in sources]
+    names = [str(path.relative_to(_ROOT)) if path.is_relative_to(_ROOT) else path.name for path in resolved]
+    return {name: json.loads(path.read_text()) for name, path in zip(names, resolved, strict=True)}
 
 
 def _listed(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
@@ -238,19 +238,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _table_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks table", description="Write docs/benchmarks.md.")
-    parser.add_argument("raw", type=Path)
+    parser.add_argument("raw", type=Path, nargs="+", help="of a subject that several have, the last one counts")
     parser.add_argument("--to", type=Path, default=_ROOT / "docs" / "benchmarks.md")
-    parser.add_argument("--readme", action="store_true", help="also the few lines of README.md; needs a whole run")
+    parser.add_argument("--readme", action="store_true", help="also the few lines of README.md; needs all subjects")
     return parser
 
 
 def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["table"]:
         asked = _table_parser().parse_args(arguments[1:])
-        write_table(asked.raw, asked.to)
+        raws = read_raw(asked.raw)
+        asked.to.write_text(markdown(raws, reasons=read_reasons()))
         if asked.readme:
-            raw = json.loads(asked.raw.read_text())
-            put_into(_ROOT / "README.md", readme_table(raw, str(asked.raw)))
+            put_into(_ROOT / "README.md", readme_table(raws))
         return 0
     asked = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers, agents and files go too

@@ -9,15 +9,17 @@ from typing import Any
 from benchmarks import agent_start, blocked, drain, hydrate, load, planning, replicate, reshard, save
 from benchmarks.goals import MiB, median, ratio, row
 from benchmarks.rounds import COPY
+from benchmarks.table import joined
 
 Group = Mapping[str, Any]
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 _STATES = ("A", "B", "C")
 
 
-def readme_table(raw: Mapping[str, Any], source: str) -> str:
+def readme_table(raws: Mapping[str, Mapping[str, Any]]) -> str:
     """Between the markers in README.md: one rank with the machine's cores, the rest as it comes."""
-    groups, machine = raw["groups"], raw["machine"]
+    groups, machine = joined(raws), next(iter(raws.values()))["machine"]
+    sources = ", ".join(f"`{source}`" for source in raws)
     lines = [
         f"| 1 GiB, one rank, {machine['cores']} threads | A: 64 tensors | B: 4,096 tensors | C: Llama-like, AdamW |",
         "|---|---|---|---|",
@@ -25,7 +27,7 @@ def readme_table(raw: Mapping[str, Any], source: str) -> str:
         "",
         *_others(groups),
         "",
-        f"R is one copy of the same bytes on one thread, in the same round. Made by `make bench` (`{source}`),",
+        f"R is one copy of the same bytes on one thread, in the same round. Made by `make bench` ({sources}),",
         "bit for bit equal in every row; [all figures](docs/benchmarks.md), also where a target was missed, and why.",
     ]
     return "\n".join(lines)

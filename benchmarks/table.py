@@ -105,10 +105,22 @@ def print_verdicts(console: Console, groups: Sequence[Group]) -> None:
             console.print(f"FAILED: {group['subject']} {setting(group)}: {name}", style="bold red")
 
 
-def markdown(raw: Mapping[str, Any], *, source: str, reasons: Mapping[str, str]) -> str:
-    """The whole of docs/benchmarks.md."""
-    groups = raw["groups"]
-    parts = [_preamble(raw, source)]
+def joined(raws: Mapping[str, Mapping[str, Any]]) -> list[Group]:
+    """What several runs measured; of a subject that more than one has, what the last one says."""
+    groups: dict[str, list[Group]] = {}
+    for raw in raws.values():
+        groups |= {name: [one for one in raw["groups"] if one["subject"] == name] for name in _subjects(raw)}
+    return [group for found in groups.values() for group in found]
+
+
+def _subjects(raw: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(group["subject"] for group in raw["groups"]))
+
+
+def markdown(raws: Mapping[str, Mapping[str, Any]], *, reasons: Mapping[str, str]) -> str:
+    """The whole of docs/benchmarks.md, from runs by the name of their file."""
+    groups = joined(raws)
+    parts = [_preamble(raws)]
     for subject, title in SUBJECTS.items():
         mine = [group for group in groups if group["subject"] == subject]
         if mine:
@@ -116,13 +128,13 @@ def markdown(raw: Mapping[str, Any], *, source: str, reasons: Mapping[str, str])
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _preamble(raw: Mapping[str, Any], source: str) -> str:
-    machine, parameters = raw["machine"], raw["parameters"]
-    packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
+def _preamble(raws: Mapping[str, Mapping[str, Any]]) -> str:
+    sources = " ".join(raws)
+    parameters = next(iter(raws.values()))["parameters"]
     return f"""# Benchmarks
 
-Made by `python -m benchmarks table` from `{source}`; do not edit. What is said under "Why" is kept in
-`benchmarks/reasons.yaml`. Measure again with `make bench`.
+Made by `python -m benchmarks table {sources}`; do not edit.
+What is said under "Why" is kept in `benchmarks/reasons.yaml`. Measure again with `make bench`.
 
 **R** is one single-threaded copy of the same bytes between tensors and a populated shared mapping, measured in the same
 round. All contenders of a table run in turn, {parameters["rounds"]} times; ratios are medians of the ratios within each
@@ -135,10 +147,24 @@ Python objects; U, rows that no number of ranks divides. {show_size(parameters["
 together: on several ranks every tensor with rows is a DTensor, `Shard(0)`. Where there are several nodes, they are
 agents on this one machine, with a directory each, that reach each other over loopback TCP.
 
-Machine: {machine["cpu"]}, {machine["cores"]} cores, {show_size(machine["memory_bytes"])} of memory, Linux
-{machine["kernel"]}, Python {machine["python"]}, {packages}. Revision {machine["revision"]}, {machine["date"]}, load
-before the run {machine["load_before"]:.1f}.
+{_runs(raws)}
 """
+
+
+def _runs(raws: Mapping[str, Mapping[str, Any]]) -> str:
+    """Where and when each file was made, and what of it stands here."""
+    told, later = [], set[str]()
+    for source, raw in reversed(raws.items()):
+        machine = raw["machine"]
+        mine = [name for name in _subjects(raw) if name not in later]
+        later.update(mine)
+        packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
+        told.append(
+            f"""- {", ".join(mine)}: `{source}`, revision {machine["revision"]}, {machine["date"]}, load before the run
+  {machine["load_before"]:.1f}. {machine["cpu"]}, {machine["cores"]} cores, {show_size(machine["memory_bytes"])} of
+  memory, Linux {machine["kernel"]}, Python {machine["python"]}, {packages}."""
+        )
+    return "\n".join(reversed(told))
 
 
 def _section(subject: str, title: str, groups: Sequence[Group], reason: str) -> str:
