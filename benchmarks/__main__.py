@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import platform
@@ -154,19 +155,26 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
     }
 
 
-def run(parameters: Parameters) -> dict[str, Any]:
-    """All scenes; what they said, and where."""
+def run(parameters: Parameters, out: Path) -> dict[str, Any]:
+    """All scenes; what they said, and where. ``out`` has what was measured so far after each of them.
+
+    Each subject has processes of its own: what another one's opponents left in theirs is memory it may need.
+    """
     os.environ.update(ENVIRONMENT, OMP_NUM_THREADS="")  # torch's threads are set by each scene
     os.environ.pop("OMP_NUM_THREADS")
     raw: dict[str, Any] = {"machine": facts(), "parameters": dataclasses.asdict(parameters), "groups": []}
     todo = list(scenes(parameters, Path()))
-    with rank_processes() as ranks:
-        for number, (subject, scene) in enumerate(todo, 1):
-            what = f"{scene.subject} {subject.title} {scene.state}".replace("  ", " ").strip()
-            _say(f"[{number}/{len(todo)}] {what}, {scene.ranks} rank(s), {scene.threads} thread(s) ...")
-            began = time.monotonic()
-            raw["groups"].append(measure(ranks, subject, scene))
-            _say(f"    {time.monotonic() - began:.1f} s")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    numbers = itertools.count(1)
+    for _, same in itertools.groupby(todo, key=lambda one: one[0]):
+        with rank_processes() as ranks:
+            for subject, scene in same:
+                what = f"{scene.subject} {subject.title} {scene.state}".replace("  ", " ").strip()
+                _say(f"[{next(numbers)}/{len(todo)}] {what}, {scene.ranks} rank(s), {scene.threads} thread(s) ...")
+                began = time.monotonic()
+                raw["groups"].append(measure(ranks, subject, scene))
+                out.write_text(json.dumps(raw, indent=1) + "\n")
+                _say(f"    {time.monotonic() - began:.1f} s")
     return raw
 
 
@@ -258,9 +266,7 @@ def main(arguments: Sequence[str]) -> int:
         asked.only, asked.states, asked.ranks, asked.worlds, asked.size, asked.rounds, asked.threads, tuple(asked.spoil)
     )
     out = asked.out or _default_out()
-    raw = run(parameters)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(raw, indent=1) + "\n")
+    raw = run(parameters, out)
     console = Console(width=None if sys.stdout.isatty() else 160)
     for group in raw["groups"]:
         print_group(console, group)
