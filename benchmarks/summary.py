@@ -27,8 +27,9 @@ def readme_table(raws: Mapping[str, Mapping[str, Any]]) -> str:
         "",
         *_others(groups),
         "",
-        f"R is one copy of the same bytes on one thread, in the same round. Made by `make bench` ({sources}),",
-        "bit for bit equal in every row; [all figures](docs/benchmarks.md), also where a target was missed, and why.",
+        "R is one copy of the same bytes on one thread, in the same round. Bit for bit equal in every row. Made by `make bench`",
+        f"({sources});",
+        "[all figures](docs/benchmarks.md), also where a target was missed, and why.",
     ]
     return "\n".join(lines)
 
