@@ -27,8 +27,8 @@ def readme_table(raws: Mapping[str, Mapping[str, Any]]) -> str:
         "",
         *_others(groups),
         "",
-        "R is one copy of the same bytes on one thread, in the same round. Bit for bit equal in every row. Made by `make bench`",
-        f"({sources});",
+        "R is one copy of the same bytes on one thread, in the same round. Bit for bit equal in every row. Made by",
+        f"`make bench` ({sources});",
         "[all figures](docs/benchmarks.md), also where a target was missed, and why.",
     ]
     return "\n".join(lines)
