@@ -48,7 +48,6 @@ class Pulled:
     """What came, from where, and what did not come."""
 
     bytes_from: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    seconds_from: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     failed: dict[ShardKey, PeerStoreError] = field(default_factory=dict)
     """Shards of which something came from nobody, and the last reason."""
     refused: list[tuple[str, ShardKey, str]] = field(default_factory=list)
@@ -115,11 +114,10 @@ class Board:
                 self._changed.wait()
             return None
 
-    def done(self, source: str, piece: Piece, seconds: float) -> None:
+    def done(self, source: str, piece: Piece) -> None:
         with self._changed:
             piece.busy, piece.done = False, True
             self.report.bytes_from[source] += piece.size_bytes
-            self.report.seconds_from[source] += seconds
             for other in piece.sources:
                 self._left[other] -= 1
             self._changed.notify_all()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -97,7 +96,6 @@ class _Stream:
         self._asked: deque[Piece] = deque()
         self._doubtful: deque[tuple[Piece, ShardDamagedError]] = deque()
         """Came, and not as they were sealed. The source is asked about them once nothing else is on the way."""
-        self._free_since = 0.0
 
     def run(self) -> None:
         try:
@@ -121,8 +119,6 @@ class _Stream:
             self._asked.append(piece)
             record = piece.wish.record
             ranges = tuple((span.start, span.stop) for span in piece.spans)
-            if len(self._asked) == 1:
-                self._free_since = time.monotonic()
             self._line.tell("read", Read(record.key, checksum.digest(record.checksums), ranges))
 
     def _take(self) -> None:
@@ -137,9 +133,7 @@ class _Stream:
         except PeerStoreError as error:
             self._board.put_back(piece, without=self._source, because=error)
         else:
-            now = time.monotonic()
-            self._board.done(self._source, piece, now - self._free_since)
-            self._free_since = now
+            self._board.done(self._source, piece)
         self._asked.popleft()
 
     def _receive(self, piece: Piece) -> None:

@@ -50,7 +50,7 @@ def test_every_piece_comes_once_or_is_named_as_missing(held, mebibytes, steps):
     def done(source):
         piece = taken[source].pop()
         came[id(piece)] += 1
-        board.done(source, piece, 0.1)
+        board.done(source, piece)
 
     for kind, source in steps:
         if kind == "lose":
