@@ -1,0 +1,127 @@
+"""The seam between a rank and whoever runs the job: ``elastic run``, ``torchrun``, HyperPod's agent, or a test.
+
+A rank's life, as it looks from here::
+
+    ready() ──> Assignment ──> train … notice() at every step boundary … ──> pause(step) ──> target
+       ^                                    │ broken epoch                        │ train on until target
+       │                                    v                                     v
+       └──────────────── left(epoch) <── (groups aborted)                     sealed(target)
+
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+
+class Want(enum.Enum):
+    """What is wanted of a rank."""
+
+    RESIZE = "resize"
+    """Stop at a step that is agreed on, seal, and come back for the next world."""
+    STOP = "stop"
+    """The same, but there will be no next world: the job ends here, to be resumed another time."""
+    RESTART = "restart"
+    """The world is broken (a rank was lost): leave the step at once, and come back. Nothing is agreed on."""
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """What is wanted of the ranks of an epoch. A later notice of the same epoch replaces an earlier one."""
+
+    epoch: int
+    want: Want
+    reason: str
+    """For people: ``node n3 was asked back``."""
+    deadline_s: float | None = None
+    """Seconds left, when the notice was read, until who has not stopped is stopped. ``None``: no hurry."""
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    """A rank's place in one world."""
+
+    epoch: int
+    """+1 with every world. Names the process groups' keys in the store, and fences what comes late."""
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    node_count: int
+    store: str
+    """``host:port`` of a ``torch.distributed.TCPStore`` that lives in no rank."""
+    restarts: int = 0
+    """How many worlds ended by a fault before this one."""
+    reason: str = ""
+    """Why there is a new world; for people."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What a rank says of itself now and then; the last one said is the one that counts."""
+
+    step: int
+    """Steps completed."""
+    sealed: int = -1
+    """Newest step known to be sealed by this rank, or -1."""
+
+
+class ControlPlane(Protocol):
+    """What a rank asks of whoever runs the job.
+
+    Promises every control plane makes (``tests/contract/test_control_plane.py`` holds it to them):
+
+    - ``ready`` returns an :class:`Assignment` of an epoch newer than every one it returned before in this process; all
+      ranks of that epoch get the same epoch, world size and store, and each rank once.
+    - ``notice`` reads memory: no message, no collective, less than a few microseconds. A notice is never lost: it stays
+      until the epoch it is about has been left.
+    - ``pause`` returns the same step to all ranks of the epoch, and it is the greatest that any of them said: nobody is
+      asked to undo a step, and who is behind can finish alone what the others have finished.
+    - A fault while others wait in ``pause`` or ``ready`` ends the wait: ``pause`` raises :class:`StaleEpochError`.
+    - What a rank of an old epoch says is refused with :class:`StaleEpochError`, and changes nothing.
+    - ``ControlLostError`` means unknown; the control plane may come back, and ``ready`` waits for that.
+    - Any thread may call any method. No call outlives its ``timeout_s``.
+    """
+
+    def ready(self, *, timeout_s: float | None = None) -> Assignment:
+        """This process is warm, in no process group, and waits for a place in the next world.
+
+        Raises :class:`~elastic.errors.GaveUpError` when there will be none, and :class:`Dismissed` where this process
+        has no place in it.
+        """
+
+    def notice(self) -> Notice | None:
+        """What is wanted of this rank by now, if anything."""
+
+    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
+        """Having completed ``step`` steps: wait until all ranks of the epoch have said where they stand.
+
+        Returns the number of steps after which all of them stop.
+        """
+
+    def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+        """This rank stands at the agreed step and its state is safe; it may be asked to go from here on."""
+
+    def progress(self, progress: Progress) -> None:
+        """Where this rank is; costs a write to memory, is passed on with the next heartbeat."""
+
+    def fault(self, reason: str) -> None:
+        """Something went wrong in this rank (an exception, a loss that is not finite): the world is broken."""
+
+    def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
+        """Ask for a change: by the script, or because this process was told (a signal) that its machine goes away."""
+
+    def on_broken(self, call: Callable[[Notice], None]) -> None:
+        """Have ``call`` run, in a thread of the plane, as soon as an epoch is broken: to abort what a rank hangs in."""
+
+    def finished(self) -> None:
+        """This rank has nothing left to do; when all say so the job has succeeded."""
+
+    def close(self) -> None:
+        """Idempotent; a rank that closes without ``finished`` is a lost rank."""
+
+
+class Dismissed(Exception):  # noqa: N818 - no error: what a rank is told that is not in the next world
+    """This process is not in the next world, and not kept as a spare either: it is to end, with status 0."""

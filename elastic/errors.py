@@ -1,0 +1,49 @@
+"""What can go wrong with a world of ranks, sorted by what the caller can do about it.
+
+::
+
+    ElasticError
+    ├── PolicyError                 a policy or a plan is impossible: the message names the field and the limit; fix it
+    ├── ControlLostError            unknown: the control plane could not be asked; retry
+    │   └── RefusedError                it was asked and says no (wrong secret, a member of an old epoch): do not retry
+    ├── StaleEpochError             what was said belongs to a world of the past: wait for the new one
+    ├── DeadlineError               a rank did not get to where all others are within the time given
+    └── GaveUpError                 the job cannot go on; says after what, and how to resume
+
+    WorldChanged (BaseException)    not an error: the world of this attempt has ended, the train function is left
+
+"""
+
+from __future__ import annotations
+
+
+class ElasticError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class PolicyError(ElasticError, ValueError):
+    """Impossible as asked for; repeating it gives the same answer."""
+
+
+class ControlLostError(ElasticError):
+    """The control plane could not be asked: what it wants is unknown."""
+
+
+class RefusedError(ControlLostError):
+    """The control plane knows this caller and says no."""
+
+
+class StaleEpochError(ElasticError):
+    """What was said belongs to a world of the past."""
+
+
+class DeadlineError(ElasticError):
+    """The time given was not enough."""
+
+
+class GaveUpError(ElasticError):
+    """The job cannot go on."""
+
+
+class WorldChanged(BaseException):
+    """The world of this attempt has ended; :func:`elastic.recoverable` enters the function again with the next one."""
