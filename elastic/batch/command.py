@@ -85,7 +85,8 @@ def _of_recipe(
         config.plan(size, ranks_per_node=ranks_per_node, model_parallel=model_parallel, max_microbatch=max_microbatch)
         for size in sizes
     ]
-    return plans, config.disagreements(ranks_per_node=ranks_per_node, model_parallel=model_parallel)
+    wrong = config.disagreements(ranks_per_node=ranks_per_node, model_parallel=model_parallel)
+    return plans, [each for each in wrong if each.nodes in sizes]
 
 
 def _numbers(texts: tuple[str, ...]) -> list[int]:

@@ -379,6 +379,7 @@ def test_a_failed_step_does_not_spoil_what_is_loaded_after_it():
     with pytest.raises(OutOfMemory):
         run.optimizer.step(closure)
     run.optimizer.load_state_dict(saved)
+    assert run.rate.learning_rates == [1.0, 1.0]
     run.train(0, 1)
     assert run.lrs[-1] == [1.0, 1.0]
     assert [group["lr"] for group in run.optimizer.param_groups] == [0.5, 0.5]

@@ -112,7 +112,8 @@ def test_adam_for_four_times_the_batch():
 
 
 def test_adam_for_the_same_batch_is_the_same_adam():
-    adam = AdamScaling(3e-4, 0.9, 0.95, 1e-8)
+    adam = AdamScaling(3e-4, 0.1, 0.95, 1e-8)
+    assert 1 - (1 - 0.1) != 0.1
     assert adam.at(1) == adam
     assert adam.at(1.0) == adam
 
@@ -146,7 +147,8 @@ def test_a_batch_too_large_for_a_beta_is_named_with_its_limit(beta1, beta2, name
 
 def test_a_batch_just_small_enough_for_a_beta():
     assert AdamScaling(1e-3, 0.9).at(10).beta1 == pytest.approx(0, abs=1e-12)
-    assert AdamScaling(1e-3, 0.9).at(10).beta1 >= 0
+    assert 1 - 20 * (1 - 0.95) < 0
+    assert AdamScaling(1e-3, 0.95).at(20).beta1 == 0
 
 
 @pytest.mark.parametrize("kappa", [0, -1, math.nan, math.inf])
