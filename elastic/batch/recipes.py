@@ -98,7 +98,7 @@ class ScaleConfig:
         the recipe states anywhere, or one sample where it states none.
         """
         size = self.size_for(nodes)
-        limit = max_microbatch or self.max_microbatch or 1
+        limit = self.max_microbatch or 1 if max_microbatch is None else max_microbatch
         return BatchPlan(size.global_batch, world_of(nodes, ranks_per_node, model_parallel), limit)
 
     def disagreements(self, *, ranks_per_node: int = 8, model_parallel: int = 1) -> list[Disagreement]:

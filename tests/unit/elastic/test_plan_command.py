@@ -94,6 +94,7 @@ def test_only_the_sizes_that_were_asked_about_are_judged():
         (("--global-batch", 8, "--world", 9), "world_size is 9, but global_batch has 8 samples"),
         (("--global-batch", 8, "--world", 2, "--rank", 2), "there is no rank 2"),
         (("--recipe", RECIPE, "--world", 8), "--recipe says itself what"),
+        (("--recipe", RECIPE, "--max-microbatch", 0), "max_microbatch is 0"),
         (("--recipe", RECIPE, "--nodes", 0), "says nothing about 0 nodes"),
         (("--recipe", ROOT / "pyproject.toml"), "pyproject.toml"),
         (("--recipe", ROOT / "nothing.yaml"), "No such file"),
