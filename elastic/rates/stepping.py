@@ -87,6 +87,7 @@ class ElasticRate:
     def _checked(self, scale: Scale) -> Scale:
         if not (math.isfinite(scale.lr) and scale.lr >= 0):
             raise PolicyError(f"the rule multiplies the learning rate by {scale.lr!r}: it must be a number, 0 or more")
+        self._put_back(self._optimizer)
         for group in self._optimizer.param_groups:
             _Held(group, scale.lr, scale.kappa)
         return scale

@@ -385,6 +385,17 @@ def test_a_failed_step_does_not_spoil_what_is_loaded_after_it():
     assert [group["lr"] for group in run.optimizer.param_groups] == [0.5, 0.5]
 
 
+def test_after_a_failed_step_a_batch_is_judged_by_the_optimizers_own_betas():
+    def closure():
+        raise OutOfMemory
+
+    run = Run("AdamW", rule=AdamSqrt(128), batch=512)
+    with pytest.raises(OutOfMemory):
+        run.optimizer.step(closure)
+    run.rate.resize(384, 8)
+    assert run.optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
 class Overriding(torch.optim.SGD):
     def step(self, closure=None):
         return super().step(closure)
