@@ -119,14 +119,14 @@ class Supervisor:
         self.epoch, self.places, self.restarts = form.epoch, form.nodes, form.restarts
         for seat in self.seats:
             if seat.state in INSIDE:
-                raise Violation(f"rank {seat.number} of {self.node} is told of epoch {form.epoch} and is in another one")
+                raise Violation(
+                    f"rank {seat.number} of {self.node} is told of epoch {form.epoch} and is in another one"
+                )
             if seat.state is State.READY:
                 seat.state = State.TRAINING
             else:
-                was_dead = seat.state is State.DEAD
                 seat.state, seat.process = State.DEAD, seat.process + 1
-                if not was_dead:
-                    self.cluster.post(RankLost(self.node, self.life, self.births, seat.number, "was not there"))
+                self.cluster.post(RankLost(self.node, self.life, self.births, seat.number, "was not there"))
 
     def _leave(self) -> None:
         for seat in self.seats:
