@@ -190,7 +190,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     epoch: int = -1
     """The newest world it was told of."""
     places: tuple[str, ...] = ()
-    """The nodes of that world, in order of rank."""
+    """The nodes of that world, in order of rank; it is enough that one of them says so."""
     restarts: int = 0
     """As that world was formed with."""
     ready: bool = False

@@ -200,13 +200,14 @@ def _resize_asked(turn: Turn, event: ResizeAsked) -> None:
 
 
 def _stop_asked(turn: Turn, event: StopAsked) -> None:
-    if turn.world.stopping:
+    known_s = turn.world.pause_until_s
+    sooner = event.deadline_s is not None and (known_s is None or event.deadline_s < known_s)
+    if turn.world.stopping and not sooner:
         return
-    turn.set(stopping=True, reason=event.reason)
-    known_s = [until_s for until_s in (event.deadline_s, turn.world.pause_until_s) if until_s is not None]
-    turn.set(pause_until_s=min(known_s, default=None))
-    if turn.world.phase is Phase.CHANGING:
-        turn.do(Pause(turn.world.epoch, event.reason, min(known_s), stop=True))
+    turn.set(stopping=True, reason=event.reason, pause_until_s=event.deadline_s if sooner else known_s)
+    until_s = turn.world.pause_until_s
+    if turn.world.phase is Phase.CHANGING and until_s is not None:
+        turn.do(Pause(turn.world.epoch, event.reason, until_s, stop=True))
 
 
 def _tick(turn: Turn, event: Tick) -> None:

@@ -42,14 +42,15 @@ def rebuilt(
 def _as_reported(known: list[NodeReport], nproc: int, now_s: float, policy: ScalingPolicy) -> World:
     """The newest world any of them was told of, as if it was running."""
     newest = max((report.epoch for report in known), default=-1)
-    places = next((report.places for report in known if report.epoch == newest and newest >= 0), ())
+    places = next((report.places for report in known if report.epoch == newest >= 0 and report.places), ())
+    inside = frozenset(places)
     members = {
         report.node: Member(
             node=report.node,
             life=report.life,
             joined=number,
             joined_s=now_s,
-            placed=report.epoch == newest and report.node in places,
+            placed=report.epoch == newest and report.node in inside,
             births=max(report.births, nproc),
             spares=report.spares,
         )

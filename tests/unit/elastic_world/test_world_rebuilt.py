@@ -30,6 +30,11 @@ def test_a_world_that_all_are_in_goes_on_as_if_nothing_had_happened():
     assert world.members["a"].births == 4
 
 
+def test_one_who_says_who_is_in_it_is_enough():
+    world, actions = from_reports(report("a", places=()), report("b"), report("c", places=()))
+    assert (world.phase, world.places, actions) == (Phase.RUNNING, ABC, ())
+
+
 def test_who_does_not_report_is_lost():
     world, actions = from_reports(report("a"), report("c"))
     assert actions[0] == Break(5, "the new coordinator found nobody of b in the world")
