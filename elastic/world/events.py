@@ -196,4 +196,6 @@ class NodeReport(msgspec.Struct, frozen=True):
     ready: bool = False
     """All its ranks wait for a place: they have left that world, or never entered."""
     lost: tuple[int, ...] = ()
-    """Local ranks whose process has ended."""
+    """Local ranks whose process has ended, and was not to."""
+    finished: bool = False
+    """All its ranks have nothing left to do."""

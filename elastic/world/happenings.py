@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -78,8 +77,8 @@ def _ready(turn: Turn, event: NodeReady) -> None:
     member = turn.known(event.node, event.life)
     if member is None or event.births < member.births + len(member.owed):
         return
-    if member.placed and event.epoch < turn.world.epoch:
-        if event.births > member.births:
+    if event.epoch < member.epoch:
+        if member.placed and event.births > member.births:
             turn.fault(f"processes of {member.node} were replaced, and nobody was told", member.node)
         return
     if member.placed and turn.world.phase is Phase.RUNNING:
@@ -137,7 +136,7 @@ def _is_replaced(member: Member, local_rank: int, births: int) -> bool:
 
 def _lost_again(turn: Turn, member: Member, event: RankLost, what: str) -> None:
     """A process ended before its node was ready: nothing was broken by that, but it may go on for ever."""
-    tries = 1 + Counter(owed.local_rank for owed in member.owed)[event.local_rank]
+    tries = 1 + sum(owed.local_rank == event.local_rank and not owed.whole for owed in member.owed)
     if not turn.world.phase.alive and (member.placed or turn.world.epoch < 0):
         if tries > turn.world.tries:
             turn.set(tries=tries)

@@ -146,6 +146,8 @@ class Judge:
                 self._gave_up(action)
 
     def _broken(self, action: Break, now_s: float, *, counted: bool) -> None:
+        if action.reason == "it was left behind" and action.epoch < self.epoch:
+            return
         if not self.running or action.epoch != self.epoch:
             raise Violation(f"epoch {action.epoch} is broken, and it does not run")
         if self.pausing and now_s >= self.until_s:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.world.actions import Break, Form, How, Respawn
-from elastic.world.decide import rebuilt
-from elastic.world.events import NodeReport
+from elastic.world.actions import Break, Finish, Form, How, Respawn
+from elastic.world.decide import decide, rebuilt
+from elastic.world.events import NodeReady, NodeReport
 from elastic.world.members import Phase
 from elastic.world.policy import ScalingPolicy
 
@@ -52,6 +52,13 @@ def test_ranks_that_were_lost_meanwhile_are_replaced():
     assert actions[:2] == (Break(5, "rank 1 of b was lost: reported to be lost"), Respawn("b", 1, (1,)))
 
 
+def test_who_has_finished_is_not_waited_for():
+    world, actions = from_reports(report("a", finished=True), report("b"), report("c", finished=True))
+    assert (world.phase, world.done, actions) == (Phase.RUNNING, {"a", "c"}, ())
+    _, actions = from_reports(*(report(node, finished=True) for node in ABC))
+    assert actions == (Finish(),)
+
+
 def test_a_world_that_was_being_formed_is_formed():
     world, actions = from_reports(*(report(node, ready=True) for node in ABC))
     assert isinstance(actions[-1], Form)
@@ -79,3 +86,12 @@ def test_of_two_reports_of_a_node_the_later_life_counts(turned):
 def test_a_node_with_another_number_of_ranks_is_not_in_it():
     world, _ = from_reports(report("a"), report("b"), report("c"), report("d", seats=8, epoch=-1, places=()))
     assert "d" not in world.members
+
+
+def test_who_is_still_in_an_older_world_leaves_that_first():
+    world, actions = from_reports(*(report(node) for node in ABC), report("d", epoch=4, places=("d",)))
+    assert actions == (Break(4, "it was left behind"),)
+    early, _ = decide(world, NodeReady("d", 1, 2, 3), POLICY, 1001.0)
+    assert not early.members["d"].ready
+    late, _ = decide(world, NodeReady("d", 1, 2, 4), POLICY, 1001.0)
+    assert late.members["d"].ready
