@@ -51,7 +51,7 @@ class Permutation:
         columns = -(-size // rows)
         columns += columns % 2  # with both odd, half of all permutations could not come up
         self._rows, self._columns = np.uint64(rows), np.uint64(columns)
-        self._keys = [np.uint64(key_of("round", key, number)) for number in range(rounds_for(size))]
+        self._keys = [np.uint64(key_of("round", key, size, number)) for number in range(rounds_for(size))]
 
     def __call__(self, positions: I64, tweak: U64 | None = None) -> I64:
         """What is at these positions. Each ``tweak`` makes another permutation of the same size."""
