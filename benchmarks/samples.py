@@ -1,7 +1,7 @@
 """What handing out samples costs, beside torch's own samplers: ``python -m benchmarks.samples``.
 
-All in one process and one thread, turn by turn; of each the quickest turn (what else the machine does makes turns only
-slower), and how many times that of what it stands beside.
+All in one process and one thread, turn by turn; of each the processor's time in the quickest turn (what else a machine
+does makes turns only slower), and how many times that of what it stands beside.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ def times(calls: dict[str, Callable[[], object]], rounds: int, each: int = 1) ->
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
         for name, call in calls.items():
-            began = time.perf_counter()
+            began = time.thread_time()
             for _ in range(each):
                 call()
             if turn:  # the first one warms up
-                taken[name].append((time.perf_counter() - began) / each)
+                taken[name].append((time.thread_time() - began) / each)
     return {name: min(those) for name, those in taken.items()}
 
 

@@ -218,7 +218,7 @@ class ElasticDataLoader:
             self._lines.close()
         self._feed.begin(course, shares, place)
         self.course, self._place, self._open = course, place, None
-        self._generation[0] = self._feed.generation
+        self._generation.fill_(self._feed.generation)
 
     def _check_open(self, step: Step) -> None:
         if step is not self._open:

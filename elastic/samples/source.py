@@ -103,7 +103,7 @@ class Source:
         return samples
 
     def _stale(self, task: Task) -> bool:
-        return task.generation != int(self._generation[0])
+        return task.generation != self._generation.item()
 
 
 def _where(task: Task) -> str:

@@ -5,6 +5,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
@@ -193,7 +194,7 @@ def check(job):
     assert job.ledger.verify(course, job.place.cursor) == []
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(histories())
 def test_every_sample_once_whatever_happens(history):
     options, batch, microbatch, events = history
@@ -511,6 +512,22 @@ def test_a_checkpoint_of_other_data_is_refused():
     with pytest.raises(CursorError, match="samples was 23 and is 24"):
         loader(EvenShares(4, 2), Numbers(24)).load_state_dict(state)
     loader(EvenShares(4, 2), Numbers(24), allow=["samples"]).load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_it_is_in_the_state_that_dcp_saves(tmp_path):
+    with loader(EvenShares(6, 2)) as steps:
+        read(next(steps))
+        dcp.save({"samples": steps}, checkpoint_id=tmp_path, no_dist=True)
+        expected = read(next(steps))
+    for rank in range(2):
+        with loader(EvenShares(6, 2, rank, 2)) as again:
+            dcp.load({"samples": again}, checkpoint_id=tmp_path, no_dist=True)
+            assert again.place == (1, 6)
+            found = read(next(again))
+            assert found == expected[: len(found)]
+            del expected[: len(found)]
+    assert expected == []
 
 
 def test_closed_is_closed():

@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -123,6 +125,12 @@ def test_unknown_shuffles_are_refused(shuffle):
 def test_impossible_sizes_are_refused(samples):
     with pytest.raises(PolicyError, match=str(samples)):
         Order(samples, 1)
+
+
+def test_whoever_only_plans_needs_no_torch():
+    code = "import sys, elastic.samples; elastic.samples.Order(10, 1).indices(0, 9); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "False\n"
 
 
 # The bounds hold for numpy's shuffle too; the seeds are fixed, so that what passes once does so always.
