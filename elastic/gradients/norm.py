@@ -66,7 +66,10 @@ def fixed_norm(parameters: Sequence[nn.Parameter]) -> float:
         mine = [rows for one, rows in cut if one == spread]
         for rows, whole in zip(mine, together.split([len(rows) for rows in mine]), strict=True):
             rows.copy_(whole)
-    return math.sqrt(_halve(torch.stack([_halve(rows.view(1, -1))[0] for _, rows in cut]).view(1, -1)).item())
+    found = iter([_halve(rows.view(1, -1))[0] for _, rows in cut])
+    nothing = sums.new_zeros(())
+    each = [nothing if one.grad is None else next(found) for one in parameters]
+    return math.sqrt(_halve(torch.stack(each).view(1, -1)).item())
 
 
 def clip_by(parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:
@@ -105,12 +108,9 @@ def _row_group(gradient: torch.Tensor, spread: Spread) -> dist.ProcessGroup:
 
 def _row_sums(gradient: torch.Tensor) -> torch.Tensor:
     """Of squares, one for each row; numbers are rows of their own, and so are elements of vectors."""
-    if not gradient.ndim:
-        gradient = gradient.view(1)
-    rows = gradient.reshape(len(gradient), -1) if gradient.numel() else gradient.new_empty(len(gradient), 1).zero_()
+    rows = gradient.flatten(1) if gradient.ndim > 1 else gradient.view(-1, 1)
     height = max(1, BLOCK_ELEMENTS // max(1, rows.shape[1]))
-    blocks = [_halve(block.double().square_()) for block in rows.split(height)]
-    return torch.cat(blocks) if blocks else rows.new_empty(0, dtype=torch.float64)
+    return torch.cat([_halve(block.to(torch.float64, copy=True).square_()) for block in rows.split(height)])
 
 
 def _halve(rows: torch.Tensor) -> torch.Tensor:
@@ -119,4 +119,4 @@ def _halve(rows: torch.Tensor) -> torch.Tensor:
         kept = (width + 1) // 2
         rows[:, : width - kept] += rows[:, kept:]
         rows = rows[:, :kept]
-    return rows[:, 0]
+    return rows[:, 0] if rows.shape[1] else rows.new_zeros(len(rows))

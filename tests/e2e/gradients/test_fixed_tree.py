@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.ranks import RankPool
 from tests.support.resizable import Seen, Worlds, train
+from tests.support.zygote import Zygote
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -23,13 +23,13 @@ class Found(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def found(ranks: RankPool) -> dict[str, Found]:
-    by_rank = ranks.run(8, _everything)
+def found(zygote: Zygote) -> dict[str, Found]:
+    by_rank = zygote.run_world(8, _everything)
     assert all(one == by_rank[0] for one in by_rank)  # each of them saw the same
     return by_rank[0]
 
 
-def _everything() -> dict[str, Found]:
+def _everything(_: object) -> dict[str, Found]:
     import torch.distributed as dist
 
     worlds = Worlds(SIZES, GRIDS)
