@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from elastic.errors import PolicyError
 from elastic.gradients.exchange import bounds
 
-BLOCK_ELEMENTS = 1 << 20
-"""As float64, at a time."""
+BLOCK_ELEMENTS = 1 << 19
+"""Squares at a time: they stay in a processor's cache. An accelerator takes more, or would wait for its next kernel."""
 Spread = tuple[DeviceMesh, tuple[int, ...]]
 """A mesh, and its dimensions over which a gradient is cut."""
 
@@ -109,8 +109,10 @@ def _row_group(gradient: torch.Tensor, spread: Spread) -> dist.ProcessGroup:
 def _row_sums(gradient: torch.Tensor) -> torch.Tensor:
     """Of squares, one for each row; numbers are rows of their own, and so are elements of vectors."""
     rows = gradient.flatten(1) if gradient.ndim > 1 else gradient.view(-1, 1)
-    height = max(1, BLOCK_ELEMENTS // max(1, rows.shape[1]))
-    return torch.cat([_halve(block.to(torch.float64, copy=True).square_()) for block in rows.split(height)])
+    most = BLOCK_ELEMENTS if rows.is_cpu else BLOCK_ELEMENTS * 32
+    height = max(1, most // max(1, rows.shape[1]))
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return torch.cat([_halve(block.to(wide).square()) for block in rows.split(height)]).double()
 
 
 def _halve(rows: torch.Tensor) -> torch.Tensor:
