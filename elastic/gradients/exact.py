@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -188,6 +189,7 @@ def _parts(
     parameters = [one for one in model.parameters() if one.requires_grad]
     if not parameters:
         raise PolicyError("the model has no parameter that requires a gradient")
+    _refuse(model)
     if isinstance(model, DistributedDataParallel):
         if not tree:
             from elastic.gradients.hooked import Hooked
@@ -206,6 +208,16 @@ def _parts(
     if plain:
         parts.append(Replicated(plain, group, tree=tree, dtype=dtype))
     return parts
+
+
+def _refuse(model: nn.Module) -> None:
+    """What averages or cuts gradients where this does not see it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody can have wrapped anything otherwise
+    for name, inside in model.named_modules():
+        if fsdp is not None and isinstance(inside, fsdp.FullyShardedDataParallel):
+            raise PolicyError(f"module {name!r} is wrapped by FSDP1: use fully_shard, or DDP")
+        if inside is not model and isinstance(inside, DistributedDataParallel):
+            raise PolicyError(f"only module {name!r} is wrapped by DDP: wrap the whole model, or nothing of it")
 
 
 def _of_fsdp(

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from elastic.errors import PolicyError
 from elastic.gradients import ExactGradients, Share, Total, norm
@@ -110,6 +112,20 @@ def test_misuse_is_named() -> None:
         run(model, [1.0], weight=0)
     with pytest.raises(PolicyError, match="no parameter that requires"):
         ExactGradients(nn.Linear(2, 2).requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "words"),
+    [
+        (FullyShardedDataParallel, "'0' is wrapped by FSDP1"),
+        (DistributedDataParallel, "only module '0' is wrapped by DDP"),
+    ],
+)
+def test_wrappers_that_reduce_behind_its_back_are_refused(wrapper: type[nn.Module], words: str) -> None:
+    inside = wrapper.__new__(wrapper)  # a real one needs a process group
+    nn.Module.__init__(inside)
+    with pytest.raises(PolicyError, match=words):
+        ExactGradients(nn.Sequential(inside, nn.Linear(2, 2)))
 
 
 def test_a_step_that_was_left_is_forgotten() -> None:
