@@ -30,7 +30,7 @@ class CacheFullError(ElasticError):
 
 
 class PrepareError(ElasticError):
-    """``prepare`` raised for this batch."""
+    """``prepare`` raised for this batch; -1 where it was not known which one is next."""
 
     def __init__(self, index: int, text: str) -> None:
         super().__init__(index, text)
@@ -38,7 +38,7 @@ class PrepareError(ElasticError):
         self.text = text
 
     def __str__(self) -> str:
-        return f"batch {self.index} could not be prepared: {self.text}"
+        return f"{f'batch {self.index}' if self.index >= 0 else 'a batch'} could not be prepared: {self.text}"
 
 
 class BatchDamagedError(Exception):
