@@ -157,7 +157,7 @@ def read_head(data: memoryview) -> Read:
     try:
         header = _decoder.decode(encoded)
         _check(header, len(data) - start)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # msgspec's own errors, and text that is none
         raise BatchDamagedError(f"the header cannot be understood: {error}") from error
     return Read(header, start)
 

@@ -87,7 +87,7 @@ class CachedLoader:
         if state["fingerprint"] != self._cache.fingerprint:
             raise PolicyError(
                 f"position {state['position']} counts batches of fingerprint {state['fingerprint']}, these are "
-                f"of {self._cache.fingerprint}: use the data, tokenizer, seed and packing of then, or set position yourself"
+                f"of {self._cache.fingerprint}: use the data, tokenizer, seed and packing of then, or set position"
             )
         self.position = self._said = int(state["position"])
         self._cache.committed(self.position)
