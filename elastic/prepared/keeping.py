@@ -133,13 +133,14 @@ class Keeping:
 
 
 def _write(fd: int, encoded: Encoded) -> None:
-    laid, views = encoded.laid, encoded.views
-    half = len(views) // 2
-    _write_at(fd, memoryview(laid.head), 0)
-    for number, (part, view) in enumerate(zip(laid.parts, views, strict=True)):
-        if number == half:
+    laid, half = encoded.laid, len(encoded.laid.head) // 2
+    pieces = [(0, memoryview(laid.head)[:half]), (half, memoryview(laid.head)[half:])]
+    starts = (len(laid.head) + part.start for part in laid.parts)
+    pieces += zip(starts, encoded.views, strict=True)
+    for number, (at, view) in enumerate(pieces):
+        if number == len(pieces) // 2:
             reach("prepared.half")
-        _write_at(fd, view, len(laid.head) + part.start)
+        _write_at(fd, view, at)
 
 
 def _write_at(fd: int, view: memoryview, at: int) -> None:
