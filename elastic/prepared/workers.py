@@ -34,9 +34,10 @@ class Worker:
         context = multiprocessing.get_context(start_method)
         self._fingerprint = cache.fingerprint
         self._pipe, theirs = context.Pipe()
+        inherited = self._pipe if start_method == "fork" else None
         # The stubs know no Process of a context of any kind.
         self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-            target=_serve, args=(theirs, cache, prepare), name="elastic-prepare", daemon=True
+            target=_serve, args=(theirs, inherited, cache, prepare), name="elastic-prepare", daemon=True
         )
         try:
             self._process.start()
@@ -77,7 +78,9 @@ class Worker:
         self._process.close()
 
 
-def _serve(pipe: Connection, cache: BatchCache, prepare: Prepare) -> None:
+def _serve(pipe: Connection, inherited: Connection | None, cache: BatchCache, prepare: Prepare) -> None:
+    if inherited is not None:
+        inherited.close()  # else it would not be seen that the trainer's end is closed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to decide
     with cache, contextlib.suppress(EOFError, BrokenPipeError):
         while True:

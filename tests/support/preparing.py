@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from elastic.prepared import BatchCache, Prefetched
 
@@ -42,6 +43,33 @@ def open_cache(directory: Path, *, max_bytes: int = 1 << 30) -> BatchCache:
     return BatchCache("job", fingerprint=FINGERPRINT, directory=directory, max_bytes=max_bytes, required=True)
 
 
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def fragile(index: int) -> int:
+    if index == 3:
+        raise ZeroDivisionError("three")
+    return index
+
+
+def suicidal(index: int) -> int:
+    if index == 3:
+        os._exit(9)
+    return index
+
+
+class StrangeError(Exception):
+    """Cannot be read back from a pickle."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+def strange(index: int) -> None:
+    raise StrangeError("quite", "strange")
+
+
 def read(say: Callable[[str], None], directory: Path, log: Path, end: int, max_bytes: int = 1 << 30) -> None:
     """All batches up to ``end``, one after the other."""
     with open_cache(directory, max_bytes=max_bytes) as cache:
@@ -59,11 +87,31 @@ def hang_in_prepare(say: Callable[[str], None], directory: Path, log: Path) -> N
         cache.get(0, prepare)
 
 
+def tensors_of(index: int) -> dict[str, Any]:
+    import torch
+
+    return {"ids": torch.arange(10) + index, "pid": os.getpid()}
+
+
+def read_tensors(say: Callable[[str], None], directory: Path, end: int, max_bytes: int) -> dict[str, Any]:
+    """Prepared by a worker, with less room than is needed."""
+    with BatchCache("job", fingerprint=FINGERPRINT, directory=directory, max_bytes=max_bytes) as cache:
+        cache.committed(0)
+        with Prefetched(cache, range(end), tensors_of, workers=1, start_method="fork") as batches:
+            found = list(batches)
+        assert os.getpid() not in {batch["pid"] for batch in found}
+        assert cache.counts.prepared == 0
+        return {"first": [batch["ids"].add_(1)[0].item() for batch in found], "mapped": cache.counts.mapped}
+
+
 def read_ahead(
     say: Callable[[str], None], directory: Path, log: Path, end: int, workers: int, hang_after: int = -1
 ) -> list[str]:
     """The same, six ahead; the processes that this one has at the end."""
-    with open_cache(directory) as cache, Prefetched(cache, range(end), Logged(log), ahead=6, workers=workers) as batches:
+    with (
+        open_cache(directory) as cache,
+        Prefetched(cache, range(end), Logged(log), ahead=6, workers=workers) as batches,
+    ):
         for index, batch in enumerate(batches):
             assert batch == batch_of(index)
             if index == hang_after:

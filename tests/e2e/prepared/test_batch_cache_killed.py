@@ -1,6 +1,5 @@
 """Processes that share a cache and are killed at any time: what is there is whole, nothing is prepared twice for it."""
 
-import os
 import signal
 import threading
 import time
@@ -14,10 +13,12 @@ from tests.support.preparing import (
     batch_of,
     hang_in_prepare,
     logged,
+    names,
     open_cache,
     preparers,
     read,
     read_ahead,
+    read_tensors,
 )
 
 pytestmark = pytest.mark.e2e
@@ -47,10 +48,6 @@ def gone(pids, timeout_s=60):
         time.sleep(0.005)
 
 
-def files(cache):
-    return sorted(name for name in os.listdir(cache.directory) if name != "tally")
-
-
 @pytest.mark.parametrize("point", CRASH_POINTS)
 def test_killed_anywhere_the_next_one_goes_on(zygote, directory, log, point):
     """The third time each point is reached; where room is made, that is for the third batch beyond the bound."""
@@ -62,7 +59,7 @@ def test_killed_anywhere_the_next_one_goes_on(zygote, directory, log, point):
     assert set(before.values()) == {1}
     with open_cache(directory) as cache:
         there = cache.holds()
-        assert files(cache) == [f"{index:020d}.batch" for index in there]  # and nothing half-made
+        assert names(cache.directory) == [*(f"{index:020d}.batch" for index in there), "tally"]  # and nothing half-made
         for index in there:
             assert cache.look(index).batch == batch_of(index)
         assert cache.counts.damaged == 0
@@ -136,3 +133,10 @@ def test_after_a_death_a_whole_stream_is_mapped_and_no_process_is_started(zygote
     before = log.read_text()
     assert zygote.run(read_ahead, directory, log, _BATCHES, 2).result == []
     assert log.read_text() == before
+
+
+def test_workers_tensors_are_mapped_or_where_there_is_no_room_sent(zygote, directory):
+    found = zygote.run(read_tensors, directory, 6, 1000).result
+    with open_cache(directory) as cache:
+        assert found == {"first": [1, 2, 3, 4, 5, 6], "mapped": len(cache.holds())}
+        assert 0 < len(cache.holds()) < 6

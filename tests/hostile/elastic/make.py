@@ -60,7 +60,7 @@ def with_tree(raw: bytes) -> bytes:
 
 def cases() -> dict[str, bytes]:
     good = batch()
-    first, second = ["int64", [6], 0], ["uint8", [2, 4], 64]
+    first = ["int64", [6], 0]
     return {
         "empty": b"",
         "only-magic": MAGIC,

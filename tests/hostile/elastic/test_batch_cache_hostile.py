@@ -13,6 +13,7 @@ from elastic.prepared import BatchCache
 from elastic.prepared.folder import batch_name, making_name
 from tests.hostile.elastic.make import FILES, FINGERPRINT, INDEX, batch, cases
 from tests.support.bits import assert_same
+from tests.support.preparing import names
 
 HOSTILE = sorted(FILES.iterdir())
 """In loops, not as so many tests: each would be looked over for what it leaves behind."""
@@ -66,7 +67,7 @@ def test_a_hostile_batch_is_prepared_again(cache, little_memory):
         assert_same(prepared(INDEX), cache.get(INDEX, asked))
         assert asked.indices == [INDEX], file.stem
         assert cache.counts.damaged == number, file.stem
-        assert sorted(os.listdir(cache.directory)) == [batch_name(INDEX), "tally"], file.stem
+        assert names(cache.directory) == [batch_name(INDEX), "tally"], file.stem
 
 
 def test_what_was_left_half_made_is_never_read(cache):
@@ -75,7 +76,7 @@ def test_what_was_left_half_made_is_never_read(cache):
         (cache.directory / making_name(INDEX)).write_bytes(file.read_bytes())
         assert_same(prepared(INDEX), cache.get(INDEX, asked))
         assert asked.indices == [INDEX], file.stem
-        assert sorted(os.listdir(cache.directory)) == [batch_name(INDEX), "tally"], file.stem
+        assert names(cache.directory) == [batch_name(INDEX), "tally"], file.stem
         cache.clear()
 
 
@@ -112,7 +113,7 @@ def folder(path, victim):
 
 def door(path, victim):
     with socket.socket(socket.AF_UNIX) as one:
-        here = os.getcwd()
+        here = Path.cwd()
         os.chdir(path.parent)  # the whole path is longer than an address may be
         try:
             one.bind(path.name)
@@ -146,8 +147,8 @@ def test_what_is_no_file_is_neither_followed_nor_waited_for(cache, tmp_path, pla
 
 
 def test_strangers_files_are_neither_counted_nor_swept(cache):
-    names = ["readme.txt", "7.batch", "0000000000000000000x.batch", ".00000000000000000007.batch", "f-xyz"]
-    for name in names:
+    strangers = ["readme.txt", "7.batch", "0000000000000000000x.batch", ".00000000000000000007.batch", "f-xyz"]
+    for name in strangers:
         (cache.directory / name).write_bytes(bytes(20_000))
     cache.get(1, prepared)
     cache.clear()
@@ -155,7 +156,7 @@ def test_strangers_files_are_neither_counted_nor_swept(cache):
     cache.close()
     with BatchCache("job", fingerprint="another", directory=root) as other:
         assert other.holds() == []
-    assert sorted(os.listdir(place)) == sorted(names)
+    assert names(place) == sorted(strangers)
 
 
 def test_a_stream_with_strangers_directories_is_swept_around_them(cache, tmp_path):

@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from elastic.prepared import BatchCache, BatchKindError, CacheFullError, CachePl
 from elastic.prepared import keeping as keeping_module
 from peerstore.errors import InvalidNameError
 from tests.support.bits import assert_same
+from tests.support.preparing import names
 
 
 class Prepare:
@@ -59,7 +61,7 @@ def test_a_batch_is_prepared_once_and_mapped_from_then_on(opened):
     assert prepare.asked == [5]
     assert (cache.counts.prepared, cache.counts.kept, cache.counts.mapped) == (1, 1, 3)
     assert cache.holds() == [5]
-    assert sorted(os.listdir(cache.directory)) == ["00000000000000000005.batch", "tally"]
+    assert names(cache.directory) == ["00000000000000000005.batch", "tally"]
 
 
 def test_tensors_are_the_files_own_pages_and_may_be_changed(opened):
@@ -73,12 +75,11 @@ def test_tensors_are_the_files_own_pages_and_may_be_changed(opened):
 
 
 def mapping_of(address):
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            start, end = (int(part, 16) for part in line.split()[0].split("-"))
-            if start <= address < end:
-                return line
-    raise AssertionError
+    def spans(line):
+        start, end = (int(part, 16) for part in line.split()[0].split("-"))
+        return start <= address < end
+
+    return next(line for line in Path("/proc/self/maps").read_text().splitlines() if spans(line))
 
 
 def test_a_mapped_batch_outlives_its_file_and_its_cache(opened):
@@ -97,7 +98,7 @@ def test_what_prepare_raises_is_raised_and_nothing_is_left(opened):
 
     with pytest.raises(ZeroDivisionError):
         cache.get(3, broken)
-    assert os.listdir(cache.directory) == ["tally"]
+    assert names(cache.directory) == ["tally"]
     assert_same(Prepare()(3), cache.get(3, Prepare()))
 
 
@@ -105,7 +106,7 @@ def test_a_batch_that_cannot_be_kept_is_an_error_even_when_the_cache_is_not_requ
     cache = opened()
     with pytest.raises(BatchKindError, match=r"batch 3\['ids'\]"):
         cache.get(3, lambda _: {"ids": {1, 2}})
-    assert os.listdir(cache.directory) == ["tally"]
+    assert names(cache.directory) == ["tally"]
 
 
 @pytest.mark.parametrize("index", [-1, 1 << 62, 1.0, True, "3", None])
@@ -209,9 +210,9 @@ def test_bytes_are_counted_anew_by_whoever_opens(opened):
     cache = opened(max_bytes=2 * size)
     cache.get(0, prepare)
     cache.get(1, prepare)
-    for name in os.listdir(cache.directory):
+    for name in names(cache.directory):
         if name != "tally":
-            os.unlink(cache.directory / name)
+            (cache.directory / name).unlink()
     again = opened(max_bytes=2 * size)
     for index in (2, 3):
         again.get(index, prepare)
@@ -227,7 +228,7 @@ def test_no_room_is_said_once_and_the_batch_is_used_all_the_same(opened, caplog)
     (said,) = caplog.messages
     assert "no room in 100 B" in said
     assert "--shm-size" in said
-    assert os.listdir(cache.directory) == ["tally"]
+    assert names(cache.directory) == ["tally"]
     assert prepare.asked == [0, 1]
 
 
@@ -235,7 +236,7 @@ def test_no_room_is_an_error_where_the_cache_is_required(opened):
     cache = opened(max_bytes=100, required=True)
     with pytest.raises(CacheFullError, match="max_bytes"):
         cache.get(0, Prepare())
-    assert os.listdir(cache.directory) == ["tally"]
+    assert names(cache.directory) == ["tally"]
 
 
 def full_from(monkeypatch, calls):
@@ -267,8 +268,8 @@ def test_a_full_file_system_leaves_nothing_half_written(opened, monkeypatch, cap
 def test_a_directory_that_was_removed_does_not_end_training(opened, caplog):
     cache, prepare = opened(), Prepare()
     cache.clear()
-    for name in os.listdir(cache.directory):
-        os.unlink(cache.directory / name)
+    for name in names(cache.directory):
+        (cache.directory / name).unlink()
     cache.directory.rmdir()
     assert_same(Prepare()(0), cache.get(0, prepare))
     assert "going on without" in caplog.text
@@ -346,7 +347,7 @@ def test_a_link_instead_of_a_directory_is_refused(opened, tmp_path, below):
     place.symlink_to(elsewhere)
     with pytest.raises(CachePlaceError):
         opened()
-    assert os.listdir(elsewhere) == []
+    assert names(elsewhere) == []
 
 
 def test_a_closed_cache_says_so(opened):

@@ -4,6 +4,7 @@ import collections
 import decimal
 import enum
 import math
+from typing import NamedTuple
 
 import hypothesis
 import pytest
@@ -105,7 +106,9 @@ def test_tensors_lie_where_vector_instructions_want_them():
     assert [part.start % ALIGN for part in laid.parts] == [0, 0, 0]
 
 
-Point = collections.namedtuple("Point", "x y")
+class Point(NamedTuple):
+    x: int
+    y: int
 
 
 class Colour(enum.IntEnum):
