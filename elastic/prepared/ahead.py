@@ -39,7 +39,7 @@ class Prefetched(Iterator[Any]):
 
     ``workers=0`` prepares in a thread of this process; with more, in as many processes, which are started when the
     first batch has to be prepared. Those need a ``prepare`` that can be pickled, and a script that guards its main part
-    (``if __name__ == "__main__"``).
+    (``if __name__ == "__main__"``). Until they are up, which takes as long as their imports, a thread prepares.
 
     What ``prepare`` raises comes when its batch would have come, as :class:`~elastic.prepared.errors.PrepareError`
     that names it; from then on, that is all that comes: no batch is skipped in silence.
@@ -65,6 +65,7 @@ class Prefetched(Iterator[Any]):
         self._ahead = ahead
         self._start_method = start_method if workers else None
         self._changed = threading.Condition()
+        self._here = threading.Lock()
         self._slots: deque[_Slot] = deque()
         self._workers: list[Worker] = []
         self._exhausted = self._stopped = False
@@ -138,10 +139,13 @@ class Prefetched(Iterator[Any]):
                 return found.batch
             if not hired:
                 hired.append(self._hire(self._start_method))
-            made = hired[0].make(slot.index, slot.reading)
-            if not made.there:
-                return made.batch
-        return self._cache.get(slot.index, self._prepare, reading=slot.reading, stop=self._is_stopped)
+            # A forked process shares open files with this one: they must not be read from on both sides.
+            if self._start_method == "fork" or hired[0].is_up():
+                made = hired[0].make(slot.index, slot.reading)
+                if not made.there:
+                    return made.batch
+        with self._here:  # prepare need not know of threads
+            return self._cache.get(slot.index, self._prepare, reading=slot.reading, stop=self._is_stopped)
 
     def _begin(self) -> _Slot | None:
         """The next batch to be made, when it is time; ``None`` at the end."""

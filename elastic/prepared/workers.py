@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 _GRACE_S = 5.0
-_KEPT, _BATCH, _FAILED = b"k", b"b", b"f"
+_UP, _KEPT, _BATCH, _FAILED = b"u", b"k", b"b", b"f"
 
 
 class WorkerLostError(Exception):
@@ -33,6 +33,7 @@ class Worker:
     def __init__(self, cache: BatchCache, prepare: Prepare, start_method: str) -> None:
         context = multiprocessing.get_context(start_method)
         self._fingerprint = cache.fingerprint
+        self._up = False
         self._pipe, theirs = context.Pipe()
         inherited = self._pipe if start_method == "fork" else None
         # The stubs know no Process of a context of any kind.
@@ -47,8 +48,21 @@ class Worker:
         finally:
             theirs.close()
 
+    def is_up(self) -> bool:
+        """Whether it has started, which takes as long as its imports; or has ended, which :meth:`make` will say."""
+        if not self._up and self._pipe.poll():
+            self._wait_up()
+        return self._up
+
+    def _wait_up(self) -> None:
+        self._up = True
+        with contextlib.suppress(EOFError, OSError):
+            self._pipe.recv_bytes()
+
     def make(self, index: int, reading: int) -> Kept:
         """As :meth:`~elastic.prepared.cache.BatchCache.make`, over there. What ``prepare`` raised is raised."""
+        if not self._up:
+            self._wait_up()
         try:
             self._pipe.send((index, reading))
             said = bytearray(self._pipe.recv_bytes())
@@ -82,7 +96,8 @@ def _serve(pipe: Connection, inherited: Connection | None, cache: BatchCache, pr
     if inherited is not None:
         inherited.close()  # else it would not be seen that the trainer's end is closed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to decide
-    with cache, contextlib.suppress(EOFError, BrokenPipeError):
+    with cache, contextlib.suppress(EOFError, ConnectionError):  # the trainer's end is closed, perhaps in mid-word
+        pipe.send_bytes(_UP)
         while True:
             index, reading = pipe.recv()
             pipe.send_bytes(_made(cache, prepare, index, reading))

@@ -110,7 +110,7 @@ def read_ahead(
     """The same, six ahead; the processes that this one has at the end."""
     with (
         open_cache(directory) as cache,
-        Prefetched(cache, range(end), Logged(log), ahead=6, workers=workers) as batches,
+        Prefetched(cache, range(end), Logged(log), ahead=6, workers=workers, start_method="fork") as batches,
     ):
         for index, batch in enumerate(batches):
             assert batch == batch_of(index)

@@ -1,5 +1,6 @@
 """Batches ahead of their reader: in order, bounded, errors at their place, and an end that leaves nothing running."""
 
+import contextlib
 import itertools
 import threading
 
@@ -8,6 +9,7 @@ import torch
 
 from elastic.errors import PolicyError
 from elastic.prepared import BatchCache, Prefetched, PrepareError
+from elastic.prepared.workers import Worker, WorkerLostError
 from tests.support.bits import assert_same
 from tests.support.preparing import fragile, strange, suicidal
 
@@ -120,20 +122,40 @@ def test_an_error_in_the_order_of_batches_is_one_too(cache):
         assert isinstance(raised.value.__cause__, KeyError)
 
 
-def test_a_worker_that_dies_is_an_error_of_its_batch(cache):
-    with Prefetched(cache, range(9), suicidal, workers=1) as batches:
-        assert [next(batches) for _ in range(3)] == [0, 1, 2]
-        with pytest.raises(PrepareError, match="ended with status 9") as raised:
-            next(batches)
-        assert raised.value.index == 3
+@contextlib.contextmanager
+def worker(cache, prepare):
+    one = Worker(cache, prepare, "spawn")
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def test_a_worker_that_dies_is_an_error(cache):
+    with worker(cache, suicidal) as one:
+        assert [one.make(index, 0).there for index in range(3)] == [True] * 3
+        assert one.is_up()
+        with pytest.raises(WorkerLostError, match="ended with status 9"):
+            one.make(3, 0)
+        with pytest.raises(WorkerLostError, match="ended with status 9"):
+            one.make(4, 0)
     assert cache.holds() == [0, 1, 2]
+    assert [cache.get(index, None) for index in range(3)] == [0, 1, 2]
 
 
 def test_an_error_that_cannot_travel_is_told_in_words(cache):
-    with Prefetched(cache, range(1), strange, workers=1) as batches:
-        with pytest.raises(PrepareError, match="StrangeError: quite strange") as raised:
-            next(batches)
-        assert "Traceback" in str(raised.value.__cause__.__cause__)
+    with worker(cache, strange) as one:
+        with pytest.raises(RuntimeError, match="StrangeError: quite strange") as raised:
+            one.make(0, 0)
+        assert "Traceback" in str(raised.value.__cause__)
+
+
+def test_a_worker_that_was_killed_before_it_was_up_is_an_error(cache):
+    with worker(cache, suicidal) as one:
+        one.kill()
+        with pytest.raises(WorkerLostError, match="signal 9"):
+            one.make(0, 0)
+        assert one.is_up()  # there is nothing to wait for
 
 
 def test_a_small_cache_does_not_slow_down_what_is_read_ahead(tmp_path):
