@@ -83,13 +83,11 @@ def _batches(run: Run) -> Iterator[Iterator[Any]]:
 
 def trainer(run: Run) -> dict[str, Any]:
     """What a job does with its batches, timed from here: imports and the learnt merges are everybody's."""
-    import torch
     import xxhash
 
     import elastic.prepared  # noqa: F401 - everybody's import
     from benchmarks import tokenised
 
-    torch.set_num_threads(1)
     tokenised.merges()
     digests, waits = [], []
     began = time.perf_counter()
@@ -167,7 +165,7 @@ def steady(asked: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _same(found: dict[str, dict[str, Any]]) -> bool:
+def same(found: dict[str, dict[str, Any]]) -> bool:
     return len({tuple(one["digests"]) for one in found.values()}) == 1
 
 
@@ -180,7 +178,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         scenes["ready"].append(steady(asked))
     rounds = [one for scene in scenes.values() for one in scene]
     sizes = {one["batch_bytes"] for found in rounds for one in found.values()}
-    equal = all(map(_same, rounds))
+    equal = all(map(same, rounds))
     for one in (one for found in rounds for one in found.values()):
         del one["digests"]
     return {
@@ -236,6 +234,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--trainer", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.trainer:
+        os.environ["OMP_NUM_THREADS"] = "1"
         print(json.dumps(trainer(Run(**json.loads(asked.trainer)))))
         return 0
     raw = measure(asked)

@@ -7,7 +7,7 @@ thread is not enough; ``loader`` and ``module`` are for who has a ``DataLoader``
 """
 
 from elastic.prepared.ahead import Prefetched
-from elastic.prepared.cache import BatchCache
+from elastic.prepared.cache import BatchCache, forget_job
 from elastic.prepared.errors import BatchKindError, CacheFullError, CachePlaceError, PrepareError
 from elastic.prepared.loader import CachedLoader, cached_loader
 from elastic.prepared.module import CachedDataModule
@@ -22,4 +22,5 @@ __all__ = [
     "Prefetched",
     "PrepareError",
     "cached_loader",
+    "forget_job",
 ]

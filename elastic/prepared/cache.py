@@ -27,7 +27,7 @@ import msgspec
 from elastic.errors import PolicyError
 from elastic.prepared.batches import Encoded, decode, encode
 from elastic.prepared.errors import BatchDamagedError, CacheFullError
-from elastic.prepared.folder import Claim, Folder
+from elastic.prepared.folder import Claim, Folder, remove_job
 from elastic.prepared.keeping import Keeping
 from elastic.prepared.layout import MAGIC, MAX_INDEX
 from elastic.prepared.settings import prepared_directory
@@ -74,6 +74,11 @@ def digest_of(fingerprint: str | bytes | Mapping[str, Any]) -> str:
     return hashlib.sha256(MAGIC + told).hexdigest()[:32]
 
 
+def forget_job(job: str, *, directory: Path | str | None = None) -> list[Path]:
+    """Remove all batches of a job that has ended, of all its streams; returns what is still used and stays."""
+    return remove_job(prepared_directory() if directory is None else Path(directory), job)
+
+
 def _never() -> bool:
     return False
 
@@ -107,7 +112,7 @@ class BatchCache:
         wait_s: float = 60.0,
     ) -> None:
         root = prepared_directory() if directory is None else Path(directory)
-        self._again = functools.partial(
+        self._open_again = functools.partial(
             BatchCache,
             job,
             fingerprint=fingerprint,
@@ -138,7 +143,11 @@ class BatchCache:
             raise
 
     def __reduce__(self) -> tuple[Callable[[], BatchCache], tuple[()]]:
-        return self._again, ()
+        return self._open_again, ()
+
+    def again(self) -> BatchCache:
+        """The same cache, opened once more; for a process that was forked, perhaps while a thread held a lock."""
+        return self._open_again()
 
     def __enter__(self) -> BatchCache:
         return self

@@ -195,9 +195,8 @@ class Folder:
 
     def sweep_others(self) -> list[str]:
         """Remove other fingerprints' batches where nobody uses them; the names of those that are still used."""
-        with os.scandir(self._stream) as found:
-            names = [one.name for one in found if _FINGERPRINT.fullmatch(one.name) and one.name != self._name]
-        return [name for name in names if not remove_if_unused(name, self._stream)]
+        others = [name for name in _names(self._stream) if _FINGERPRINT.fullmatch(name) and name != self._name]
+        return [name for name in others if not remove_if_unused(name, self._stream)]
 
     def _files(self, pattern: re.Pattern[str]) -> Iterator[tuple[re.Match[str], int]]:
         with os.scandir(self.fd) as found:
@@ -229,6 +228,33 @@ def remove_if_unused(name: str, parent: int) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+def remove_job(root: Path, job: str) -> list[Path]:
+    """Remove what a job has, unless a process holds it; returns what is held."""
+    place, held = root / job_name(job), []
+    if not place.is_dir():
+        return []
+    with contextlib.ExitStack() as undo:
+        outer = _enter(root, None)
+        undo.callback(os.close, outer)
+        jobs = _enter(job, outer)
+        undo.callback(os.close, jobs)
+        for stream in _names(jobs):
+            inner = _enter(stream, jobs)
+            undo.callback(os.close, inner)
+            found = [name for name in _names(inner) if _FINGERPRINT.fullmatch(name)]
+            held += [place / stream / name for name in found if not remove_if_unused(name, inner)]
+            with contextlib.suppress(OSError):  # something is in it
+                os.rmdir(stream, dir_fd=jobs)
+        with contextlib.suppress(OSError):
+            os.rmdir(job, dir_fd=outer)
+    return held
+
+
+def _names(fd: int) -> list[str]:
+    with os.scandir(fd) as found:
+        return sorted(one.name for one in found if one.is_dir(follow_symlinks=False))
 
 
 def batch_name(index: int) -> str:

@@ -93,9 +93,10 @@ class Worker:
 
 
 def _serve(pipe: Connection, inherited: Connection | None, cache: BatchCache, prepare: Prepare) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to decide
     if inherited is not None:
         inherited.close()  # else it would not be seen that the trainer's end is closed
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to decide
+        cache = cache.again()
     with cache, contextlib.suppress(EOFError, ConnectionError):  # the trainer's end is closed, perhaps in mid-word
         pipe.send_bytes(_UP)
         while True:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elastic.errors import PolicyError
-from elastic.prepared import BatchCache, BatchKindError, CacheFullError, CachePlaceError
+from elastic.prepared import BatchCache, BatchKindError, CacheFullError, CachePlaceError, forget_job
 from elastic.prepared import keeping as keeping_module
 from peerstore.errors import InvalidNameError
 from tests.support.bits import assert_same
@@ -39,9 +39,13 @@ def opened(tmp_path):
         caches.append(BatchCache(options.pop("job", "job"), **options))
         return caches[-1]
 
+    def close():
+        for cache in caches:
+            cache.close()
+
+    opening.close = close
     yield opening
-    for cache in caches:
-        cache.close()
+    close()
 
 
 def batch_bytes(cache, prepare):
@@ -147,6 +151,26 @@ def test_streams_and_jobs_do_not_meet(opened):
     assert opened(stream="val", fingerprint="other").holds() == []
     assert opened(job="job2", fingerprint="other").holds() == []
     assert opened().holds() == [0]
+
+
+def test_a_job_that_has_ended_is_forgotten(opened, tmp_path):
+    root, prepare = tmp_path / "prepared", Prepare()
+    assert forget_job("job", directory=root) == []
+    for options in ({}, {"stream": "val"}, {"job": "job2"}):
+        opened(**options).get(0, prepare)
+    opened.close()
+    used, *unused = (opened(), opened(stream="val"), opened(job="job2"))
+    for cache in unused:
+        cache.close()
+    assert forget_job("job", directory=root) == [used.directory]
+    assert used.holds() == [0]
+    opened.close()
+    (root / "job" / "mine").mkdir(mode=0o700)
+    assert forget_job("job", directory=root) == []
+    assert names(root) == ["job2"]
+    assert opened(job="job2").holds() == [0]
+    with pytest.raises(InvalidNameError):
+        forget_job("..", directory=root)
 
 
 def test_a_fingerprint_is_made_of_plain_values(opened):
