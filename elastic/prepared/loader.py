@@ -60,6 +60,9 @@ class CachedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of this epoch. One iterator at a time: all move the same position."""
+        if self._said is None:  # a job does not go back before where it began
+            self._said = self.position
+            self._cache.committed(self.position)
         if not len(self):
             self.position = self._end
         start, end = self.position, self._end

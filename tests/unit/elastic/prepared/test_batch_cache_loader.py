@@ -194,6 +194,15 @@ def test_the_checkpoint_before_the_last_is_committed(cache, tmp_path):
         assert small.holds() == [5, 6, 7, 8, 9, 10, 11, 12]
 
 
+def test_a_job_that_begins_anew_leaves_the_old_ones_cursor(cache, tmp_path):
+    for index in (50, 51, 52):
+        cache.get(index, pairs)
+    cache.committed(50)
+    with BatchCache("job", fingerprint="f", directory=tmp_path / "prepared", max_bytes=cache.used_bytes()) as small:
+        assert len(rows(CachedLoader(small, pairs, per_epoch=2))) == 2
+        assert small.holds() == [0, 1, 50]
+
+
 def test_a_position_in_other_batches_is_refused(cache, tmp_path):
     state = CachedLoader(cache, pairs, per_epoch=6).state_dict()
     with (
