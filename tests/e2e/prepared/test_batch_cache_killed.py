@@ -1,0 +1,142 @@
+"""Processes that share a cache and are killed at any time: what is there is whole, nothing is prepared twice for it."""
+
+import signal
+import threading
+import time
+
+import pytest
+
+from elastic.prepared.keeping import CRASH_POINTS
+from peerstore.owners import started_at
+from tests.support.preparing import (
+    Logged,
+    batch_of,
+    hang_in_prepare,
+    logged,
+    names,
+    open_cache,
+    preparers,
+    read,
+    read_ahead,
+    read_tensors,
+)
+
+pytestmark = pytest.mark.e2e
+
+_BATCHES = 20
+_FIVE_BATCHES = 5 * 8200
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "prepared"
+
+
+@pytest.fixture
+def log(tmp_path):
+    return tmp_path / "log"
+
+
+def crash(point, times):
+    return {"PEERSTORE_CRASH_AT": f"{point}:{times}"}
+
+
+def gone(pids, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while any(started_at(pid) >= 0 for pid in pids):
+        assert time.monotonic() < deadline, f"one of {pids} is still there"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("point", CRASH_POINTS)
+def test_killed_anywhere_the_next_one_goes_on(zygote, directory, log, point):
+    """The third time each point is reached; where room is made, that is for the third batch beyond the bound."""
+    making_room = point == "prepared.gave-up"
+    limit = _FIVE_BATCHES if making_room else 1 << 30
+    ended = zygote.run(read, directory, log, _BATCHES, limit, environ=crash(point, 3))
+    assert ended.status == -signal.SIGKILL
+    before = logged(log)
+    assert set(before.values()) == {1}
+    with open_cache(directory) as cache:
+        there = cache.holds()
+        assert names(cache.directory) == [*(f"{index:020d}.batch" for index in there), "tally"]  # and nothing half-made
+        for index in there:
+            assert cache.look(index).batch == batch_of(index)
+        assert cache.counts.damaged == 0
+        if not making_room:
+            assert there == ([0, 1, 2] if point == "prepared.published" else [0, 1])
+    assert zygote.run(read, directory, log, _BATCHES).status == 0
+    again = {index for index, times in logged(log).items() if times > 1}
+    assert again == set(before) - set(there)
+    with open_cache(directory) as cache:
+        assert cache.holds() == list(range(_BATCHES))
+
+
+def test_the_bound_holds_after_a_death_in_the_middle_of_making_room(zygote, directory, log):
+    ended = zygote.run(read, directory, log, _BATCHES, _FIVE_BATCHES, environ=crash("prepared.gave-up", 2))
+    assert ended.status == -signal.SIGKILL
+    with open_cache(directory, max_bytes=_FIVE_BATCHES) as cache:
+        for index in range(50, 70):
+            assert cache.get(index, batch_of) == batch_of(index)
+            assert cache.used_bytes() <= _FIVE_BATCHES
+
+
+def test_of_several_processes_one_prepares_each_batch(zygote, directory, log):
+    running = [zygote.start(read, directory, log, 100) for _ in range(4)]
+    assert [one.wait().status for one in running] == [0] * 4
+    assert logged(log) == dict.fromkeys(range(100), 1)
+
+
+def test_who_waits_for_a_process_that_dies_prepares_at_once(zygote, directory, log):
+    waiting, found = threading.Event(), []
+
+    def wait_for_it():
+        def stop():
+            waiting.set()
+            return False
+
+        with open_cache(directory) as cache:
+            found.append(cache.get(0, Logged(log), stop=stop))
+
+    running = zygote.start(hang_in_prepare, directory, log)
+    running.wait_line("preparing")
+    thread = threading.Thread(target=wait_for_it)
+    thread.start()
+    assert waiting.wait(60)
+    assert not found
+    running.kill()
+    running.wait()
+    thread.join()
+    assert found == [batch_of(0)]
+    assert logged(log) == {0: 2}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_trainer_that_died_finds_all_that_was_prepared(zygote, directory, log, workers):
+    running = zygote.start(read_ahead, directory, log, _BATCHES, workers, 4)
+    running.wait_line("read")
+    running.kill()
+    running.wait()
+    gone(preparers(log))  # workers end with their trainer, after the batch they are at
+    with open_cache(directory) as cache:
+        there = cache.holds()
+    assert set(range(5)) <= set(there) <= set(range(11))  # what was read, and up to six ahead
+    before = logged(log)
+    zygote.run(read_ahead, directory, log, _BATCHES, workers)
+    more = logged(log) - before
+    assert set(more) == set(range(_BATCHES)) - set(there)
+    assert set(more.values()) == {1}
+
+
+def test_after_a_death_a_whole_stream_is_mapped_and_no_process_is_started(zygote, directory, log):
+    zygote.run(read, directory, log, _BATCHES)
+    before = log.read_text()
+    assert zygote.run(read_ahead, directory, log, _BATCHES, 2).result == []
+    assert log.read_text() == before
+
+
+def test_workers_tensors_are_mapped_or_where_there_is_no_room_sent(zygote, directory):
+    found = zygote.run(read_tensors, directory, 6, 1000).result
+    with open_cache(directory) as cache:
+        assert found == {"first": [1, 2, 3, 4, 5, 6], "mapped": len(cache.holds())}
+        assert 0 < len(cache.holds()) < 6

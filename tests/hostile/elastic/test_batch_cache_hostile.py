@@ -1,0 +1,180 @@
+"""Files that are no batch, where a batch should be: prepared again, no memory taken, nothing else touched."""
+
+import os
+import re
+import resource
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.prepared import BatchCache
+from elastic.prepared.folder import batch_name, making_name
+from tests.hostile.elastic.make import FILES, FINGERPRINT, INDEX, batch, cases
+from tests.support.bits import assert_same
+from tests.support.preparing import names
+
+HOSTILE = sorted(FILES.iterdir())
+"""In loops, not as so many tests: each would be looked over for what it leaves behind."""
+
+
+def prepared(index):
+    return {"ids": torch.full((100,), index)}
+
+
+class Asked:
+    def __init__(self):
+        self.indices = []
+
+    def __call__(self, index):
+        self.indices.append(index)
+        return prepared(index)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    with BatchCache("job", fingerprint=FINGERPRINT, directory=tmp_path / "prepared", max_bytes=10_000) as one:
+        yield one
+
+
+@pytest.fixture
+def little_memory():
+    """Whoever allocates or maps what a file claims (2 GiB or more), fails."""
+    used = int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_the_files_are_what_the_script_writes():
+    assert {path.stem: path.read_bytes() for path in HOSTILE} == cases()
+
+
+def test_what_they_were_made_from_is_a_good_batch(cache):
+    (cache.directory / batch_name(INDEX)).write_bytes(batch())
+    found = cache.look(INDEX).batch
+    assert found["a"].tolist() == [int.from_bytes(range(at, at + 8), "little") for at in range(0, 48, 8)]
+    assert found["b"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_hostile_batch_is_prepared_again(cache, little_memory):
+    for number, file in enumerate(HOSTILE, start=1):
+        asked = Asked()
+        (cache.directory / batch_name(INDEX)).write_bytes(file.read_bytes())
+        assert_same(prepared(INDEX), cache.get(INDEX, asked))
+        assert_same(prepared(INDEX), cache.get(INDEX, asked))
+        assert asked.indices == [INDEX], file.stem
+        assert cache.counts.damaged == number, file.stem
+        assert names(cache.directory) == [batch_name(INDEX), "tally"], file.stem
+
+
+def test_what_was_left_half_made_is_never_read(cache):
+    for file in HOSTILE:
+        asked = Asked()
+        (cache.directory / making_name(INDEX)).write_bytes(file.read_bytes())
+        assert_same(prepared(INDEX), cache.get(INDEX, asked))
+        assert asked.indices == [INDEX], file.stem
+        assert names(cache.directory) == [batch_name(INDEX), "tally"], file.stem
+        cache.clear()
+
+
+def test_a_tally_that_is_none_is_counted_anew(cache):
+    for file in HOSTILE:
+        asked = Asked()
+        (cache.directory / "tally").write_bytes(file.read_bytes())
+        for index in range(12):
+            cache.get(index, asked)
+            assert cache.used_bytes() <= 10_000, file.stem
+        assert asked.indices == list(range(12)), file.stem
+        cache.clear()
+
+
+# -- things that are no files -------------------------------------------------------------------------------------
+
+
+def link(path, victim):
+    path.symlink_to(victim)
+
+
+def dangling(path, victim):
+    path.symlink_to(path.parent / "nowhere")
+
+
+def fifo(path, victim):
+    os.mkfifo(path)
+
+
+def folder(path, victim):
+    path.mkdir()
+    (path / "mine").write_bytes(b"mine")
+
+
+def door(path, victim):
+    with socket.socket(socket.AF_UNIX) as one:
+        here = Path.cwd()
+        os.chdir(path.parent)  # the whole path is longer than an address may be
+        try:
+            one.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+STRANGE = [link, dangling, fifo, folder, door]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("plant", [*STRANGE, os.link], ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("name", [batch_name(INDEX), making_name(INDEX), "tally"])
+def test_what_is_no_file_is_neither_followed_nor_waited_for(cache, tmp_path, plant, name):
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious" * 100)
+    (cache.directory / name).unlink(missing_ok=True)
+    if plant is os.link:
+        os.link(victim, cache.directory / name)
+    else:
+        plant(cache.directory / name, victim)
+    asked = Asked()
+    assert_same(prepared(INDEX), cache.get(INDEX, asked))
+    assert_same(prepared(INDEX), cache.get(INDEX, asked))
+    assert victim.read_bytes() == b"precious" * 100
+    if plant is folder:  # not ours to remove
+        assert (cache.directory / name / "mine").read_bytes() == b"mine"
+    else:
+        assert asked.indices == [INDEX]
+        assert cache.holds() == [INDEX]
+
+
+def test_strangers_files_are_neither_counted_nor_swept(cache):
+    strangers = ["readme.txt", "7.batch", "0000000000000000000x.batch", ".00000000000000000007.batch", "f-xyz"]
+    for name in strangers:
+        (cache.directory / name).write_bytes(bytes(20_000))
+    cache.get(1, prepared)
+    cache.clear()
+    root, place = cache.directory.parents[2], cache.directory
+    cache.close()
+    with BatchCache("job", fingerprint="another", directory=root) as other:
+        assert other.holds() == []
+    assert names(place) == sorted(strangers)
+
+
+def test_a_stream_with_strangers_directories_is_swept_around_them(cache, tmp_path):
+    stream = cache.directory.parent
+    (stream / ("f-" + "0" * 32)).symlink_to(tmp_path)
+    (stream / ("f-" + "1" * 32)).write_bytes(b"a stranger's")
+    (tmp_path / batch_name(1)).write_bytes(b"precious")
+    with BatchCache("job", fingerprint="another", directory=cache.directory.parents[2]):
+        assert (tmp_path / batch_name(1)).read_bytes() == b"precious"
+        assert (stream / ("f-" + "1" * 32)).read_bytes() == b"a stranger's"
+
+
+def test_a_file_that_grows_after_it_was_mapped_changes_nothing(cache):
+    """Whoever may write here may change a mapped page; nobody who follows the protocol does, so they are not copied."""
+    batch_file = cache.directory / batch_name(INDEX)
+    found = cache.get(INDEX, prepared)
+    with batch_file.open("ab") as file:
+        file.write(b"more")
+    assert_same(prepared(INDEX), found)
+    assert not cache.look(INDEX).there
+    assert not batch_file.exists()

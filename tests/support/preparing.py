@@ -1,0 +1,120 @@
+"""A trainer that only reads batches, to be run in a process that may be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elastic.prepared import BatchCache, Prefetched
+
+FINGERPRINT = "preparing"
+
+
+def batch_of(index: int) -> dict[str, object]:
+    return {"index": index, "data": index.to_bytes(8, "little") * 1000}
+
+
+class Logged:
+    """Prepares, and leaves a line for each batch: its index and who did it."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+
+    def __call__(self, index: int) -> dict[str, object]:
+        with self._log.open("a") as file:
+            file.write(f"{index} {os.getpid()}\n")
+        return batch_of(index)
+
+
+def logged(log: Path) -> Counter[int]:
+    """How many times each batch was prepared."""
+    return Counter(int(line.split()[0]) for line in log.read_text().splitlines()) if log.exists() else Counter()
+
+
+def preparers(log: Path) -> set[int]:
+    return {int(line.split()[1]) for line in log.read_text().splitlines()}
+
+
+def open_cache(directory: Path, *, max_bytes: int = 1 << 30) -> BatchCache:
+    return BatchCache("job", fingerprint=FINGERPRINT, directory=directory, max_bytes=max_bytes, required=True)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def fragile(index: int) -> int:
+    if index == 3:
+        raise ZeroDivisionError("three")
+    return index
+
+
+def suicidal(index: int) -> int:
+    if index == 3:
+        os._exit(9)
+    return index
+
+
+class StrangeError(Exception):
+    """Cannot be read back from a pickle."""
+
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+def strange(index: int) -> None:
+    raise StrangeError("quite", "strange")
+
+
+def read(say: Callable[[str], None], directory: Path, log: Path, end: int, max_bytes: int = 1 << 30) -> None:
+    """All batches up to ``end``, one after the other."""
+    with open_cache(directory, max_bytes=max_bytes) as cache:
+        for index in range(end):
+            assert cache.get(index, Logged(log)) == batch_of(index)
+
+
+def hang_in_prepare(say: Callable[[str], None], directory: Path, log: Path) -> None:
+    def prepare(index: int) -> None:
+        Logged(log)(index)
+        say("preparing")
+        signal.pause()
+
+    with open_cache(directory) as cache:
+        cache.get(0, prepare)
+
+
+def tensors_of(index: int) -> dict[str, Any]:
+    import torch
+
+    return {"ids": torch.arange(10) + index, "pid": os.getpid()}
+
+
+def read_tensors(say: Callable[[str], None], directory: Path, end: int, max_bytes: int) -> dict[str, Any]:
+    """Prepared by a worker, with less room than is needed."""
+    with BatchCache("job", fingerprint=FINGERPRINT, directory=directory, max_bytes=max_bytes) as cache:
+        cache.committed(0)
+        with Prefetched(cache, range(end), tensors_of, workers=1, start_method="fork") as batches:
+            found = list(batches)
+        assert os.getpid() not in {batch["pid"] for batch in found}
+        assert cache.counts.prepared == 0
+        return {"first": [batch["ids"].add_(1)[0].item() for batch in found], "mapped": cache.counts.mapped}
+
+
+def read_ahead(
+    say: Callable[[str], None], directory: Path, log: Path, end: int, workers: int, hang_after: int = -1
+) -> list[str]:
+    """The same, six ahead; the processes that this one has at the end."""
+    with (
+        open_cache(directory) as cache,
+        Prefetched(cache, range(end), Logged(log), ahead=6, workers=workers, start_method="fork") as batches,
+    ):
+        for index, batch in enumerate(batches):
+            assert batch == batch_of(index)
+            if index == hang_after:
+                say("read")
+                signal.pause()
+        return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

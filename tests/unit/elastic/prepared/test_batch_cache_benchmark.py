@@ -1,0 +1,35 @@
+"""The benchmark of prepared batches compares what it measures. How fast anything is, is not tested."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks.prepared import Run, rows, same, trainer
+
+SMALL = Run("loader", count=3, step_s=0, batch_size=2, length=64, ahead=2)
+
+
+@pytest.fixture
+def found(tmp_path):
+    ours = dataclasses.replace(SMALL, kind="cache", directory=str(tmp_path / "prepared"))
+    return {"loader": trainer(SMALL), "from nothing": trainer(ours), "there": trainer(ours)}
+
+
+def test_all_hand_out_the_same_batches(found):
+    assert same(found)
+    assert {len(one["waits"]) for one in found.values()} == {3}
+    assert len(set(found["there"]["digests"])) == 3
+    found["there"]["digests"][1] = "another"
+    assert not same(found)
+
+
+def test_who_goes_on_in_the_middle_reads_the_rest(found):
+    rest = trainer(dataclasses.replace(SMALL, first=1, count=2))
+    assert rest["digests"] == found["loader"]["digests"][1:]
+
+
+def test_the_table_says_how_many_times_ours(found):
+    found["cache, compared with its checksum"] = found.pop("there")
+    lines = list(rows({"scenes": {"ready": [found]}}))
+    assert [line[2] for line in lines] == list(found)
+    assert lines[-1][-1] == "1.00"
