@@ -41,7 +41,7 @@ class Part(msgspec.Struct, frozen=True):
     count: int
     """Elements held here."""
     copy: int = 0
-    """Which copy of the whole this is a part of: parts of one copy are added, copies are compared."""
+    """Which copy of the whole this is a part of, by the lowest rank with a part of it. Copies are compared."""
 
     @property
     def kind(self) -> tuple[str, tuple[int, ...]]:
@@ -103,36 +103,33 @@ class StateChecksum(msgspec.Struct, frozen=True):
     parts: dict[str, Part]
 
     def combined(self, group: dist.ProcessGroup | None = None) -> Checksum:
-        """The whole state's, on every rank of ``group``: two all-reduces, of two numbers and of four per name.
+        """The whole state's, on every rank of ``group``: three all-reduces, of two, one and four numbers per name.
 
         Only where the ranks do not all have the same names (pipeline stages, objects of one rank) are the shares
         themselves gathered.
         """
         if not dist.is_initialized():
             return combine([self])
-        device = _device(group)
         names = sorted(self.parts)
         form = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([(name, *self.parts[name].kind) for name in names]))
         form = _signed(form)
-        ends = torch.tensor([form, ~form], dtype=torch.int64, device=device)
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group)
-        if int(ends[0]) != ~int(ends[1]):
+        highest, lowest = _reduced([form, ~form], dist.ReduceOp.MAX, group)
+        if highest != ~lowest:
             shares: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(shares, self, group)
             return combine(shares)
-        rows = [_row(self.parts[name]) for name in names]
-        table = torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(names), 4)
-        dist.all_reduce(table, dist.ReduceOp.SUM, group)
-        totals = zip(names, table.tolist(), strict=True)
-        return _checked({name: (self.parts[name], _Total(*row)) for name, row in totals})
+        firsts = _reduced([self.parts[name].copy for name in names], dist.ReduceOp.MIN, group)
+        rows = [_row(self.parts[name], first) for name, first in zip(names, firsts, strict=True)]
+        sums = _reduced([number for row in rows for number in row], dist.ReduceOp.SUM, group)
+        return _checked({name: (self.parts[name], _Total(*sums[4 * i : 4 * i + 4])) for i, name in enumerate(names)})
 
 
-def checksum(state: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> StateChecksum:
+def checksum(state: Mapping[str, Any]) -> StateChecksum:
     """This rank's share of ``state``'s checksum. Reads every local byte once and talks to nobody.
 
-    ``state`` is what DCP takes: nested, with ``Stateful`` objects. ``group`` is the one that :meth:`combined` will get.
+    ``state`` is what DCP takes: nested, with ``Stateful`` objects.
     """
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     return StateChecksum({name: part_of(name, value, rank) for name, value in flatten(as_plain(state)).items()})
 
 
@@ -184,7 +181,7 @@ class _Total(msgspec.Struct, frozen=True):
     count: int
 
 
-def _row(part: Part, first: int = 0) -> list[int]:
+def _row(part: Part, first: int) -> list[int]:
     amounts = [_signed(part.sum), part.count]
     return [*(amounts if part.copy == first else [0, 0]), *amounts]
 
@@ -209,10 +206,15 @@ def _checked(totals: Mapping[str, tuple[Part, _Total]]) -> Checksum:
     return Checksum(entries, tuple(diverged))
 
 
-def _device(group: dist.ProcessGroup | None) -> torch.device:
+def _reduced(numbers: list[int], how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
+    """The same numbers on all ranks."""
+    device = torch.device("cpu")
     if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+        device = torch.device("cuda", torch.cuda.current_device())
+    tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, how, group)
+    found: list[int] = tensor.tolist()
+    return found
 
 
 def _signed(value: int) -> int:

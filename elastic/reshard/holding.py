@@ -29,7 +29,7 @@ class Held(NamedTuple):
     boxes: tuple[tuple[Box, Box], ...]
     """(in the local tensor, in the whole one)"""
     copy: int
-    """Which of the copies of the whole this is a part of; 0 where there is only one."""
+    """Which of the copies of the whole this is a part of: the lowest rank that holds some of the same one."""
 
 
 def held(name: str, tensor: torch.Tensor, rank: int) -> Held:
@@ -41,8 +41,9 @@ def held(name: str, tensor: torch.Tensor, rank: int) -> Held:
         return Held(tensor, ((box, box),), rank)
     mesh, local, shape = tensor.device_mesh, tensor.to_local(), tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
+    ranks = mesh.mesh
     if coordinate is None:  # the mesh is of other ranks
-        return Held(local, (), 0)
+        return Held(local, (), int(ranks.min()))
     axes = shard_rows(name, shape, tuple(mesh.shape), coordinate, tensor.placements)
     expected = tuple(map(length, axes))
     if expected != tuple(local.shape):
@@ -50,7 +51,7 @@ def held(name: str, tensor: torch.Tensor, rank: int) -> Held:
             f"{name} of shape {shape} on a mesh {tuple(mesh.shape)} as {tensor.placements}: this rank should hold "
             f"{expected} and holds {tuple(local.shape)}, so nobody can say which part that is"
         )
-    return Held(local, tuple(boxes_of(axes)), copy_number(tuple(mesh.shape), coordinate, tensor.placements))
+    return Held(local, tuple(boxes_of(axes)), copy_of(ranks, coordinate, tensor.placements))
 
 
 def shard_rows(
@@ -99,10 +100,9 @@ def boxes_of(axes: Sequence[Rows]) -> Iterator[tuple[Box, Box]]:
         yield Box(tuple(at for at, _, _ in place), sizes), Box(tuple(start for _, start, _ in place), sizes)
 
 
-def copy_number(mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]) -> int:
-    """The place among those that hold the same part."""
-    number = 0
-    for count, index, placement in zip(mesh, coordinate, placements, strict=True):
-        if getattr(placement, "dim", None) is None:
-            number = number * count + index
-    return number
+def copy_of(ranks: torch.Tensor, coordinate: Sequence[int], placements: Sequence[Any]) -> int:
+    """The lowest rank of those that hold the same copy: they differ in their place along sharded dimensions only."""
+    for index, placement in zip(coordinate, placements, strict=True):
+        # What was looked at goes to the end, so that the next dimension is the first one.
+        ranks = ranks[index] if getattr(placement, "dim", None) is None else ranks.movedim(0, -1)
+    return int(ranks.min())

@@ -12,7 +12,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from elastic.reshard.checksum import Checksum, Part, StateChecksum, checksum, combine, part_of
-from elastic.reshard.holding import boxes_of, copy_number, shard_rows
+from elastic.reshard.holding import boxes_of, copy_of, shard_rows
 from elastic.reshard.objects import canonical
 from elastic.reshard.weights import MASK, seed_of, weighted_sum
 from tieredckpt.boxes import Box
@@ -213,11 +213,12 @@ def test_the_same_bits_as_another_type_or_shape_are_seen():
 def shares(tensor, mesh, placements):
     """What every process of a mesh would hold, added up as its part."""
     shape, found = tuple(tensor.shape), []
+    ranks = torch.arange(torch.Size(mesh).numel()).view(mesh)
     for coordinate in itertools.product(*map(range, mesh)):
         boxes = [there for _, there in boxes_of(shard_rows(NAME, shape, mesh, coordinate, placements))]
         total = sum(sum_of(cut(tensor, box), shape, box.offsets) for box in boxes) & MASK
         count = sum(box.volume for box in boxes)
-        part = Part("float32", shape, total, count, copy_number(mesh, coordinate, placements))
+        part = Part("float32", shape, total, count, copy_of(ranks, coordinate, placements))
         found.append(StateChecksum({NAME: part}))
     return found
 
