@@ -73,6 +73,11 @@ class Checksum(msgspec.Struct, frozen=True):
         """One number for everything: the sum over all elements of all names."""
         return sum(entry.sum for entry in self.entries.values()) & MASK
 
+    @property
+    def of_tensors(self) -> Checksum:
+        """Without objects, which are other bytes in a file than in memory."""
+        return Checksum({name: entry for name, entry in self.entries.items() if entry.dtype != OBJECT}, self.diverged)
+
     def __str__(self) -> str:
         return f"0x{self.value:016x}"
 

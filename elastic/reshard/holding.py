@@ -46,7 +46,8 @@ def held(name: str, tensor: torch.Tensor, rank: int) -> Held:
         return Held(local, (), int(ranks.min()))
     axes = shard_rows(name, shape, tuple(mesh.shape), coordinate, tensor.placements)
     expected = tuple(map(length, axes))
-    if expected != tuple(local.shape):
+    # An empty shard may be empty in another way: FSDP2's own are, over an empty TP shard.
+    if expected != tuple(local.shape) and (0 not in expected or local.numel()):
         raise UsageError(
             f"{name} of shape {shape} on a mesh {tuple(mesh.shape)} as {tensor.placements}: this rank should hold "
             f"{expected} and holds {tuple(local.shape)}, so nobody can say which part that is"

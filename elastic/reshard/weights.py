@@ -34,7 +34,7 @@ _SEED_T, _SEED_U, _SEED_B = 0x243F6A8885A308D3, 0x13198A2E03707344, 0xA409382229
 _CPU_WORDS = 1 << 18
 """Worked on at a time: what a core's cache holds. An accelerator would rather have more of them."""
 _DEVICE_WORDS = 1 << 24
-_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Some element types are only stored by torch, and none is to be interpreted."""
 _WORD = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint32, 16: torch.uint32}
 
@@ -95,7 +95,7 @@ def _pieces(tensor: torch.Tensor, box: Box, limit: int) -> Iterator[tuple[torch.
 def _words(piece: torch.Tensor, room: _Room) -> torch.Tensor:
     """Its words in row-major order, as non-negative numbers."""
     size = piece.dtype.itemsize
-    plain = piece.detach().resolve_conj().resolve_neg().view(_CARRIER[size]).contiguous()
+    plain = piece.detach().resolve_conj().resolve_neg().view(CARRIERS[size]).contiguous()
     flat = plain.reshape(-1).view(_WORD[size])
     return room.rows(0, flat).copy_(flat)
 

@@ -1,8 +1,8 @@
 """Every layout of every world into every other, optimizer included: real ranks, out of the nodes' memory, bit for bit.
 
 A world saves each of its layouts into a job of its own; then each world loads what all the others saved. What was
-loaded is compared twice: by the checksum, which both sides work out without gathering anything, and as a whole with
-values that need no sharding to be known.
+loaded is compared twice: by the checksum, which both sides work out without gathering anything and which is that of
+values known without any sharding; and bit for bit with those values as torch itself shards them.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from elastic.reshard.checksum import checksum
 from tests.support.bits import assert_same
 from tests.support.layouts import Variant, build, known, poison, variants
-from tests.support.models import full, put_back, state_of
+from tests.support.models import put_back, state_of
 from tieredckpt import TieredReader, TieredWriter
 
 pytestmark = pytest.mark.e2e
@@ -38,8 +38,9 @@ def save_all(chosen):
 
 def load_all(variant, sources):
     """Everything that was saved, one after the other into the same model."""
+    expected = state_of(*build(variant, blank=False))
     model, optimizer = build(variant, blank=True)
-    expected, found = known(), {}
+    found = {}
     for source in sources:
         state = state_of(model, optimizer)
         poison(state)
@@ -48,7 +49,7 @@ def load_all(variant, sources):
         put_back(model, optimizer, state)
         loaded = state_of(model, optimizer)
         found[str(source)] = checksum(loaded).combined()
-        assert_same(expected, full(loaded), f"{source} -> {variant}")
+        assert_same(expected, loaded, f"{source} -> {variant}")
         assert set(reader.report.bytes_by_tier) <= {"memory"}
     return found
 
@@ -85,7 +86,7 @@ def test_layouts_into_each_other(agent_dir, ranks):
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_every_layout_of_every_world_into_every_other(agent_dir, ranks):
-    """Also on one checkout by hand: about 2,000 pairs of real worlds."""
+    """About 2,000 pairs of real worlds, six minutes on two cores."""
     chosen, began = variants(8), time.monotonic()
     pairs = every_pair(ranks, chosen, chosen)
     print(f"{pairs} pairs of {len(chosen)} layouts in {time.monotonic() - began:.0f} s")
