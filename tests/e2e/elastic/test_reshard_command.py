@@ -194,11 +194,9 @@ def pieces(path):
     return {name: sorted(form.pieces) for name, form in source.tensors.items()}
 
 
-@pytest.mark.parametrize("server", ["rclone", "moto"])
-def test_an_object_store(run, request, plain, monkeypatch, server, tmp_path):
-    server = request.getfixturevalue(server)
+def test_an_object_store(run, plain, monkeypatch, rclone, tmp_path):
     url = bucket_url()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", rclone.endpoint)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("TIEREDCKPT_DURABLE_COMPRESS", "zstd")
     monkeypatch.setenv("TIEREDCKPT_DURABLE_SPREAD", "1")
@@ -456,7 +454,7 @@ def reshard_and_die(say, arguments, at):
     main(arguments)
 
 
-@pytest.mark.parametrize("at", [3, 12, 20, 30])
+@pytest.mark.parametrize("at", [3, 15, 30])
 @pytest.mark.parametrize("target", ["folder", "durable"])
 def test_killed(run, zygote, plain, tmp_path, target, at):
     out = {"folder": str(tmp_path / "out"), "durable": f"file://{tmp_path}/durable/m/step-1"}[target]
@@ -487,11 +485,11 @@ def reshard_and_measure(say, source, targets):
 
 
 def test_peak_memory_is_a_few_slices(durable, tmp_path, zygote):
-    for name, count in (("small", 1), ("large", 20)):
+    for name, count in (("small", 1), ("large", 14)):
         save_durable(durable, {f"t{n}": torch.full((2 << 20,), float(n)) for n in range(count)}, name, 1)
     targets = [f"{tmp_path}/OUT", f"file://{tmp_path}/other/OUT/step-1"]
     grown = zygote.run(reshard_and_measure, durable.url, targets).result
-    assert grown < 48 << 20, f"{grown >> 20} MiB for 20 tensors of 8 MiB"
+    assert grown < 48 << 20, f"{grown >> 20} MiB for 14 tensors of 8 MiB"
 
 
 def test_the_same_bits_in_every_type(run, plain, tmp_path):

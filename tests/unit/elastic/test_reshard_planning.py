@@ -85,7 +85,7 @@ WORLDS = [1, 2, 7, 8, 24, 64, 96, 250, 1000, 1024]
 @pytest.mark.parametrize("after", ["hsdp", "fsdp", "tp", "2d"])
 def test_large_worlds_into_each_other(before, after):
     shape = (1003, 520)
-    for n, m in [(1024, 7), (7, 1024), (96, 250), (1000, 1024), (64, 24)]:
+    for n, m in [(1024, 7), (7, 1024), (96, 250)]:
         step = stored(shape, boxes(before, n, shape))
         held = boxes(after, m, shape)
         for rank in sorted({0, 1, m // 3, m // 2, m - 1}):
