@@ -1,0 +1,131 @@
+"""Every layout of every world into every other, optimizer included: real ranks, out of the nodes' memory, bit for bit.
+
+A world saves each of its layouts into a job of its own; then each world loads what all the others saved. What was
+loaded is compared twice: by the checksum, which both sides work out without gathering anything and which is that of
+values known without any sharding; and bit for bit with those values as torch itself shards them.
+"""
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from elastic.reshard.checksum import checksum
+from tests.support.bits import assert_same
+from tests.support.layouts import Variant, build, known, poison, variants
+from tests.support.models import put_back, state_of
+from tieredckpt import TieredReader, TieredWriter
+
+pytestmark = pytest.mark.e2e
+
+FEW = [
+    *(Variant("ddp", (3,)), Variant("fsdp", (5,)), Variant("tp", (3,))),
+    *(Variant("hsdp", (2, 2)), Variant("2d", (2, 3))),
+]
+
+
+def save_all(chosen):
+    """Each of these variants, which all have this world's size; the checksum of each, as every rank has it."""
+    found = {}
+    for variant in chosen:
+        state = state_of(*build(variant, blank=False))
+        dcp.save(state, storage_writer=TieredWriter(f"tiered://{variant}", 1))
+        found[str(variant)] = checksum(state).combined()
+    return found
+
+
+def load_all(variant, sources):
+    """Everything that was saved, one after the other into the same model."""
+    expected = state_of(*build(variant, blank=False))
+    model, optimizer = build(variant, blank=True)
+    found = {}
+    for source in sources:
+        state = state_of(model, optimizer)
+        poison(state)
+        reader = TieredReader(f"tiered://{source}")
+        dcp.load(state, storage_reader=reader)
+        put_back(model, optimizer, state)
+        loaded = state_of(model, optimizer)
+        found[str(source)] = checksum(loaded).combined()
+        assert_same(expected, loaded, f"{source} -> {variant}")
+        assert set(reader.report.bytes_by_tier) <= {"memory"}
+    return found
+
+
+def every_pair(ranks, sources, targets):
+    """What was saved and what was loaded, by pair."""
+    saved = {}
+    for world, group in itertools.groupby(sorted(sources, key=lambda v: v.world), key=lambda v: v.world):
+        saved |= agreed(ranks.run(world, save_all, list(group)))
+    (reference, *others) = saved.values()
+    for other in others:  # whatever the layout, it is the same state
+        other.must_equal(reference)
+    expected = checksum(known()).combined()
+    reference.must_equal(expected)
+    pairs = 0
+    for target in targets:
+        for found in agreed(ranks.run(target.world, load_all, target, sources)).values():
+            found.must_equal(expected)
+            pairs += 1
+    return pairs
+
+
+def agreed(answers):
+    """All ranks say the same."""
+    for answer in answers[1:]:
+        assert answer == answers[0]
+    return answers[0]
+
+
+def test_layouts_into_each_other(agent_dir, ranks):
+    assert every_pair(ranks, FEW, FEW) == len(FEW) ** 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_every_layout_of_every_world_into_every_other(agent_dir, ranks):
+    """About 2,000 pairs of real worlds, six minutes on two cores."""
+    chosen, began = variants(8), time.monotonic()
+    pairs = every_pair(ranks, chosen, chosen)
+    print(f"{pairs} pairs of {len(chosen)} layouts in {time.monotonic() - began:.0f} s")
+    assert pairs == len(chosen) ** 2
+    one_dimensional = {(v.kind, v.world) for v in chosen if len(v.mesh) == 1}
+    assert one_dimensional == {(kind, world) for kind in ("ddp", "fsdp", "tp") for world in range(1, 9)}
+
+
+def save_damaged(variant):
+    model, optimizer = build(variant, blank=False)
+    before = checksum(state_of(model, optimizer)).combined()
+    with torch.no_grad():
+        victim = next(iter(model.parameters()))
+        local = victim.to_local() if hasattr(victim, "to_local") else victim
+        if torch.distributed.get_rank() == 1:
+            local.view(-1).view(torch.int32)[0] ^= 1
+    return before, checksum(state_of(model, optimizer)).combined()
+
+
+@pytest.mark.parametrize(
+    ("variant", "diverged"),
+    [(Variant("fsdp", (2,)), False), (Variant("ddp", (2,)), True), (Variant("hsdp", (2, 2)), False)],
+)
+def test_one_bit_of_one_rank_is_seen_by_all(agent_dir, ranks, variant, diverged):
+    for before, after in ranks.run(variant.world, save_damaged, variant):
+        name = "model.up.weight"
+        if diverged:  # its own copy is not the one that counts
+            assert after.diverged == (name,)
+            assert not before.differences(after)
+        else:
+            assert set(before.differences(after)) | set(after.diverged) == {name}
+
+
+def share(names):
+    return checksum({name: torch.arange(4.0) for name in names[torch.distributed.get_rank()]}).combined()
+
+
+def test_ranks_with_names_of_their_own(ranks):
+    """As in pipeline stages: the shares are gathered, and each name counts once."""
+    whole = checksum({name: torch.arange(4.0) for name in "abc"}).combined()
+    for found in ranks.run(3, share, (["a", "b"], ["b"], ["c", "b"])):
+        assert found == whole
