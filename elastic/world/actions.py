@@ -70,7 +70,7 @@ class RespawnStragglers(_Action, frozen=True):
 
 
 class Form(_Action, frozen=True):
-    """A new world. Rank = position of the node × nproc + local rank."""
+    """A new world. A rank is its node's position times ``nproc``, plus its local rank."""
 
     epoch: int
     nodes: tuple[str, ...]
