@@ -48,7 +48,7 @@ class Line:
 
 
 class Door:
-    """``came(token, line)`` says why a process is not let in; ``said`` and ``left`` follow, from threads of the door."""
+    """``came(token, line)`` says why a process is not let in; ``said`` and ``left`` follow, from its threads."""
 
     def __init__(
         self,

@@ -139,6 +139,8 @@ class NodeSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="nod
     """The greatest step its ranks said, once all have said one."""
     sealed: int | None = None
     finished: bool = False
+    behind: tuple[int, ...] = ()
+    """Local ranks that were asked to stop and have not said a step, or once all have: have not sealed."""
     lost: tuple[Lost, ...] = ()
     faults: tuple[Lost, ...] = ()
     """Of ranks that live."""
@@ -186,6 +188,8 @@ class NodeHears(msgspec.Struct, frozen=True):
     """Its ranks are dismissed and its supervisor ends, for this reason."""
     cut: bool = False
     """They are ended without being asked."""
+    leave_s: float | None = None
+    """Somebody asked this node back: it has so long."""
     life_over: bool = False
     """It was given up for lost meanwhile: it is to begin a new life."""
     over: Over | None = None
@@ -250,6 +254,8 @@ class Answer(msgspec.Struct, frozen=True):
     step: int
     sealed: int
     store: str
+    wanted: int = 0
+    """So many nodes more could be used."""
     pausing: Pausing | None = None
     refused: str = ""
     """Why what was asked for is not done."""

@@ -186,6 +186,8 @@ class Seats:
         self.requests = [(number, one) for number, one in self.requests if number > orders.heard]
         self.wish = orders.wish or self.wish
         self.keep_store = orders.keep_store
+        if orders.leave_s is not None and self.leave_by is None:
+            self.asked_back(now + orders.leave_s, orders.reason)
         self._form(orders, now)
         for command in orders.commands:
             if command.number > self.done:

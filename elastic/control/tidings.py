@@ -78,6 +78,11 @@ def for_coordinator(seats: Seats, now: float) -> NodeSays:
         paused=_greatest(one.paused for one in inside) if whole else None,
         sealed=_greatest(one.sealed for one in inside) if whole else None,
         finished=whole and not inside,
+        behind=tuple(
+            process.seat or 0
+            for process, one in zip(seated, said, strict=True)
+            if seats.pausing is not None and (one is None or _is_behind(one, agreed=seats.target is not None))
+        ),
         lost=tuple(
             Lost(process.seat or 0, process.ended)
             for process in seated
@@ -104,6 +109,12 @@ def _greatest(steps: Iterable[int | None]) -> int | None:
     said = list(steps)
     known = [step for step in said if step is not None]
     return max(known) if said and len(known) == len(said) else None
+
+
+def _is_behind(says: RankSays, *, agreed: bool) -> bool:
+    if says.stand is Stand.FINISHED:
+        return False
+    return (says.sealed if agreed else says.paused) is None
 
 
 def _fault(says: RankSays, *, broken: bool) -> str | None:
