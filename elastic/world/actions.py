@@ -70,7 +70,10 @@ class RespawnStragglers(_Action, frozen=True):
 
 
 class Form(_Action, frozen=True):
-    """A new world. A rank is its node's position times ``nproc``, plus its local rank."""
+    """A new world. A rank is its node's position times ``nproc``, plus its local rank.
+
+    A supervisor that has no process waiting in one of the seats by then reports that rank as lost.
+    """
 
     epoch: int
     nodes: tuple[str, ...]

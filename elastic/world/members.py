@@ -137,6 +137,8 @@ class World(msgspec.Struct, frozen=True):
     shrunk_s: float | None = None
     """When faults last made the world smaller."""
 
+    failed: int = 0
+    """Changes in a row that the ranks did not come to in time: the next one is tried later each time."""
     restarts: int = 0
     """Worlds that ended by a fault."""
     faults_s: tuple[float, ...] = ()

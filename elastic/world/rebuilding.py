@@ -18,8 +18,8 @@ def rebuilt(
 ) -> tuple[World, tuple[Action, ...]]:
     """Who has not reported by now counts as lost; who reports later joins. What was underway is begun again.
 
-    A world that all its nodes report to be in goes on as if nothing had happened. Offences and the limits of restarts
-    within a period begin anew.
+    A world that all its nodes report to be in goes on as if nothing had happened. An epoch that nobody who lives has
+    heard of is given again: nobody is in it. Offences and the limits of restarts within a period begin anew.
     """
     latest: dict[str, NodeReport] = {}
     for report in sorted(reports, key=lambda report: (report.life, report.epoch, report.births)):
@@ -28,7 +28,7 @@ def rebuilt(
     turn = Turn(_as_reported(known, nproc, now_s, policy), policy, now_s)
     missing = sorted(set(turn.world.places) - {member.node for member in turn.placed})
     if missing:
-        turn.fault(f"{', '.join(missing)} did not report to the new coordinator")
+        turn.fault(f"the new coordinator found nobody of {', '.join(missing)} in the world")
     for report in known:
         for local_rank in report.lost:
             happen(turn, RankLost(report.node, report.life, report.births, local_rank, "reported to be lost"))

@@ -153,11 +153,12 @@ def _paused(turn: Turn) -> None:
     if turn.world.stopping:
         turn.stop(turn.world.reason)
         return
-    turn.set(phase=Phase.FORMING, pause_until_s=None, done=frozenset())
+    turn.set(phase=Phase.FORMING, pause_until_s=None, done=frozenset(), failed=0)
     turn.set(wait_until_s=turn.now_s + turn.policy.faulty_scale_down_timeout_s)
 
 
 def _too_late(turn: Turn, late: list[Member]) -> None:
+    turn.set(failed=turn.world.failed + 1)
     slow = {member.node for member in late}
     names = ", ".join(sorted(slow))
     for member in late:
@@ -197,8 +198,8 @@ def _goal(turn: Turn) -> int:
 
 
 def _ceiling(turn: Turn) -> int:
-    """A fault is no occasion to grow; what was planned before it is."""
-    grows = turn.world.epoch < 0 or not turn.world.faulty or turn.may_grow_s <= turn.now_s
+    """Whatever ends a world is no occasion to grow, before it is time to."""
+    grows = turn.world.epoch < 0 or turn.may_grow_s <= turn.now_s
     return turn.limit if grows else min(turn.limit, max(turn.world.size, _goal(turn)))
 
 
@@ -262,6 +263,7 @@ def _timers(turn: Turn) -> list[float]:
     times_s = [world.wait_until_s, world.pause_until_s]
     times_s += [time_s for member in world.members.values() for time_s in (member.leave_by_s, member.due_s)]
     if world.phase is Phase.RUNNING:
+        times_s += [offence.at_s + policy.eval_period_s for offence in world.offences if world.standby]
         times_s += [turn.may_grow_s, _first_to_leave_s(turn) - policy.graceful_shutdown_timeout_s]
     if world.epoch < 0 and policy.startup_timeout_s is not None:
         times_s.append(world.began_s + policy.startup_timeout_s)

@@ -67,7 +67,8 @@ class Turn:
         """From when on the world may become larger, or better; in the past, or infinitely far away, maybe."""
         if self.world.more_since_s is None:
             return math.inf
-        collected_s = self.world.more_since_s + self.policy.scaling_timeout_s
+        put_off_s = self.policy.graceful_shutdown_timeout_s * (2 ** min(self.world.failed, 16) - 1)
+        collected_s = self.world.more_since_s + self.policy.scaling_timeout_s + put_off_s
         if self.world.shrunk_s is None:
             return collected_s
         return max(collected_s, self.world.shrunk_s + self.policy.scale_up_snooze_s)
