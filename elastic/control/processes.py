@@ -27,7 +27,8 @@ def leashed(command: Sequence[str]) -> list[str]:
 class Running:
     """A process in a session of its own. Made and kept by a thread that lasts: the process ends with it.
 
-    ``ended`` is called once, from another thread, when the process and all it has printed are through.
+    ``ended`` is called once, from another thread, when the process and all it has printed are through. Without a
+    ``sink`` it prints where this process does.
     """
 
     def __init__(
@@ -35,15 +36,15 @@ class Running:
         command: Sequence[str],
         *,
         environ: Mapping[str, str],
-        sink: Callable[[bytes], None],
+        sink: Callable[[bytes], None] | None,
         ended: Callable[[int], None],
         name: str = "rank",
     ) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - the user's own command
             leashed(command),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdout=None if sink is None else subprocess.PIPE,
+            stderr=None if sink is None else subprocess.STDOUT,
             env=dict(environ),
             start_new_session=True,
         )
@@ -79,9 +80,10 @@ class Running:
         self._pump.join(_LAST_WORDS_S)
         self._ended(status)
 
-    def _read(self, sink: Callable[[bytes], None]) -> None:
+    def _read(self, sink: Callable[[bytes], None] | None) -> None:
         stream = self._process.stdout
-        assert stream is not None  # noqa: S101 - it was asked for
+        if stream is None or sink is None:
+            return
         with stream:
             while line := stream.readline(_LINE_BYTES):
                 sink(line)

@@ -26,7 +26,14 @@ _MOST_S = 40_000.0
 
 class Cluster:
     def __init__(
-        self, seed: int, policy: ScalingPolicy, *, nodes: int, nproc: int, spares: int, say: Callable[[str], None] | None
+        self,
+        seed: int,
+        policy: ScalingPolicy,
+        *,
+        nodes: int,
+        nproc: int,
+        spares: int,
+        say: Callable[[str], None] | None,
     ) -> None:
         self.rng = random.Random(seed)
         self.policy, self.nproc, self.spares = policy, nproc, spares

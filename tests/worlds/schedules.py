@@ -84,7 +84,9 @@ def schedule_of(seed: int, kinds: Sequence[str] = ()) -> Schedule:
     weights = [weight for weight, _ in KINDS.values()]
     drawn = kinds or rng.choices(list(KINDS), weights, k=rng.randint(3, 12))
     happenings = [Happening(30.0, "wait")] if rng.random() < 0.8 else []
-    happenings += [Happening(rng.choice(_GAPS_S), kind, rng.randrange(1 << 16), rng.randrange(1 << 16)) for kind in drawn]
+    happenings += [
+        Happening(rng.choice(_GAPS_S), kind, rng.randrange(1 << 16), rng.randrange(1 << 16)) for kind in drawn
+    ]
     return Schedule(seed, policy, nodes, rng.choice((1, 2, 2)), rng.choice((0, 0, 1)), tuple(happenings))
 
 

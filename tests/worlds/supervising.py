@@ -119,7 +119,9 @@ class Supervisor:
         self.epoch, self.places, self.restarts = form.epoch, form.nodes, form.restarts
         for seat in self.seats:
             if seat.state in INSIDE:
-                raise Violation(f"rank {seat.number} of {self.node} is told of epoch {form.epoch} and is in another one")
+                raise Violation(
+                    f"rank {seat.number} of {self.node} is told of epoch {form.epoch} and is in another one"
+                )
             if seat.state is State.READY:
                 seat.state = State.TRAINING
             else:
