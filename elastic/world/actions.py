@@ -72,7 +72,7 @@ class RespawnStragglers(_Action, frozen=True):
 class Form(_Action, frozen=True):
     """A new world. A rank is its node's position times ``nproc``, plus its local rank.
 
-    A supervisor that has no process waiting in one of the seats by then reports that rank as lost.
+    A supervisor that has no process waiting in one of the seats by then reports that rank as lost, again if it has.
     """
 
     epoch: int

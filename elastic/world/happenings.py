@@ -124,9 +124,9 @@ def _rank_lost(turn: Turn, event: RankLost) -> None:
     if world.phase.alive and member.placed:
         if member.node in world.done or (member.sealed and (world.stopping or member.leaving)):
             return  # it had nothing left to do here
-        turn.fault(what, member.node)
+        turn.fault(what, member.node, event.births)
     else:
-        _lost_again(turn, member, event.local_rank, what)
+        _lost_again(turn, member, event, what)
     _replace(turn, event.node, event.local_rank, event.births)
 
 
@@ -135,13 +135,13 @@ def _is_replaced(member: Member, local_rank: int, births: int) -> bool:
     return any(owed.local_rank == local_rank and owed.births >= births for owed in member.owed)
 
 
-def _lost_again(turn: Turn, member: Member, local_rank: int, what: str) -> None:
+def _lost_again(turn: Turn, member: Member, event: RankLost, what: str) -> None:
     """A process ended before its node was ready: nothing was broken by that, but it may go on for ever."""
-    tries = 1 + Counter(owed.local_rank for owed in member.owed)[local_rank]
+    tries = 1 + Counter(owed.local_rank for owed in member.owed)[event.local_rank]
     if not turn.world.phase.alive and (member.placed or turn.world.epoch < 0):
         if tries > turn.world.tries:
             turn.set(tries=tries)
-            turn.count(what, member.node)
+            turn.count(what, member.node, event.births)
     elif tries >= _TRIES_OF_A_STANDBY:
         turn.release(member, f"{what}, {tries} times before it was ready", cut=True)
 

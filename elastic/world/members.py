@@ -115,6 +115,7 @@ class World(msgspec.Struct, frozen=True):
     """Nodes of the newest world that have nothing left to do."""
     joins: int = 0
     began_s: float = 0.0
+    """When it was formed; before the first, since when that is waited for."""
 
     goal: int = 0
     """How many nodes the next world is to have, if they can be had within the timeouts."""

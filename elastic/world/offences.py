@@ -8,12 +8,8 @@ from elastic.world.members import Offence, World
 from elastic.world.policy import ScalingPolicy
 
 
-def recent(times_s: tuple[float, ...], policy: ScalingPolicy, now_s: float) -> tuple[float, ...]:
-    return tuple(at_s for at_s in times_s if now_s - at_s < policy.eval_period_s)
-
-
 def remembered(offences: tuple[Offence, ...], policy: ScalingPolicy, now_s: float) -> tuple[Offence, ...]:
-    return tuple(offence for offence in offences if now_s - offence.at_s < policy.eval_period_s)
+    return tuple(offence for offence in offences if now_s < offence.at_s + policy.eval_period_s)
 
 
 def avoided(world: World, policy: ScalingPolicy, now_s: float) -> frozenset[str]:

@@ -13,7 +13,7 @@ import msgspec
 from elastic.world import choosing
 from elastic.world.actions import Action, Break, Form, GiveUp, How, PromoteSpare, Release, Respawn, Stop
 from elastic.world.members import Member, Offence, Owed, Phase, World
-from elastic.world.offences import avoided, exhausted, recent, remembered
+from elastic.world.offences import avoided, exhausted, remembered
 from elastic.world.policy import ScalingPolicy
 
 replace = msgspec.structs.replace
@@ -96,7 +96,7 @@ class Turn:
         elif not (member.sealed and (member.leaving or self.world.stopping)):
             self.fault(f"{member.node} was lost: {reason}", member.node if blame else "")
 
-    def fault(self, reason: str, node: str = "", *, counted: bool = True) -> None:
+    def fault(self, reason: str, node: str = "", births: int = 0, *, counted: bool = True) -> None:
         """The world is broken: nothing can be agreed on any more, its ranks come back one by one."""
         if not self.world.phase.alive:
             return
@@ -117,15 +117,19 @@ class Turn:
             due_s = None if member.ready else self.now_s + self.policy.restart_timeout_s
             self.put(member, due_s=due_s, sealed=False)
         if counted:
-            self.count(reason, node)
+            self.count(reason, node, births)
 
-    def count(self, reason: str, node: str = "") -> None:
-        """One restart more; when there were too many, all processes are started anew, and in the end none."""
+    def count(self, reason: str, node: str = "", births: int = 0) -> None:
+        """One restart more; when there were too many, all processes are started anew, and in the end none.
+
+        Restarts that have not led to a new world count for as long as there is none.
+        """
         policy, now_s = self.policy, self.now_s
+        since_s = min(self.world.began_s, now_s - policy.eval_period_s)
         self.set(
             restarts=self.world.restarts + 1,
-            faults_s=(*recent(self.world.faults_s, policy, now_s), now_s),
-            full_restarts_s=recent(self.world.full_restarts_s, policy, now_s),
+            faults_s=(*(at_s for at_s in self.world.faults_s if at_s > since_s), now_s),
+            full_restarts_s=tuple(at_s for at_s in self.world.full_restarts_s if at_s > since_s),
         )
         self.blame(node)
         allowed = policy.num_restart_before_full_job_restart
@@ -138,7 +142,8 @@ class Turn:
         elif escalates:
             for member in list(self.world.members.values()):
                 if member.placed or self.world.epoch < 0:
-                    self.replace_ranks(member, tuple(range(self.world.nproc)), self.births_of(member))
+                    known = max(self.births_of(member), births if member.node == node else 0)
+                    self.replace_ranks(member, tuple(range(self.world.nproc)), known)
 
     def blame(self, node: str) -> None:
         if node:
@@ -186,6 +191,7 @@ class Turn:
             epoch=old.epoch + 1,
             places=nodes,
             done=frozenset(),
+            began_s=self.now_s,
             goal=len(nodes),
             faulty=False,
             wait_until_s=None,

@@ -57,7 +57,10 @@ class Cluster:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def after(self, delay_s: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now_s + delay_s, next(self._number), what))
+        self.at(self.now_s + delay_s, what)
+
+    def at(self, time_s: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (time_s, next(self._number), what))
 
     def run(self, seconds: float) -> None:
         until_s = self.now_s + seconds
@@ -117,7 +120,7 @@ class Cluster:
             self._send(action)
         tick_s = self.world.tick_s
         if tick_s is not None and tick_s != self.tick_s:
-            self.after(tick_s - self.now_s, lambda: self._tick(tick_s))
+            self.at(tick_s, lambda: self._tick(tick_s))
         self.tick_s = tick_s
 
     def _tick(self, tick_s: float) -> None:
@@ -136,7 +139,7 @@ class Cluster:
             at_s = max(machine.orders_until_s, self.now_s + self.delay_s())
             machine.orders_until_s = at_s
             by = self.coordinator
-            self.after(at_s - self.now_s, lambda machine=machine: self._arrive(machine, action, by))
+            self.at(at_s, lambda machine=machine: self._arrive(machine, action, by))
 
     def _addressed(self, action: Action) -> list[Supervisor]:
         if isinstance(action, Form):
@@ -237,6 +240,10 @@ class Cluster:
 
     def finish(self) -> None:
         self.come_to_rest()
+        if any(seat.state is State.DONE for machine in self.machines.values() for seat in machine.seats):
+            for machine in self.machines.values():
+                machine.finish()
+            self.come_to_rest()
         world = self.world
         if world.phase.over:
             return

@@ -31,6 +31,8 @@ class Judge:
         self.gone: dict[str, int] = {}
         self.asked: dict[str, int] = {}
         """Life of the nodes that were asked back."""
+        self.told: set[tuple[str, int, float]] = set()
+        """The same, with the deadlines."""
         self.asked_since: set[str] = set()
         """Nodes asked back since the newest world began."""
         self.places: tuple[str, ...] = ()
@@ -40,7 +42,7 @@ class Judge:
         self.causes = 0
         """What was done to the cluster that a new world may follow from."""
         self.running = self.pausing = self.stopping = self.faulted = False
-        self.broke_s = self.formed_s = 0.0
+        self.broke_s = self.formed_s = self.until_s = 0.0
         self.shrunk_s: float | None = None
         self.restarts_s: deque[float] = deque()
         self.restarts = 0
@@ -69,6 +71,7 @@ class Judge:
         self.asked, self.gone, self.shrunk_s = {}, {}, None
         self.epoch = max((report.epoch for report in reports), default=-1)
         self.running, self.pausing = self.epoch >= 0, False
+        self.told.clear()
         self.restarts_s.clear()
 
     def _hear(self, event: Event, now_s: float) -> None:
@@ -86,6 +89,7 @@ class Judge:
             for node in event.nodes:
                 if node in self.alive and event.deadline_s >= self.joined_s[node]:
                     self.asked[node] = self.alive[node]
+                    self.told.add((node, self.alive[node], event.deadline_s))
                     if node in self.places:
                         self.asked_since.add(node)
         elif isinstance(event, StopAsked):
@@ -100,7 +104,7 @@ class Judge:
         policy = self.policy
         self.restarts += after - before
         self.restarts_s.extend([now_s] * (after - before))
-        while self.restarts_s and self.restarts_s[0] <= now_s - policy.eval_period_s:
+        while self.restarts_s and self.restarts_s[0] <= min(now_s - policy.eval_period_s, self.formed_s):
             self.restarts_s.popleft()
         each, full = policy.num_restart_before_full_job_restart, policy.max_full_job_restarts
         if each is not None and full is not None and len(self.restarts_s) > (each + 1) * (full + 1):
@@ -128,6 +132,8 @@ class Judge:
     def _broken(self, action: Break, now_s: float, *, counted: bool) -> None:
         if not self.running or action.epoch != self.epoch:
             raise Violation(f"epoch {action.epoch} is broken, and it does not run")
+        if self.pausing and now_s >= self.until_s:
+            self.causes += 1  # somebody is slow
         self.running = self.pausing = False
         self.broke_s, self.faulted = now_s, counted
 
@@ -136,12 +142,10 @@ class Judge:
             raise Violation(f"epoch {action.epoch} is to pause, and it does not run")
         if action.deadline_s < now_s:
             raise Violation("a pause is to end before it begins")
-        for node, life in self.asked.items():
-            member = before.members.get(node)
-            known = member is not None and member.life == life and member.leave_by_s is not None
-            if known and node in before.places and action.deadline_s > member.leave_by_s:
+        for node, life, deadline_s in self.told:
+            if node in self.places and self.alive.get(node) == life and action.deadline_s > deadline_s:
                 raise Violation(f"a pause goes on after {node} has been taken")
-        self.pausing = True
+        self.pausing, self.until_s = True, action.deadline_s
         if action.stop and not self.stop_asked and not self.stopping:
             self._enough("pauses to stop", [node for node in self._here() if self._could_go_on(before, node)], before)
         self.stopping = self.stopping or action.stop
@@ -198,7 +202,7 @@ class Judge:
 
     def avoided(self, world: World, now_s: float) -> set[str]:
         policy = self.policy
-        counts = Counter(one.node for one in world.offences if now_s - one.at_s < policy.eval_period_s)
+        counts = Counter(one.node for one in world.offences if now_s < one.at_s + policy.eval_period_s)
         last = {one.node: one.at_s for one in world.offences}
         bad = [node for node in counts if counts[node] >= policy.repeat_offender_faults and node not in world.marked]
         bad.sort(key=lambda node: (-counts[node], -last[node], node))
@@ -229,7 +233,12 @@ class Judge:
 
     def taken(self, node: str, life: int, deadline_s: float, world: World) -> None:
         member = world.members.get(node)
-        if self.asked.get(node) == life and member is not None and member.life == life and not world.phase.over:
+        if (
+            (node, life, deadline_s) in self.told
+            and member is not None
+            and member.life == life
+            and not world.phase.over
+        ):
             raise Violation(f"{node} was asked back until {deadline_s:g} s and is still in the job")
 
     def at_rest(self, world: World, now_s: float) -> None:

@@ -56,6 +56,7 @@ def policy_of(rng: random.Random) -> ScalingPolicy:
     least = rng.choice((1, 1, 2, 2, 3))
     most = least + rng.choice((0, 1, 2, 3, 4))
     kind = rng.choice(("any", "any", "step", "discrete"))
+    each = rng.choice((None, 0, 1, 3, 10))
     sizes = tuple(sorted({least, most, rng.randint(least, most)})) if kind == "discrete" else ()
     return ScalingPolicy(
         min_replicas=least,
@@ -68,9 +69,9 @@ def policy_of(rng: random.Random) -> ScalingPolicy:
         scale_up_snooze_s=rng.choice((0.0, 0.0, 60.0, 300.0)),
         restart_timeout_s=rng.choice((30.0, 60.0)),
         eval_period_s=rng.choice((60.0, 600.0, 3600.0)),
-        num_restart_before_full_job_restart=rng.choice((None, 0, 1, 3, 10)),
+        num_restart_before_full_job_restart=each,
         max_full_job_restarts=rng.choice((0, 1, 3, 3)),
-        job_max_retry_count=rng.choice((None, None, None, 3, 10)),
+        job_max_retry_count=rng.choice((3, 10) if each is None else (None, None, None, 3, 10)),
         max_num_repeat_offenders_to_avoid=rng.choice((0, 1, 1, 2)),
         repeat_offender_faults=rng.choice((1, 2, 2, 3)),
     )

@@ -125,10 +125,8 @@ class Supervisor:
             if seat.state is State.READY:
                 seat.state = State.TRAINING
             else:
-                was_dead = seat.state is State.DEAD
                 seat.state, seat.process = State.DEAD, seat.process + 1
-                if not was_dead:
-                    self.cluster.post(RankLost(self.node, self.life, self.births, seat.number, "was not there"))
+                self.cluster.post(RankLost(self.node, self.life, self.births, seat.number, "was not there"))
 
     def _leave(self) -> None:
         for seat in self.seats:
