@@ -106,7 +106,8 @@ class Desk:
         self._due.add(says.node)
         if self.gathering_until is not None:
             self._gather(now)
-        elif not self._is_past(says):
+            return ""
+        if not self._is_past(says):
             self._take(list(happened.between(before, says, now)), now)
             self._hear_requests(seen, now)
         self._keep_store(now)
@@ -148,6 +149,8 @@ class Desk:
         if events or (tick_s is not None and tick_s <= now) or self._late(now):
             self._take([*events, happen.Tick()], now)
         self._keep_store(now)
+        for node in [node for node, seen in self.nodes.items() if self._is_forgotten(seen)]:
+            del self.nodes[node]
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
@@ -260,6 +263,10 @@ class Desk:
     def _is_past(self, says: NodeSays) -> bool:
         return self.world.gone.get(says.node, -1) >= says.life
 
+    def _is_forgotten(self, seen: Seen) -> bool:
+        """It is gone, and not expected back."""
+        return not seen.connected and seen.says.node not in self.world.members
+
     def _is_silent(self, seen: Seen, now: float) -> bool:
         if seen.says.node not in self.world.members:
             return False
@@ -341,9 +348,11 @@ class Desk:
         for one in inside:
             if one.broken is not None and self.world.phase.alive:
                 self._take([happen.RankFault(one.node, one.life, self.world.epoch, 0, one.broken)], now)
+        self._keep_store(now)
         for one in says:  # it has joined already
             said_before = replace(one, sealed=None, finished=False, ready=False, leaving_s=None, faults=(), goodbye="")
             self._take(list(happened.between(said_before, one, now)), now)
+        self._agree()
         self._due.update(self.nodes)
 
     def _resume_pause(self, pausing: list[Pausing], now: float) -> None:
@@ -368,7 +377,7 @@ class Desk:
         """Nodes that are to be told something, since this was last asked; nobody while this desk is still listening."""
         if self.gathering_until is not None:
             return []
-        due, self._due = sorted(self._due), set()
+        due, self._due = sorted(self._due & self.nodes.keys()), set()
         return due
 
     def orders(self, node: str, now: float) -> NodeHears:

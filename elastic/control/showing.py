@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def answer(desk: Desk, now: float) -> Answer:
     """All there is to say about the job."""
     world = desk.world
-    nodes = tuple(_node(desk, seen, now) for _, seen in sorted(desk.nodes.items()) if not _is_gone(desk, seen))
+    nodes = tuple(_node(desk, seen, now) for _, seen in sorted(desk.nodes.items()))
     placed = [node for node in nodes if node.rank is not None]
     return Answer(
         job=desk.settings.job,
@@ -32,10 +32,6 @@ def answer(desk: Desk, now: float) -> Answer:
         wanted=desk.wanted,
         pausing=desk.pausing(now),
     )
-
-
-def _is_gone(desk: Desk, seen: Seen) -> bool:
-    return not seen.connected and seen.says.node not in desk.world.members
 
 
 def _node(desk: Desk, seen: Seen, now: float) -> NodeStatus:

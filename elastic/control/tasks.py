@@ -22,6 +22,8 @@ from peerstore.transport.secret import read_secret
 STATUS = {Over.FINISHED: 0, Over.DISMISSED: 0, Over.REFUSED: 6, Over.STOPPED: 7, Over.GAVE_UP: 8}
 """The exit status of these processes; any other was not meant to be."""
 
+log = logging.getLogger(__name__)
+
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
@@ -79,7 +81,7 @@ def main(text: str) -> int:
     secret = read_secret(Path(task.secret_file))
     over, reason = coordinate(task, secret) if isinstance(task, CoordinatorTask) else supervise(task, secret)
     if over not in (Over.FINISHED, Over.DISMISSED):
-        logging.getLogger("elastic").warning("%s: %s", over.value, reason)
+        log.warning("%s: %s", over.value, reason)
     return STATUS[over]
 
 
@@ -94,6 +96,7 @@ def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
     coordinator = Coordinator(settings, secret, listen=task.listen, fresh=task.fresh)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: coordinator.end())
+    log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)
     if task.address_file:
         write_private(Path(task.address_file), coordinator.address.encode())
     return coordinator.run()
@@ -132,5 +135,5 @@ def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:
     if over is Over.FINISHED:
         agent.end()
     elif agent.stays is not None:
-        logging.getLogger("elastic").warning("what is in memory stays in %s, for whoever resumes the job", agent.stays)
+        log.warning("what is in memory stays in %s, for whoever resumes the job", agent.stays)
     return over, reason

@@ -1,6 +1,6 @@
 """A rank that computes nothing: it counts steps and does what it is asked to. It prints what happens to it as JSON.
 
-``python rank.py FOLDER``: files in FOLDER, which tests make, say what to do: ``finish``, ``ignore-NODE``, ``fault-NODE``.
+``python rank.py FOLDER``: files in FOLDER say what to do. Tests make ``finish``, ``ignore-NODE`` and ``fault-NODE``.
 """
 
 from __future__ import annotations
