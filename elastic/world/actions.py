@@ -63,7 +63,10 @@ class PromoteSpare(_Action, frozen=True):
 
 
 class RespawnStragglers(_Action, frozen=True):
-    """End and start anew those ranks of a node that do not wait for a place by now."""
+    """End and start anew those ranks of a node that do not wait for a place by now.
+
+    A node where all do says so again.
+    """
 
     node: str
     life: int

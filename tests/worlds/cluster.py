@@ -9,6 +9,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 
 from elastic.world.actions import Action, Ask, Break, Form, Pause
 from elastic.world.decide import begun, decide, rebuilt
@@ -21,7 +22,7 @@ from tests.worlds.supervising import Seat, State, Supervisor, Violation
 _DELAYS_S = (0.0, 0.0, 0.01, 0.01, 0.05, 0.2, 1.0, 3.0)
 _AGAIN_S = (0.0, 0.5, 5.0, 60.0)
 _MOST_MACHINES = 9
-_MOST_S = 40_000.0
+_MOST_EVENTS = 800
 
 
 class Cluster:
@@ -46,7 +47,7 @@ class Cluster:
         self.standing: dict[int, set[tuple[str, int]]] = {}
         self.formed: dict[int, Form] = {}
         self.stops: set[int] = set()
-        self.coordinator = 0
+        self.coordinator = self.heard = 0
         self.tick_s: float | None = None
         self.calm = False
         self.world = begun(policy, nproc=nproc, now_s=0.0)
@@ -72,8 +73,9 @@ class Cluster:
     def come_to_rest(self) -> None:
         """Faults stop; until nothing is left to happen."""
         self.calm = True
+        heard = self.heard
         while self._queue:
-            if self.now_s > _MOST_S:
+            if self.heard > heard + _MOST_EVENTS:
                 raise Violation(f"the cluster does not come to rest: {self.world.phase} in epoch {self.world.epoch}")
             self.now_s, _, what = heapq.heappop(self._queue)
             what()
@@ -106,6 +108,7 @@ class Cluster:
 
     def _deliver(self, event: Event) -> None:
         before = self.world
+        self.heard += 1
         self.world, actions = decide(before, event, self.policy, self.now_s)
         if self.say_aloud is not None and not isinstance(event, Tick):
             self.say(event)
@@ -138,8 +141,7 @@ class Cluster:
         for machine in self._addressed(action):
             at_s = max(machine.orders_until_s, self.now_s + self.delay_s())
             machine.orders_until_s = at_s
-            by = self.coordinator
-            self.at(at_s, lambda machine=machine: self._arrive(machine, action, by))
+            self.at(at_s, partial(self._arrive, machine, action, self.coordinator))
 
     def _addressed(self, action: Action) -> list[Supervisor]:
         if isinstance(action, Form):
@@ -162,13 +164,13 @@ class Cluster:
         node = node or f"n{len(self.machines)}"
         before = self.machines.get(node)
         if before is None or not before.up:
-            self.judge.causes += 1
+            self.judge.happened(fault=before is not None)
             self.machines[node] = Supervisor(self, node, 1 if before is None else before.life + 1)
 
     def kill(self, machine: Supervisor, *, noticed: bool = True) -> None:
         machine.die()
         if noticed:
-            self.judge.causes += 1
+            self.judge.happened()
             self.after(self.rng.choice((0.5, 2.0, 10.0)), lambda: self.post(self._lost(machine)))
 
     @staticmethod
@@ -177,7 +179,7 @@ class Cluster:
 
     def mistake(self, machine: Supervisor) -> None:
         """Taken for dead, and alive: it learns of that some time, and begins a new life."""
-        self.judge.causes += 1
+        self.judge.happened()
         self.post(self._lost(machine))
         self.after(self.rng.choice((4.0, 20.0)), lambda: self._begin_again(machine))
 
@@ -188,7 +190,7 @@ class Cluster:
 
     def hang(self, machine: Supervisor, seat: Seat) -> None:
         seat.state = State.HUNG
-        self.judge.causes += 1
+        self.judge.happened()
         who = (machine.node, seat.number) if self.rng.random() < 0.6 else ("", -1)
         hang = Hang(machine.epoch, "no step for 10 s", *who)
         self.after(10.0, lambda: self.post(hang))
@@ -196,7 +198,7 @@ class Cluster:
     def take(self, nodes: tuple[str, ...], seconds: float) -> None:
         """Asked back; when the time is up, they are taken."""
         deadline_s = self.now_s + seconds
-        self.judge.causes += 1
+        self.judge.happened()
         self.post(CapacityAskedBack(nodes, deadline_s, "a job of a higher priority"))
         for node in nodes:
             self.after(seconds + 0.001, lambda machine=self.machines[node]: self._taken(machine, deadline_s))
@@ -214,7 +216,7 @@ class Cluster:
         """The coordinator is gone, and with it what it knew and had not said; another one takes its place."""
         self.coordinator += 1
         reports = [machine.report() for machine in self.machines.values() if machine.up]
-        self.judge.causes += 1 + len(self.machines)
+        self.judge.happened(1 + len(self.machines))
         self.judge.begins_again(reports)
         if self.world.phase.over:
             return
@@ -248,7 +250,8 @@ class Cluster:
         if world.phase.over:
             return
         if world.epoch < 0:
-            return self.judge.no_world_yet(world)
+            self.judge.no_world_yet(world)
+            return
         if world.phase is not Phase.RUNNING:
             raise Violation(f"nothing is left to happen, and the job is {world.phase.value}: {world.reason}")
         for node in world.places:
@@ -256,4 +259,3 @@ class Cluster:
             if states != [State.TRAINING] * self.nproc or self.machines[node].epoch != world.epoch:
                 raise Violation(f"{node} is in epoch {world.epoch}, its ranks are {[state.value for state in states]}")
         self.judge.at_rest(world, self.now_s)
-        return None

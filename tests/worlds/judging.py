@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from elastic.world.actions import Action, Break, Form, GiveUp, How, Pause, Release, RespawnStragglers, Stop
-from elastic.world.choosing import limit
 from elastic.world.decide import decide
 from elastic.world.events import (
     CapacityAskedBack,
@@ -15,6 +14,7 @@ from elastic.world.events import (
     NodeLeft,
     NodeLost,
     NodeReport,
+    RankLost,
     Several,
     StopAsked,
 )
@@ -26,6 +26,8 @@ from tests.worlds.supervising import Violation
 class Judge:
     def __init__(self, policy: ScalingPolicy) -> None:
         self.policy = policy
+        step = policy.replica_increment_step or 1
+        self.sizes = policy.replica_discrete_values or range(policy.min_replicas, policy.max_replicas + 1, step)
         self.alive: dict[str, int] = {}
         self.joined_s: dict[str, float] = {}
         self.gone: dict[str, int] = {}
@@ -39,14 +41,23 @@ class Judge:
         self.stop_asked = False
         self.epoch = -1
         self.formed = 0
-        self.causes = 0
-        """What was done to the cluster that a new world may follow from."""
+        self.causes = self.faults = 0
+        """What was done to the cluster that a new world may follow from, and what of that was a fault."""
         self.running = self.pausing = self.stopping = self.faulted = False
         self.broke_s = self.formed_s = self.until_s = 0.0
         self.shrunk_s: float | None = None
         self.restarts_s: deque[float] = deque()
         self.restarts = 0
+        self.losses: Counter[tuple[str, int]] = Counter()
         self._looked = 0
+
+    def at_most(self, nodes: int, world: World) -> int:
+        most = nodes if world.cap is None else min(nodes, world.cap)
+        return max((size for size in self.sizes if size <= most), default=0)
+
+    def happened(self, count: int = 1, *, fault: bool = True) -> None:
+        self.causes += count
+        self.faults += count * fault
 
     # -- what was said ------------------------------------------------------------------------------------------------
 
@@ -57,6 +68,8 @@ class Judge:
         self._hear(event, now_s)
         self._restarted(before.restarts, world.restarts, now_s)
         self._follow(before, world, actions, now_s)
+        if world.restarts > self.faults:
+            raise Violation(f"{world.restarts} restarts, although only {self.faults} faults have happened")
 
     def rebuilt(self, world: World, actions: tuple[Action, ...], now_s: float) -> None:
         self.joined_s = dict.fromkeys(self.alive, now_s)
@@ -92,6 +105,8 @@ class Judge:
                     self.told.add((node, self.alive[node], event.deadline_s))
                     if node in self.places:
                         self.asked_since.add(node)
+        elif isinstance(event, RankLost):
+            self.losses[event.node, event.life] += 1
         elif isinstance(event, StopAsked):
             self.stop_asked = True
 
@@ -121,8 +136,9 @@ class Judge:
             elif isinstance(action, Form):
                 self._formed(action, before, world, now_s)
             elif isinstance(action, RespawnStragglers):
-                self.causes += 1
+                self.happened()
             elif isinstance(action, Release):
+                self._released(action, now_s)
                 self._bury(action.node, action.life)
             elif isinstance(action, Stop):
                 self._stopped(before, now_s)
@@ -133,7 +149,7 @@ class Judge:
         if not self.running or action.epoch != self.epoch:
             raise Violation(f"epoch {action.epoch} is broken, and it does not run")
         if self.pausing and now_s >= self.until_s:
-            self.causes += 1  # somebody is slow
+            self.happened()  # somebody is slow
         self.running = self.pausing = False
         self.broke_s, self.faulted = now_s, counted
 
@@ -159,17 +175,17 @@ class Judge:
         return [node for node, life in self.alive.items() if self.asked.get(node) != life]
 
     def _enough(self, what: str, nodes: list[str], world: World) -> None:
-        size = self.policy.at_most(min(limit(world, self.policy), len(nodes)))
+        size = self.at_most(len(nodes), world)
         if size:
             raise Violation(f"the job {what}, although {nodes} are there and {size} are enough")
 
     def _formed(self, form: Form, before: World, world: World, now_s: float) -> None:
-        policy, nodes = self.policy, form.nodes
+        nodes = form.nodes
         if form.epoch != self.epoch + 1:
             raise Violation(f"epoch {form.epoch} follows {self.epoch}")
         if self.running and not self.pausing:
             raise Violation(f"epoch {form.epoch} begins, and {self.epoch} runs")
-        if not policy.allows(len(nodes)) or len(nodes) > limit(world, policy):
+        if self.at_most(len(nodes), world) != len(nodes):
             raise Violation(f"{len(nodes)} nodes are no size the policy allows")
         if len(set(nodes)) < len(nodes):
             raise Violation(f"a node has two places in {nodes}")
@@ -189,7 +205,7 @@ class Judge:
 
     def _sized(self, form: Form, world: World, old: int, now_s: float) -> None:
         policy, size = self.policy, len(form.nodes)
-        kept = policy.at_most(min(limit(world, policy), old - len(self.asked_since)))
+        kept = self.at_most(old - len(self.asked_since), world)
         if self.faulted and size < kept and now_s < self.broke_s + policy.faulty_scale_down_timeout_s:
             raise Violation(f"the world shrinks from {old} to {size} nodes, and nobody has waited for a replacement")
         if form.how is How.GROW:
@@ -213,6 +229,12 @@ class Judge:
         others = [one.node for one in world.members.values() if one.ready and not one.placed and one.node not in avoid]
         if avoid.intersection(form.nodes) and others:
             raise Violation(f"{sorted(avoid.intersection(form.nodes))} have ranks again, and {others} have none")
+
+    def _released(self, action: Release, now_s: float) -> None:
+        if self.asked.get(action.node) == action.life or self.losses[action.node, action.life] >= 3:
+            return
+        if action.node in self.alive and now_s < self.joined_s[action.node] + 1.99 * self.policy.restart_timeout_s:
+            raise Violation(f"{action.node} is sent away, and has had no time")
 
     def _stopped(self, before: World, now_s: float) -> None:
         if self.stop_asked or self.stopping:
@@ -244,7 +266,7 @@ class Judge:
     def at_rest(self, world: World, now_s: float) -> None:
         avoid = self.avoided(world, now_s)
         good = [node for node in self._here() if node not in avoid]
-        size = self.policy.at_most(min(limit(world, self.policy), len(good)))
+        size = self.at_most(len(good), world)
         if world.size < size:
             raise Violation(f"the job rests with {world.size} nodes, and {good} are there")
         if avoid.intersection(world.places) and set(good) - set(world.places):

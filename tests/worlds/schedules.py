@@ -148,7 +148,7 @@ def _kill_node(cluster: Cluster, happening: Happening) -> None:
 def _kill_rank(cluster: Cluster, happening: Happening) -> None:
     machine = _one(cluster, happening)
     if machine is not None:
-        cluster.judge.causes += 1
+        cluster.judge.happened()
         machine.lose_rank(machine.seats[happening.other % cluster.nproc])
 
 
@@ -163,7 +163,7 @@ def _hang(cluster: Cluster, happening: Happening) -> None:
 def _fault(cluster: Cluster, happening: Happening) -> None:
     machine = _one(cluster, happening)
     if machine is not None:
-        cluster.judge.causes += 1
+        cluster.judge.happened()
         machine.report_fault(machine.seats[happening.other % cluster.nproc])
 
 
@@ -182,7 +182,7 @@ def _take(cluster: Cluster, happening: Happening) -> None:
 
 
 def _offer(cluster: Cluster, happening: Happening) -> None:
-    cluster.judge.causes += 1
+    cluster.judge.happened(fault=False)
     cluster.post(CapacityOffered(1 + happening.one % 3))
 
 
@@ -200,12 +200,12 @@ def _return(cluster: Cluster, happening: Happening) -> None:
 def _mark(cluster: Cluster, happening: Happening) -> None:
     machine = _one(cluster, happening)
     if machine is not None:
-        cluster.judge.causes += 1
+        cluster.judge.happened(fault=False)
         cluster.post(Offender(machine.node, "its memory has errors"))
 
 
 def _resize(cluster: Cluster, happening: Happening) -> None:
-    cluster.judge.causes += 1
+    cluster.judge.happened(fault=False)
     cluster.post(ResizeAsked((None, 1, 2, 3, 4)[happening.one % 5]))
 
 
@@ -222,7 +222,7 @@ def _curse(cluster: Cluster, happening: Happening) -> None:
     machine = _one(cluster, happening)
     if machine is not None and not cluster.cursed:
         cluster.cursed.add(machine.node)
-        cluster.judge.causes += 1
+        cluster.judge.happened()
         machine.lose_rank(machine.seats[0])
 
 

@@ -111,6 +111,7 @@ class Supervisor:
             for seat in self.seats:
                 if seat.state is not State.READY:
                     self._respawn(seat)
+            self._say_ready()
         elif isinstance(action, Release):
             self.die()
             self.cluster.released(self)
@@ -161,7 +162,11 @@ class Supervisor:
         seat.state, seat.process = State.WARMING, seat.process + 1
         delay_s = self.cluster.warming_s() if delay_s is None else delay_s
         cursed = self.node in self.cluster.cursed
-        self._later(seat, delay_s, self.lose_rank if cursed else self._be_ready)
+        self._later(seat, delay_s, self._fail if cursed else self._be_ready)
+
+    def _fail(self, seat: Seat) -> None:
+        self.cluster.judge.happened()
+        self.lose_rank(seat)
 
     def _be_ready(self, seat: Seat) -> None:
         if seat.state is not State.HUNG:
