@@ -112,6 +112,7 @@ class Checkpointer:
         self._joined = self._asked_to_join = False
         self._last: ShardKey | None = None
         """What was sealed last."""
+        self._last_saved: Saved | None = None
         self.last_restore: RestoreReport | None = None
         """What :meth:`restore` read, and from which tiers."""
         self._preemption = Preemption(self._flush, grace_s) if on_sigterm == "save" else None
@@ -159,13 +160,14 @@ class Checkpointer:
             log.error("step %d of %s was not saved: %s", step, self._location.job, saved.error)
         if self.settings.enabled:
             self._observe(saved, time.perf_counter() - began)
+        self._last_saved = saved
         if self._preemption is not None and last:
             self._preemption.finish()
         if saved.error is not None and self._on_failure == "raise":
             raise saved.error
         return saved
 
-    def _save(self, state: State, step: int, *, durable: bool) -> Saved:
+    def _save(self, state: State, step: int, *, durable: bool, wait_s: float | None = None) -> Saved:
         if not self._planned_before:
             return self._save_first(state, step, durable=durable)
         session = self.session
@@ -173,8 +175,8 @@ class Checkpointer:
         planned = session.planned_for(fingerprint(flat))
         if planned is None:
             return self._save_first(state, step, durable=durable)
-        wait = self.settings.memory.on_busy == "wait"
-        wait_s = self.settings.memory.wait_s if wait else 0.0
+        if wait_s is None:
+            wait_s = self.settings.memory.wait_s if self.settings.memory.on_busy == "wait" else 0.0
         wanted = (durable and bool(self.settings.durable.url)) or session.is_durable(step)
         self._finish_last(wait_s=self.settings.memory.wait_s)
         self._until_last_is_copied()
@@ -184,6 +186,57 @@ class Checkpointer:
         saved = self._followed(Saved(step, SaveState.STAGED), durable=wanted)
         self._sealing = saved._sealing = self._sealer.submit(self._seal, saved, staged, items, wanted, planned)
         return saved
+
+    def seal(self, state: State, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> Saved:
+        """Have ``step`` safe on every rank before all of them leave: sealed, and with its copies on other nodes.
+
+        All ranks call it with the state that ``step`` left. Where every rank's last save was that one nothing is saved
+        again. ``durable``: also in the durable tier, where there is one. Copies that do not come in time are warned of
+        (what is sealed outlives this process all the same); raises when the step is not sealed, or not durable.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self.settings.enabled:
+            return self._save_plain(state, check_step(step), durable=True)
+        durable = durable and bool(self.settings.durable.url)
+        try:
+            saved = self._sealed_by_all(step, timeout_s, durable=durable)
+            if saved is None:
+                saved = self._last_saved = self._save(state, check_step(step), durable=durable, wait_s=timeout_s)
+            saved.wait(timeout_s=max(0.0, deadline - time.monotonic()))
+            self._copied(saved, max(0.0, deadline - time.monotonic()))
+        except PeerStoreError as error:
+            raise TierUnavailableError(f"step {step} of {self._location.job}: {error}") from error
+        except CheckpointException as failure:
+            raise _own(failure) from failure
+        if durable:
+            saved.wait("durable", timeout_s=max(0.0, deadline - time.monotonic()))
+        return saved
+
+    def _sealed_by_all(self, step: int, timeout_s: float, *, durable: bool) -> Saved | None:
+        """The last save, where it was of this step and came to its end on every rank."""
+        saved = self._last_saved
+        good = saved is not None and saved.step == step and not (durable and saved._durable_state is None)
+        if good and saved is not None:
+            try:
+                good = saved.wait(timeout_s=timeout_s) in (SaveState.SEALED, SaveState.COPIED, SaveState.DURABLE)
+            except (TieredCheckpointError, PeerStoreError):  # it is saved again
+                good = False
+        session = self.session
+        answers = [answer.split() for answer in self._from_all(f"{int(good)} {session.attempts_at(step)}")]
+        if all(answer[0] == "1" for answer in answers):
+            return saved
+        # Some may have tried more often than others, and parts of different attempts make no step.
+        session.skip_attempts(step, max(int(answer[1]) for answer in answers))
+        return None
+
+    def _copied(self, saved: Saved, timeout_s: float) -> None:
+        if self._last is None or not self._joined:
+            return
+        copies = self.settings.peer.copies if self.settings.peer.mode == "mirror" else 2
+        found = self._until_copied(self._last, copies, 1, timeout_s)
+        if found.lacking:
+            said = show_durability(found)
+            log.warning("step %d of %s has %s after %.0f s", saved.step, self._location.job, said, timeout_s)
 
     def _followed(self, saved: Saved, *, durable: bool) -> Saved:
         """So that ``saved`` can say, and wait for, what becomes of the step."""
