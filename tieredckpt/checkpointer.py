@@ -53,6 +53,8 @@ from tieredckpt.writer import TieredWriter
 log = logging.getLogger(__name__)
 
 _MAX_FALLBACKS = 8
+_LOOK_AGAIN_S = 1.0
+"""Who was to hold a copy may leave, and then it is not waited for any more."""
 _PLAN_TIMEOUT = timedelta(minutes=10)
 State = dict[str, Any]
 
@@ -109,7 +111,9 @@ class Checkpointer:
         self._board: Board | None = None
         self._planned_before = False
         self._preparing: threading.Thread | None = None
-        self._joined = self._asked_to_join = False
+        self._joined = False
+        self._asked_to_join: set[bool] = set()
+        """For restoring, for saving."""
         self._last: ShardKey | None = None
         """What was sealed last."""
         self._last_saved: Saved | None = None
@@ -121,20 +125,20 @@ class Checkpointer:
     def session(self) -> Session:
         return open_session(self._location.job, self.settings)
 
-    def _join(self) -> None:
-        """Once per process, before the first save or restore: have the job's nodes know each other."""
-        if self._asked_to_join:
+    def _join(self, *, restoring: bool = False) -> None:
+        """Once before the first restore and once before the first save: have the job's nodes know each other."""
+        if restoring in self._asked_to_join:
             return
         error: TieredCheckpointError | None = None
         try:
-            self._joined = join_others(self.session)
+            self._joined = join_others(self.session, restoring=restoring)
         except (TieredCheckpointError, PeerStoreError) as problem:
             error = problem if isinstance(problem, TieredCheckpointError) else TierUnavailableError(str(problem))
         # Also so that nobody asks a node for its copies before it knows the job.
         problems = [text for text in self._from_all(str(error) if error is not None else "") if text]
         if problems:
             raise error or TierUnavailableError(problems[0])
-        self._asked_to_join = True
+        self._asked_to_join.add(restoring)
 
     # -- saving -----------------------------------------------------------------------------------------------
 
@@ -230,10 +234,13 @@ class Checkpointer:
         return None
 
     def _copied(self, saved: Saved, timeout_s: float) -> None:
+        """Wait for the copies that there can be: no node keeps two, so there may be fewer than were asked for."""
         if self._last is None or not self._joined:
             return
-        copies = self.settings.peer.copies if self.settings.peer.mode == "mirror" else 2
-        found = self._until_copied(self._last, copies, 1, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        found = self._until_copied(self._last, 0, 0, 0.0)
+        while found.lacking and (left := deadline - time.monotonic()) > 0:
+            found = self._until_copied(self._last, found.copies + found.lacking, 1, min(left, _LOOK_AGAIN_S))
         if found.lacking:
             said = show_durability(found)
             log.warning("step %d of %s has %s after %.0f s", saved.step, self._location.job, said, timeout_s)
@@ -420,7 +427,7 @@ class Checkpointer:
         """
         if not self.settings.enabled:
             return self._restore_plain(state, step)
-        self._join()
+        self._join(restoring=True)
         restored = self._restore(state, step)
         if restored < 0:
             self.session.base = -1

@@ -1,7 +1,7 @@
 """Waking a rank that hangs in a collective because another one does not answer.
 
-NCCL's groups can be aborted. Gloo's cannot: ``abort``, ``shutdown`` and ``destroy_process_group`` return at once and the
-collective goes on waiting until its timeout (30 minutes). What it does notice is the end of a connection, within
+NCCL's groups can be aborted. Gloo's cannot: ``abort``, ``shutdown`` and ``destroy_process_group`` return at once, and
+the collective goes on waiting until its timeout (30 minutes). What it does notice is the end of a connection, within
 milliseconds; so its connections are ended from this side. They are found by who waits for them: each of gloo's devices
 has a thread named ``gloo_tcp_loop`` that sits in ``epoll_wait``, and the kernel tells on which descriptors.
 """

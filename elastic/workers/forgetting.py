@@ -71,11 +71,11 @@ def _on_every_thread(clear: Callable[[], None]) -> None:
 
     class There(torch.autograd.Function):
         @staticmethod
-        def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+        def forward(_context: Any, value: torch.Tensor) -> torch.Tensor:
             return value.clone()
 
         @staticmethod
-        def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        def backward(_context: Any, *gradients: torch.Tensor) -> torch.Tensor:
             clear()
             return gradients[0]
 
@@ -83,7 +83,7 @@ def _on_every_thread(clear: Callable[[], None]) -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):  # a device that is broken computes nothing any more
             on_device = torch.ones(1, device="cuda", requires_grad=True)
-            There.apply(on_device).backward()
+            There.apply(on_device).backward()  # type: ignore[no-untyped-call]
 
 
 def _end_helper(executor: Any) -> None:

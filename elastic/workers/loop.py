@@ -237,8 +237,16 @@ def _environment(place: Assignment) -> Iterator[None]:
         "TORCHELASTIC_RESTART_COUNT": place.restarts,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    before = {name: os.environ.get(name) for name in values}
     os.environ.update({name: str(value) for name, value in values.items()})
-    yield
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 _worlds: list[World] = []
