@@ -60,9 +60,9 @@ class Gate:
 
     def enter(self, completed: int) -> Way:
         """Having completed so many steps: whether to begin the next one. Waits only when a stop is wanted."""
+        self._begun = max(self._begun, completed)
         self.look()
         with self._changed:
-            self._begun = max(self._begun, completed)
             self._changed.wait_for(lambda: self._asked is None or self._target is not None or self._broken is not None)
             if self._broken is not None:
                 return Way.LEAVE
