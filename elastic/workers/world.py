@@ -12,6 +12,7 @@ from elastic.workers.gate import Gate, Way
 from tieredckpt.errors import TieredCheckpointError
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from tieredckpt.checkpointer import Checkpointer
@@ -79,6 +80,15 @@ class World:
         return self._place.node_count
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+
+    @property
     def epoch(self) -> int:
         return self._place.epoch
 
@@ -96,11 +106,11 @@ class World:
         self, shape: Sequence[int] | None = None, names: Sequence[str] = ("dp",), *, device_type: str | None = None
     ) -> DeviceMesh:
         """A device mesh over all ranks. One entry of ``shape`` may be -1: what is left. Default: one dimension."""
-        import torch
         from torch.distributed.device_mesh import init_device_mesh
 
-        kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-        return init_device_mesh(kind, fitted(self.size, shape or (-1,)), mesh_dim_names=tuple(names))
+        return init_device_mesh(
+            device_type or self.device.type, fitted(self.size, shape or (-1,)), mesh_dim_names=tuple(names)
+        )
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ def test_of_two_deadlines_the_earlier_one_holds(start):
     plane = start(1)[0]
     plane.ready()
     plane.request(Want.STOP, "soon", deadline_s=50.0)
-    until(lambda: plane.notice())
+    until(plane.notice)
     plane.request(Want.STOP, "later", deadline_s=5000.0)
     until(lambda: plane.notice().reason == "later")
     assert plane.notice().deadline_s <= 50

@@ -46,7 +46,7 @@ def test_a_resize_goes_on_at_the_step_where_all_stopped():
 
     def train(world):
         first = max(sealed, default=-1) + 1
-        for step in world.steps(first, 20, seal=lambda step: sealed.append(step)):
+        for step in world.steps(first, 20, seal=sealed.append):
             with lock:
                 done[world.epoch].append(step)
             if step == 7 and world.rank == 0:
