@@ -63,14 +63,20 @@ class PromoteSpare(_Action, frozen=True):
 
 
 class RespawnStragglers(_Action, frozen=True):
-    """End and start anew those ranks of a node that do not wait for a place by now."""
+    """End and start anew those ranks of a node that do not wait for a place by now.
+
+    A node where all do says so again.
+    """
 
     node: str
     life: int
 
 
 class Form(_Action, frozen=True):
-    """A new world. Rank = position of the node × nproc + local rank."""
+    """A new world. A rank is its node's position times ``nproc``, plus its local rank.
+
+    A supervisor that has no process waiting in one of the seats by then reports that rank as lost, again if it has.
+    """
 
     epoch: int
     nodes: tuple[str, ...]

@@ -4,8 +4,8 @@
 declared lost or was released never comes back; its supervisor begins a new one.
 
 ``births`` counts the processes that a supervisor has put into ranks' seats in this life, spares that were promoted
-included (``nproc`` after the first start, one more with every replacement). It tells an old process from the new one in
-the same seat. A supervisor replaces a rank only when it is told to.
+included: ``nproc`` from the start on, one more with every replacement. It tells an old process from the new one in the
+same seat. A supervisor replaces a rank only when it is told to, and what it ends by order it does not report as lost.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class NodeSealed(_Event, frozen=True):
 
 
 class NodeFinished(_Event, frozen=True):
-    """All ranks of a node have nothing left to do."""
+    """All ranks of a node have nothing left to do.
+
+    Should the world break before the others have finished, those that ended are reported as lost, after that.
+    """
 
     node: str
     life: int
@@ -129,7 +132,10 @@ class CapacityAskedBack(_Event, frozen=True):
 
 
 class ResizeAsked(_Event, frozen=True):
-    """A person or the script wants so many nodes at the most; ``None``: as many as the policy allows."""
+    """A person or the script wants so many nodes at the most; ``None``: as many as the policy allows.
+
+    A number below the least size the policy allows changes nothing.
+    """
 
     nodes: int | None
     reason: str = "resize asked for"

@@ -57,6 +57,9 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     life: int
     joined: int
     """Which one it was to come."""
+    joined_s: float = 0.0
+    placed: bool = False
+    """It has ranks in the newest world, also when that is broken."""
     births: int = 0
     """How many processes it had started when it last was ready."""
     spares: int = 0
@@ -65,13 +68,26 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     """Its ranks wait for a place."""
     sealed: bool = False
     """Its ranks stand at the agreed step, and may be asked to go."""
-    finished: bool = False
     due_s: float | None = None
     """When its ranks are to be ready."""
     prodded: bool = False
     """They were not, and were started again."""
     leave_by_s: float | None = None
     """It was asked back."""
+
+    @property
+    def is_in(self) -> bool:
+        """Whether a pause need not wait for it any more."""
+        return self.ready or self.sealed
+
+    @property
+    def leaving(self) -> bool:
+        return self.leave_by_s is not None
+
+    @property
+    def mending(self) -> bool:
+        """Its ranks take as long as a new process takes to start."""
+        return self.prodded or any(not owed.spare for owed in self.owed)
 
 
 class Offence(msgspec.Struct, frozen=True):
@@ -95,7 +111,11 @@ class World(msgspec.Struct, frozen=True):
     """Never changed in place."""
     gone: dict[str, int] = {}
     """Nodes that are no more, and the life they ended with."""
+    done: frozenset[str] = frozenset()
+    """Nodes of the newest world that have nothing left to do."""
     joins: int = 0
+    began_s: float = 0.0
+    """When it was formed; before the first, since when that is waited for."""
 
     goal: int = 0
     """How many nodes the next world is to have, if they can be had within the timeouts."""
@@ -118,11 +138,17 @@ class World(msgspec.Struct, frozen=True):
     shrunk_s: float | None = None
     """When faults last made the world smaller."""
 
+    failed: int = 0
+    """Changes in a row that the ranks did not come to in time: the next one is tried later each time."""
     restarts: int = 0
     """Worlds that ended by a fault."""
     faults_s: tuple[float, ...] = ()
     """When, since all processes were last started anew."""
     full_restarts_s: tuple[float, ...] = ()
+    tries: int = 0
+    """How often a process of one seat was started for the next world, as far as that is counted as restarts."""
+    respawned: bool = False
+    """Processes were replaced for the next world."""
     offences: tuple[Offence, ...] = ()
     marked: frozenset[str] = frozenset()
     """Offenders that somebody outside has named."""
@@ -142,4 +168,4 @@ class World(msgspec.Struct, frozen=True):
     @property
     def standby(self) -> tuple[str, ...]:
         """Nodes that are here and have no rank."""
-        return tuple(node for node in self.members if node not in self.places)
+        return tuple(member.node for member in self.members.values() if not member.placed)

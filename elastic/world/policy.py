@@ -1,16 +1,16 @@
 """How large a world may be, how long what is waited for, and how often it may break: HyperPod's words, in seconds.
 
-Sizes count nodes (a replica is a node's worth of ranks). What is wrong is told all at once, by the names that were used.
+Sizes count nodes: a replica is a node's worth of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from elastic.errors import PolicyError
+from elastic.world import foreign, limits
 
 
 class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,9 +52,7 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """So many faults in the period make a repeated offender."""
 
     def __post_init__(self) -> None:
-        problems = tuple(_problems(self))
-        if problems:
-            raise PolicyError("impossible scaling policy: " + "; ".join(problems))
+        limits.refuse(limits.problems(msgspec.structs.asdict(self)))
 
     @property
     def wanted(self) -> int:
@@ -81,14 +79,15 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def from_elastic_policy(
         cls, elastic: Mapping[str, Any], restart: Mapping[str, Any] | None = None, **others: Any
     ) -> ScalingPolicy:
-        """From ``elasticPolicy`` and ``runPolicy.restartPolicy`` of a job, or a recipe's ``elastic_policy``.
+        """From a job's ``elasticPolicy`` and ``runPolicy.restartPolicy``, or a recipe's ``elastic_policy``.
 
-        ``others`` are fields of this class that neither of the two has.
+        ``others`` are fields of this class that neither of the two has; a recipe's ``scale_config`` is a list of sizes:
+        ``replica_discrete_values=tuple(scale_config)``. Whether the job is elastic at all (``is_elastic``) is up to who
+        asks for a policy.
         """
-        from elastic.world.foreign import fields_of
-
-        return cls(**(fields_of(elastic, restart or {}) | others))
-
-
-def _problems(policy: ScalingPolicy) -> Iterable[str]:
-    yield from ()
+        fields, called, unread = foreign.read(elastic, restart or {})
+        unknown = tuple(f"{name} is unknown" for name in others if name not in cls.__struct_fields__)
+        fields |= others
+        all_fields = msgspec.structs.asdict(cls()) | fields
+        limits.refuse(unread + unknown + limits.problems(all_fields, called))
+        return cls(**fields)

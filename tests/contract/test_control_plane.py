@@ -11,10 +11,10 @@ import pytest
 from elastic.control.plane import Dismissed, Notice, Progress, Want
 from elastic.errors import DeadlineError, ElasticError, StaleEpochError
 from tests.support.neighbours import until
-from tests.support.planes import PATIENCE_S, Job, all_ready, at_once, memory_job, results, wants
+from tests.support.planes import PATIENCE_S, Job, all_ready, at_once, memory_job, results, supervised_job, wants
 
 Start = Callable[..., Job]
-PLANES: dict[str, Callable[..., AbstractContextManager[Job]]] = {"memory": memory_job}
+PLANES: dict[str, Callable[..., AbstractContextManager[Job]]] = {"memory": memory_job, "supervisor": supervised_job}
 
 
 @pytest.fixture(params=PLANES)
@@ -58,16 +58,18 @@ def test_a_resize_stops_all_at_the_greatest_step_said(start):
     targets = results(at_once(*(lambda s=seat, n=n: s.pause(n) for seat, n in zip(job.seats, (16, 8, 0), strict=True))))
     assert targets == [16, 16, 16]
     results(at_once(*(lambda s=seat: s.sealed(16, timeout_s=PATIENCE_S) for seat in job.seats)))
-    after, out = [], 0
-    for future in at_once(*(lambda s=seat: s.ready(timeout_s=1.0) for seat in job.seats)):
-        try:
-            after.append(future.result(PATIENCE_S))
-        except (Dismissed, DeadlineError):  # not in this world: sent away, or kept as a spare
-            out += 1
-    assert out == 1
-    assert {place.world_size for place in after} == {2}
-    assert sorted(place.rank for place in after) == [0, 1]
-    assert after[0].epoch == after[1].epoch > before[0].epoch
+    after = at_once(*(lambda s=seat: s.ready(timeout_s=PATIENCE_S) for seat in job.seats))
+    until(lambda: sum(one.done() for one in after) == 2)
+    inside = [(seat, one.result()) for seat, one in zip(job.seats, after, strict=True) if one.done()]
+    assert {place.world_size for _, place in inside} == {2}
+    assert sorted(place.rank for _, place in inside) == [0, 1]
+    assert {place.epoch for _, place in inside} == {inside[0][1].epoch}
+    assert inside[0][1].epoch > before[0].epoch
+    for seat, _ in inside:
+        seat.finished()
+    out = next(one for seat, one in zip(job.seats, after, strict=True) if seat not in dict(inside))
+    with pytest.raises(Dismissed):  # it was kept in case it was needed
+        out.result(PATIENCE_S)
 
 
 def test_a_notice_is_gone_with_its_epoch(start):
@@ -77,25 +79,24 @@ def test_a_notice_is_gone_with_its_epoch(start):
     until(lambda: all(wants(seat) is Want.RESIZE for seat in job.seats))
     _seal_all(job.seats, 4)
     after = at_once(*(lambda s=seat: s.ready(timeout_s=PATIENCE_S) for seat in job.seats))
-    place = until(lambda: next((one.result() for one in after if one.done() and one.exception() is None), None))
-    assert place.world_size == 1
-    inside = next(seat for seat, one in zip(job.seats, after, strict=True) if one.done() and one.exception() is None)
+    inside = until(lambda: next((seat for seat, one in zip(job.seats, after, strict=True) if one.done()), None))
     assert inside.notice() is None
     inside.finished()
-    for one in after:  # the other one is not needed any more
-        one.exception(PATIENCE_S)
+    results_or_errors = [one.exception(PATIENCE_S) for one in after]
+    assert sorted(type(error) for error in results_or_errors if error is not None) == [Dismissed]
 
 
 def test_one_that_came_is_in_the_next_world(start):
-    job = start(1)
+    job = start(1, grow_s=0.0)
     all_ready(job.seats)
     newcomer = job.join()
+    coming = at_once(lambda: newcomer.ready(timeout_s=PATIENCE_S))
     job.resize(2)
     until(lambda: wants(job.seats[0]) is Want.RESIZE)
     _seal_all(job.seats[:1], 7)
-    places = all_ready([job.seats[0], newcomer])
+    places = [*all_ready(job.seats[:1]), *results(coming)]
     assert [place.world_size for place in places] == [2, 2]
-    assert places[0].rank == 0
+    assert [place.rank for place in places] == [0, 1]
 
 
 def test_a_later_notice_replaces_an_earlier_one_and_pauses_stay(start):
@@ -169,9 +170,9 @@ def test_a_closed_rank_is_a_lost_rank(start):
 
 
 def test_who_ignores_a_resize_is_lost(start):
-    job = start(2)
+    job = start(2, grace_s=0.3)
     all_ready(job.seats)
-    job.resize(1, deadline_s=0.3)
+    job.resize(1)
     until(lambda: wants(job.seats[0]) is not None)
     good = job.seats[0]
     with pytest.raises(StaleEpochError):

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import queue
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol
 
+from elastic.control.coordinator import Coordinator
+from elastic.control.desk import DeskSettings
+from elastic.control.link import ask
+from elastic.control.messages import Resize, Stop
 from elastic.control.plane import ControlPlane, Want
+from elastic.control.settings import seat_from
+from elastic.control.supervised import SupervisorPlane
+from elastic.control.supervisor import Supervisor, SupervisorSettings
 from elastic.control.testing import MemoryPlane, MemorySeat
+from elastic.world.policy import ScalingPolicy
 
 PATIENCE_S = 60.0
+SECRET = b"a secret of the tests, long enough"
 
 
 class Job(Protocol):
@@ -20,22 +32,23 @@ class Job(Protocol):
     seats: list[Any]
 
     def join(self) -> ControlPlane: ...
-    def resize(self, nodes: int, *, deadline_s: float | None = None) -> None: ...
+    def resize(self, nodes: int) -> None: ...
     def stop(self) -> None: ...
     def lose(self, seat: Any) -> None:
-        """Its process is gone, without a word."""
+        """Its node is gone, without a word."""
 
 
 class MemoryJob:
-    def __init__(self, size: int, spares: int) -> None:
+    def __init__(self, size: int, spares: int, grace_s: float) -> None:
         self.plane = MemoryPlane(size, spares=spares)
+        self._grace_s = grace_s
         self.seats: list[MemorySeat] = self.plane.seats
 
     def join(self) -> ControlPlane:
         return self.plane.join()
 
-    def resize(self, nodes: int, *, deadline_s: float | None = None) -> None:
-        self.plane.resize(nodes, deadline_s=deadline_s)
+    def resize(self, nodes: int) -> None:
+        self.plane.resize(nodes, deadline_s=self._grace_s)
 
     def stop(self) -> None:
         self.plane.stop()
@@ -45,13 +58,127 @@ class MemoryJob:
 
 
 @contextlib.contextmanager
-def memory_job(size: int, spares: int = 0) -> Iterator[Job]:
-    job = MemoryJob(size, spares)
+def memory_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0) -> Iterator[Job]:
+    """``grow_s`` is how long nodes are collected before there is a greater world; here they need not be."""
+    job = MemoryJob(size, spares, grace_s)
     try:
         yield job
     finally:
         for seat in job.seats:
             seat.close()
+
+
+class Seated(SupervisorPlane):
+    """A rank of a test: its process is a thread, and its supervisor a thread too."""
+
+    def __init__(self, process: ThreadProcess, supervisor: Supervisor) -> None:
+        super().__init__(seat_from(process.environ))
+        self.supervisor = supervisor
+
+
+class ThreadProcess:
+    """A double of :class:`~elastic.control.processes.Running`: a process that a test speaks for."""
+
+    def __init__(self, environ: dict[str, str], ended: Callable[[int], None]) -> None:
+        self.environ = environ
+        self._ended = ended
+        self._status: int | None = None
+        self._lock = threading.Lock()
+        self.plane: Seated | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._status is None
+
+    def signal(self, number: int) -> None:
+        with self._lock:
+            if self._status is not None:
+                return
+            self._status = -number
+        if self.plane is not None:
+            self.plane.close()
+        self._ended(-number)
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        return not self.is_running
+
+
+class SupervisedJob:
+    """A coordinator and its supervisors, on threads of this process and with real sockets."""
+
+    def __init__(self, size: int, spares: int, stack: contextlib.ExitStack, *, grace_s: float, grow_s: float) -> None:
+        self._stack = stack
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        policy = ScalingPolicy(
+            min_replicas=1,
+            max_replicas=size + spares + 2,
+            replicas=size,
+            scaling_timeout_s=grow_s,
+            graceful_shutdown_timeout_s=grace_s,
+            faulty_scale_down_timeout_s=0.0,
+        )
+        settings = DeskSettings("job", policy, 1, store="nowhere:1", return_s=0.2)
+        self.coordinator = Coordinator(settings, SECRET, farewell_s=1.0)
+        self._run(self.coordinator.run, self.coordinator.end)
+        assert self._ask(Resize(size, "so many")).cap == size
+        self.seats = [self._node(number) for number in range(size + spares)]
+
+    def _run(self, run: Callable[[], Any], end: Callable[[], None]) -> None:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        self._stack.callback(thread.join, PATIENCE_S)
+        self._stack.callback(end)
+
+    def _node(self, number: int) -> Any:
+        """A node with one rank. It does not outlive it: what is started in its place ends the supervisor."""
+        name = f"n{number}"
+        came: queue.SimpleQueue[ThreadProcess] = queue.SimpleQueue()
+
+        def spawn(command: Any, *, environ: Any, sink: Any, ended: Any, name: str) -> ThreadProcess:
+            process = ThreadProcess(environ, ended)
+            if started.is_set():
+                supervisor.kill("its rank is gone")
+            started.set()
+            came.put(process)
+            return process
+
+        started = threading.Event()
+        settings = SupervisorSettings(
+            job="job",
+            node=name,
+            coordinator=self.coordinator.address,
+            command=("rank",),
+            directory=self._folder / name,
+            logs=self._folder / name / "logs",
+            heartbeat_s=0.1,
+        )
+        supervisor = Supervisor(settings, SECRET, spawn=spawn)
+        self._run(supervisor.run, lambda: supervisor.kill("the test is over"))
+        process = came.get(timeout=PATIENCE_S)
+        process.plane = Seated(process, supervisor)
+        return process.plane
+
+    def _ask(self, question: Any) -> Any:
+        return ask(self.coordinator.address, question, job="job", secret=SECRET)
+
+    def join(self) -> ControlPlane:
+        self.seats.append(self._node(len(self.seats)))
+        return self.seats[-1]
+
+    def resize(self, nodes: int) -> None:
+        self._ask(Resize(nodes, "resized"))
+
+    def stop(self) -> None:
+        self._ask(Stop("stopped"))
+
+    def lose(self, seat: Any) -> None:
+        seat.supervisor.kill("lost")
+
+
+@contextlib.contextmanager
+def supervised_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0) -> Iterator[Job]:
+    with contextlib.ExitStack() as stack:
+        yield SupervisedJob(size, spares, stack, grace_s=grace_s, grow_s=grow_s)
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Future[Any]]:

@@ -1,0 +1,85 @@
+"""The command line. Commands are imported when they run; none of them needs torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module, metadata
+
+import click
+
+from elastic.cli.exits import EXIT_HELP, Exit
+from elastic.cli.screen import ElasticScreen
+from elastic.errors import ElasticError
+from peerstore.errors import PeerStoreError
+
+_COMMANDS = {
+    "run": "elastic.cli.running:run",
+    "join": "elastic.cli.running:join",
+    "coordinator": "elastic.cli.running:coordinator",
+    "status": "elastic.cli.asking:status",
+    "resize": "elastic.cli.asking:resize",
+    "leave": "elastic.cli.asking:leave",
+    "stop": "elastic.cli.asking:stop",
+}
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name].partition(":")
+        found: click.Command = getattr(import_module(module), name)
+        return found
+
+
+def _version() -> str:
+    try:
+        return metadata.version("tieredckpt")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=EXIT_HELP,
+)
+@click.version_option(version=_version(), prog_name="elastic")
+def commands() -> None:
+    """Training that goes on when machines come, go and break.
+
+    `elastic run train.py` starts ranks that keep their processes when the number of nodes changes; the other commands
+    are about a job that runs.
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. Errors are one message; ``--debug`` shows where from."""
+    screen = ElasticScreen()
+    try:
+        result = commands.main(
+            args=None if argv is None else list(argv), prog_name="elastic", standalone_mode=False, obj=screen
+        )
+        sys.stdout.flush()
+        return int(result or 0)
+    except click.exceptions.Exit as done:
+        return int(done.exit_code)
+    except click.ClickException as wrong:
+        wrong.show()
+        return int(wrong.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        screen.err.print("interrupted")
+        return Exit.INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.OK
+    except (ElasticError, PeerStoreError, OSError) as error:
+        return screen.ended_by(error)
+
+
+__all__ = ["main"]

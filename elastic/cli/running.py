@@ -1,0 +1,295 @@
+"""``elastic run``, ``elastic join`` and ``elastic coordinator``."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elastic.cli.exits import Exit, exit_for
+from elastic.cli.options import pass_screen
+from elastic.cli.policies import policy_from
+from elastic.cli.screen import ElasticScreen
+from elastic.control import settings as names
+from elastic.control.launching import Launcher
+from elastic.control.runs import Run, RunPlace, secret_of
+from elastic.control.tasks import STATUS, CoordinatorTask, NodeTask, coordinate
+from elastic.errors import PolicyError
+from peerstore.cluster.nodes import node_id
+from peerstore.transport.addresses import is_any, join_address, local_address_for, outward_address, split_address
+from peerstore.transport.secret import read_secret
+
+_GRACE_S = 30.0
+_LOCAL = "127.0.0.1:0"
+
+
+def _elasticity(command: Any) -> Any:
+    """How large a job may be, and how patient it is."""
+    for option in reversed(
+        (
+            click.option("--nnodes", default="1", show_default=True, metavar="MIN[:MAX]", help="Nodes of the job."),
+            click.option(
+                "--nproc", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks of every node."
+            ),
+            click.option(
+                "--policy",
+                type=click.Path(path_type=Path, dir_okay=False),
+                help="YAML: fields of elastic.ScalingPolicy, or HyperPod's elasticPolicy and restartPolicy.",
+            ),
+            click.option("--grow-after", type=float, metavar="S", help="Collect nodes so long before growing. [60]"),
+            click.option("--shrink-after", type=float, metavar="S", help="Wait so long for a replacement. [30]"),
+            click.option(
+                "--resize-grace", type=float, metavar="S", help="Time to reach a common step and to seal. [600]"
+            ),
+            click.option("--max-restarts", type=int, metavar="N", help="Give up after so many faults."),
+            click.option("--hang-timeout", type=float, metavar="S", help="A fault when no rank gets on so long."),
+            click.option(
+                "--store", default="", metavar="HOST:PORT", help="A TCPStore that is there. [default: one is started]"
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _policy(options: dict[str, Any]) -> Any:
+    return policy_from(
+        options["nnodes"],
+        options["policy"],
+        scaling_timeout_s=options["grow_after"],
+        faulty_scale_down_timeout_s=options["shrink_after"],
+        graceful_shutdown_timeout_s=options["resize_grace"],
+        job_max_retry_count=options["max_restarts"],
+    )
+
+
+@click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@_elasticity
+@click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Warm processes of every node.")
+@click.option("--job", default="", metavar="NAME", help="The job's name. [default: the script's]")
+@click.option("--node", default="", metavar="NAME", help="This node's name. [default: the host's]")
+@click.option(
+    "--simulate-nodes", type=click.IntRange(1, 64), metavar="N", help="So many nodes on this machine, n0, n1, ..."
+)
+@click.option("--coordinator", default="", metavar="HOST:PORT", help="Several machines: where the coordinator is.")
+@click.option("--coordinator-here", is_flag=True, help="Start the coordinator on this machine, on that port.")
+@click.option(
+    "--secret", default="", metavar="SECRET|file:PATH", help="Several machines: what they all know. [$ELASTIC_SECRET]"
+)
+@click.option("--grace", type=float, default=_GRACE_S, show_default=True, help="Seconds after SIGTERM or SIGINT.")
+@click.option(
+    "--log-dir", type=click.Path(path_type=Path), help="What ranks print, a file each. [default: elastic-logs/JOB]"
+)
+@click.option("--agent/--no-agent", default=True, show_default=True, help="Start the node's memory tier beforehand.")
+@click.option("--no-python", is_flag=True, help="SCRIPT is a program, not a Python file.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.option("-v", "--verbose", count=True, help="Say what is decided, and why.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@pass_screen
+def run(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options: Any) -> int:
+    """Run SCRIPT as the ranks of a job whose number of nodes may change.
+
+    On one machine nothing else is needed. SIGTERM and the first SIGINT: the ranks agree on a step, seal and end; the
+    second SIGINT ends them at once. SIGUSR1: as many nodes as the policy allows.
+
+    On several machines, run the same with --coordinator HOST:PORT and the same --secret on each, and with
+    --coordinator-here on one of them. There SIGTERM means that this machine is asked back: the job goes on without it.
+    """
+    several = bool(options["coordinator"])
+    if options["coordinator_here"] and not several:
+        raise PolicyError("--coordinator-here needs --coordinator HOST:PORT, where the other machines find it")
+    place = RunPlace(names.run_directory(), options["job"] or _job_of(script))
+    leads = not several or options["coordinator_here"]
+    given = options["secret"] or names.secret_in()
+    if several and not given:
+        raise PolicyError("several machines need a secret they all know: --secret file:/path, or $ELASTIC_SECRET")
+    secret = read_secret(given) if given else None
+    first = _node_names(options)[0]
+    with place.held("lock" if leads else f"{first}.lock"):
+        record = Run(
+            job=place.job,
+            coordinator=options["coordinator"],
+            secret_file=str(place.keep_secret(secret)),
+            nproc=options["nproc"],
+            spares=options["spares"],
+            command=_command(script, args, options),
+            folder=str(Path.cwd()),
+            logs=str((options["log_dir"] or Path("elastic-logs") / place.job).absolute()),
+            grace_s=options["grace"],
+        )
+        place.address_file.unlink(missing_ok=True)
+        leader = _coordinator_task(place, record, options) if leads else None
+        nodes = [_node_task(place, record, name, options) for name in _node_names(options)]
+        return _launch(screen, place, record, nodes, leader)
+
+
+@click.command("join")
+@click.argument("job", required=False)
+@click.option("--node", default="", metavar="NAME", help="The new node's name. [default: the next free n0, n1, ...]")
+@click.option("--agent/--no-agent", default=True, show_default=True, help="Start the node's memory tier beforehand.")
+@click.option("-v", "--verbose", count=True, help="Say what is decided, and why.")
+@pass_screen
+def join(screen: ElasticScreen, /, job: str | None, node: str, **options: Any) -> int:
+    """One more node, on this machine, for a job that was started on it."""
+    from elastic.cli.asking import the_run
+
+    place, record = the_run(job)
+    name = str(node_id(node)) if node else _free_name(place)
+    os.chdir(record.folder)
+    with place.held(f"{name}.lock"):
+        task = _node_task(place, record, name, {**options, "simulate_nodes": 2, "coordinator": ""})
+        return _launch(screen, place, record, [task], None)
+
+
+@click.command("coordinator")
+@_elasticity
+@click.option("--listen", required=True, metavar="HOST:PORT", help="Where nodes reach it; no host: on every address.")
+@click.option("--job", required=True, metavar="NAME", help="The job's name.")
+@click.option("--secret", default="", metavar="SECRET|file:PATH", help="What all nodes know. [$ELASTIC_SECRET]")
+@click.option("-v", "--verbose", count=True, help="Say what is decided, and why.")
+@pass_screen
+def coordinator(screen: ElasticScreen, /, listen: str, job: str, secret: str, verbose: int, **options: Any) -> int:
+    """Only a coordinator, for nodes that are started with `elastic run --coordinator HOST:PORT`.
+
+    It keeps nothing: ended and started again, it learns the job from its nodes, whose ranks train on meanwhile.
+    """
+    import logging
+
+    split_address(listen)
+    given = secret or names.secret_in()
+    if not given:
+        raise PolicyError("a coordinator needs the secret of its nodes: --secret file:/path, or $ELASTIC_SECRET")
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="elastic: %(message)s")
+    task = CoordinatorTask(
+        job=RunPlace(names.run_directory(), job).job,
+        secret_file="",
+        listen=listen,
+        policy=_policy(options),
+        nproc=options["nproc"],
+        fresh=False,
+        store=options["store"],
+        hang_s=options["hang_timeout"],
+    )
+    over, reason = coordinate(task, read_secret(given))
+    screen.note(f"{over.value}: {reason}")
+    return STATUS[over]
+
+
+def _launch(
+    screen: ElasticScreen, place: RunPlace, record: Run, nodes: list[NodeTask], leader: CoordinatorTask | None
+) -> int:
+    import logging
+
+    import msgspec
+
+    logging.basicConfig(level=logging.WARNING, format="elastic: %(message)s", stream=sys.stderr)
+
+    def known(address: str) -> None:
+        if leader is not None:
+            place.write(msgspec.structs.replace(record, coordinator=address))
+        screen.note(f"job {record.job}: coordinator on {address}, what ranks print is in {record.logs}")
+
+    launcher = Launcher(nodes, leader, secret_of(record), grace_s=record.grace_s, told_address=known)
+    try:
+        status = launcher.run()
+    except Exception as error:
+        status = exit_for(error)
+        raise
+    finally:
+        if leader is not None:
+            place.remove()
+        for task in nodes:
+            _tidy(Path(task.directory))
+    if status in (Exit.STOPPED, Exit.GAVE_UP):
+        screen.note("the same command resumes it from its newest whole step")
+    return status
+
+
+def _tidy(directory: Path) -> None:
+    """What a supervisor has in its directory is of no use any more; what an agent has there may be."""
+    if not (directory / "agent").exists():
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _coordinator_task(place: RunPlace, record: Run, options: dict[str, Any]) -> CoordinatorTask:
+    listen = _LOCAL
+    if options["coordinator"]:
+        host, port = split_address(options["coordinator"])
+        listen = join_address("" if is_any(host) else host, port)
+    return CoordinatorTask(
+        job=record.job,
+        secret_file=record.secret_file,
+        listen=listen,
+        policy=_policy(options),
+        nproc=record.nproc,
+        fresh=True,
+        store=options["store"],
+        address_file=str(place.address_file),
+        hang_s=options["hang_timeout"],
+        verbose=options["verbose"],
+    )
+
+
+def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any]) -> NodeTask:
+    directory = place.node(name)
+    mine = {}
+    if (options["simulate_nodes"] or 1) > 1:  # the peer tier is to see several nodes, too
+        mine = {"TIEREDCKPT_AGENT_DIRECTORY": str(directory / "agent"), "TIEREDCKPT_AGENT_NODE": name}
+    return NodeTask(
+        job=record.job,
+        secret_file=record.secret_file,
+        node=name,
+        coordinator=record.coordinator,
+        command=record.command,
+        directory=str(directory),
+        logs=record.logs,
+        nproc=record.nproc,
+        spares=record.spares,
+        host=_host(options["coordinator"]),
+        grace_s=record.grace_s,
+        agent=options["agent"],
+        environ=mine,
+        verbose=options["verbose"],
+    )
+
+
+def _host(coordinator: str) -> str:
+    """Where other nodes reach this one."""
+    if not coordinator:
+        return "127.0.0.1"
+    host, _ = split_address(coordinator)
+    return outward_address() if is_any(host) else local_address_for(coordinator)
+
+
+def _node_names(options: dict[str, Any]) -> list[str]:
+    if options["simulate_nodes"]:
+        return [f"{options['node'] or 'n'}{number}" for number in range(options["simulate_nodes"])]
+    return [str(node_id(options["node"] or socket.gethostname()))]
+
+
+def _free_name(place: RunPlace) -> str:
+    number = 0
+    while (place.directory / f"n{number}").exists():
+        number += 1
+    return f"n{number}"
+
+
+def _job_of(script: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem)[:100] or "job"
+
+
+def _command(script: str, args: tuple[str, ...], options: dict[str, Any]) -> tuple[str, ...]:
+    if options["no_python"]:
+        return (script, *args)
+    if options["module"]:
+        return (sys.executable, "-u", "-m", script, *args)
+    if not Path(script).is_file():
+        raise PolicyError(f"there is no file {script!r}: for a program write --no-python, for a module -m")
+    return (sys.executable, "-u", script, *args)

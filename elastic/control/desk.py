@@ -1,0 +1,414 @@
+"""What the coordinator knows and has ordered. Pure but for its own memory: no socket, thread or clock.
+
+What nodes say becomes events; :func:`elastic.world.decide.decide` says what follows; its actions become what each node
+is to hear. All of it is derived: a desk that is opened while the job runs hears every node before it decides anything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from elastic.control import happened
+from elastic.control.messages import (
+    Answer,
+    Command,
+    Do,
+    Formed,
+    Leave,
+    NodeHears,
+    NodeSays,
+    Over,
+    Pausing,
+    Question,
+    Resize,
+    Stop,
+    Wish,
+)
+from elastic.control.showing import answer
+from elastic.world import actions as act
+from elastic.world import events as happen
+from elastic.world.decide import begun, decide, rebuilt
+from elastic.world.members import Phase, World
+from elastic.world.policy import ScalingPolicy
+
+log = logging.getLogger(__name__)
+replace = msgspec.structs.replace
+
+
+@dataclass(frozen=True)
+class DeskSettings:
+    job: str
+    policy: ScalingPolicy
+    nproc: int
+    store: str = ""
+    """A store that is there already; "" where a node is to keep one."""
+    dead_after_s: float = 10.0
+    """How long a node may be silent."""
+    return_s: float = 2.0
+    """How long a supervisor whose connection has ended may take to come back."""
+    gather_s: float = 5.0
+    """How long a coordinator that starts again waits for the nodes of the world it finds."""
+    hang_s: float | None = None
+    """How long no rank may get on."""
+
+
+@dataclass
+class Seen:
+    """A node as it was last heard of."""
+
+    says: NodeSays
+    heard_at: float
+    connected: bool = True
+    commands: list[Command] = field(default_factory=list)
+    requested: int = 0
+    leave_by: float | None = None
+    leave_reason: str = ""
+
+
+class Desk:
+    def __init__(self, settings: DeskSettings, *, incarnation: str, now: float, fresh: bool) -> None:
+        self.settings = settings
+        self.incarnation = incarnation
+        self.world: World = begun(settings.policy, nproc=settings.nproc, now_s=now)
+        self.nodes: dict[str, Seen] = {}
+        self.formed: Formed | None = None
+        self.broken: str | None = None
+        self.pause: act.Pause | None = None
+        self.target: int | None = None
+        self.over: Over | None = None
+        self.reason = ""
+        self.wish: Wish | None = None
+        self.wanted = 0
+        self.released: dict[str, act.Release] = {}
+        self.keeper = ""
+        self.gathering_until = None if fresh else now + settings.gather_s
+        self._due: set[str] = set()
+        self._numbers = 0
+        self._moved_at: float | None = None
+
+    # -- what comes in ------------------------------------------------------------------------------------------------
+
+    def said(self, says: NodeSays, now: float) -> str:
+        """A node's report. The answer is why it is refused, or ""."""
+        seen = self.nodes.get(says.node)
+        if seen is not None and seen.says.life > says.life:
+            return f"a newer supervisor runs as node {says.node}"
+        before = seen.says if seen is not None and seen.says.life == says.life else None
+        if seen is None or before is None:
+            seen = self.nodes[says.node] = Seen(says, now)
+        seen.says, seen.heard_at, seen.connected = says, now, True
+        if says.coordinator == self.incarnation:
+            seen.commands = [command for command in seen.commands if command.number > says.done]
+        self._due.add(says.node)
+        if self.gathering_until is not None:
+            self._gather(now)
+            return ""
+        if not self._is_past(says):
+            self._take(list(happened.between(before, says, now)), now)
+            self._hear_requests(seen, now)
+        self._keep_store(now)
+        self._agree()
+        self._watch_steps(before, says, now)
+        return ""
+
+    def gone(self, node: str, life: int, now: float) -> None:
+        """A node's connection has ended; it may come back."""
+        seen = self.nodes.get(node)
+        if seen is not None and seen.says.life == life:
+            seen.connected, seen.heard_at = False, now
+
+    def asked(self, question: Question, now: float) -> Answer:
+        refused = self._refusal(question)
+        if not refused and isinstance(question, Resize):
+            self._resize(question.nodes, question.reason, now)
+        elif not refused and isinstance(question, Stop):
+            until = None if question.deadline_s is None else now + question.deadline_s
+            self._take([happen.StopAsked(question.reason, until)], now)
+        elif not refused and isinstance(question, Leave):
+            until = now + question.deadline_s
+            for node in question.nodes:
+                self.nodes[node].leave_by, self.nodes[node].leave_reason = until, question.reason
+            self._take([happen.CapacityAskedBack(question.nodes, until, question.reason)], now)
+        return replace(answer(self, now), refused=refused)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if self.gathering_until is not None:
+            self._gather(now)
+            return
+        events: list[happen.Event] = [
+            self._lost(seen, now) for seen in self.nodes.values() if self._is_silent(seen, now)
+        ]
+        if (hang := self._hang(now)) is not None:
+            events.append(hang)
+        tick_s = self.world.tick_s
+        if events or (tick_s is not None and tick_s <= now) or self._late(now):
+            self._take([*events, happen.Tick()], now)
+        self._keep_store(now)
+        for node in [node for node, seen in self.nodes.items() if self._is_forgotten(seen)]:
+            del self.nodes[node]
+
+    # -- what follows -------------------------------------------------------------------------------------------------
+
+    def _take(self, events: list[happen.Event], now: float) -> None:
+        events = [*self._late(now), *events]
+        if not events or self.over is not None:
+            return
+        event = events[0] if len(events) == 1 else happen.Several(tuple(events))
+        self.world, actions = decide(self.world, event, self.settings.policy, now)
+        self._do(actions)
+
+    def _do(self, actions: Iterable[act.Action]) -> None:
+        for action in actions:
+            log.info("%s", action)
+            if isinstance(action, act.Form):
+                self._form(action)
+            elif isinstance(action, act.Break):
+                self.broken, self.pause, self.target = action.reason, None, None
+            elif isinstance(action, act.Pause):
+                self.pause = action
+            elif isinstance(action, act.Respawn):
+                self._command(action.node, Do.RESPAWN, action.local_ranks)
+            elif isinstance(action, act.PromoteSpare):
+                self._command(action.node, Do.PROMOTE, (action.local_rank,))
+            elif isinstance(action, act.RespawnStragglers):
+                self._command(action.node, Do.STRAGGLERS)
+            elif isinstance(action, act.Release):
+                self.released[action.node] = action
+            elif isinstance(action, act.Ask):
+                self.wanted = action.nodes
+            elif isinstance(action, act.Finish):
+                self.over, self.reason = Over.FINISHED, "all ranks have finished"
+            elif isinstance(action, act.Stop):
+                self.over, self.reason = Over.STOPPED, action.reason
+            else:
+                self.over, self.reason = Over.GAVE_UP, action.reason
+            self._due.update(self.nodes)
+
+    def _form(self, form: act.Form) -> None:
+        self.formed = Formed(form.epoch, form.nodes, form.restarts, form.reason, self._store())
+        self.broken = self.pause = self.target = self._moved_at = None
+        self.wanted = 0
+
+    def _command(self, node: str, do: Do, local_ranks: tuple[int, ...] = ()) -> None:
+        self._numbers += 1
+        if node in self.nodes:
+            self.nodes[node].commands.append(Command(self._numbers, do, local_ranks))
+
+    def _hear_requests(self, seen: Seen, now: float) -> None:
+        for request in seen.says.requests:
+            if request.number > seen.requested:
+                seen.requested = request.number
+                event = happened.asked(request, seen.says, now)
+                if isinstance(event, happen.ResizeAsked):
+                    self._resize(event.nodes, event.reason, now)
+                else:
+                    self._take([event], now)
+
+    def _resize(self, nodes: int | None, reason: str, now: float) -> None:
+        self.wish = Wish(1 if self.wish is None else self.wish.number + 1, reason, nodes)
+        before = self.pause
+        self._take([happen.ResizeAsked(nodes, reason)], now)
+        if self.pause is not None and self.pause is not before:
+            self.pause = replace(self.pause, reason=f"{reason}: {self.pause.reason}")
+        self._due.update(self.nodes)
+
+    def _refusal(self, question: Question) -> str:
+        policy = self.settings.policy
+        if self.gathering_until is not None and not isinstance(question, Stop):
+            return "" if type(question).__name__ == "Status" else "the coordinator has just started: ask again"
+        if self.over is not None and isinstance(question, Resize | Leave):
+            return f"the job is over: {self.reason}"
+        if isinstance(question, Resize) and question.nodes is not None and policy.at_most(question.nodes) == 0:
+            return f"{question.nodes} nodes are too few: this job runs on {', '.join(map(str, policy.sizes))}"
+        if isinstance(question, Leave):
+            unknown = [node for node in question.nodes if node not in self.nodes]
+            if unknown:
+                return f"there is no node {', '.join(unknown)}: the job has {', '.join(self.nodes) or 'none'}"
+        return ""
+
+    # -- a step for all -----------------------------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        """The greatest step that any rank said, once all have said one."""
+        formed = self.formed
+        if self.pause is None or self.target is not None or formed is None:
+            return
+        said = [seen.says for node in formed.places if (seen := self.nodes.get(node)) is not None]
+        said = [says for says in said if says.formed is not None and says.formed.epoch == formed.epoch]
+        steps = [says.paused for says in said if not says.finished]
+        known = [step for step in steps if step is not None]
+        if len(said) == len(formed.places) and known and len(known) == len(steps):
+            self.target = max(known)
+            log.info("epoch %d: all stop after step %d", formed.epoch, self.target)
+            self._due.update(self.nodes)
+
+    def _late(self, now: float) -> list[happen.Event]:
+        """Ranks that are behind when time is up are lost; those that only waited for them are not."""
+        if self.pause is None or self.formed is None or now < self.pause.deadline_s:
+            return []
+        said = [seen.says for node in self.formed.places if (seen := self.nodes.get(node)) is not None]
+        return [
+            happen.RankLost(says.node, says.life, says.births, local_rank, "it did not stop in time")
+            for says in said
+            for local_rank in says.behind
+        ]
+
+    # -- who is not there ---------------------------------------------------------------------------------------------
+
+    def _is_past(self, says: NodeSays) -> bool:
+        return self.world.gone.get(says.node, -1) >= says.life
+
+    def _is_forgotten(self, seen: Seen) -> bool:
+        """It is gone, and not expected back."""
+        return not seen.connected and seen.says.node not in self.world.members
+
+    def _is_silent(self, seen: Seen, now: float) -> bool:
+        if seen.says.node not in self.world.members:
+            return False
+        limit_s = self.settings.dead_after_s if seen.connected else self.settings.return_s
+        return now - seen.heard_at > limit_s
+
+    def _lost(self, seen: Seen, now: float) -> happen.NodeLost:
+        how = "has been silent" if seen.connected else "has been cut off"
+        return happen.NodeLost(seen.says.node, seen.says.life, f"{how} for {now - seen.heard_at:.1f} s")
+
+    def _watch_steps(self, before: NodeSays | None, says: NodeSays, now: float) -> None:
+        if before is None or [step and step.step for step in before.steps] != [s and s.step for s in says.steps]:
+            self._moved_at = now
+
+    def _hang(self, now: float) -> happen.Hang | None:
+        limit_s, formed = self.settings.hang_s, self.formed
+        if limit_s is None or formed is None or self._moved_at is None or self.world.phase is not Phase.RUNNING:
+            return None
+        if now - self._moved_at <= limit_s:
+            return None
+        self._moved_at = None
+        places = [
+            (progress.step, node, local_rank)
+            for node in formed.places
+            if node in self.nodes
+            for local_rank, progress in enumerate(self.nodes[node].says.steps)
+            if progress is not None
+        ]
+        least = [one for one in places if one[0] == min(places)[0]]
+        _, node, local_rank = least[0] if len(least) == 1 else (0, "", -1)
+        return happen.Hang(formed.epoch, f"no rank has got on for {limit_s:g} s", node, local_rank)
+
+    # -- the store ----------------------------------------------------------------------------------------------------
+
+    def _store(self) -> str:
+        if self.settings.store:
+            return self.settings.store
+        keeper = self.nodes.get(self.keeper)
+        return keeper.says.store if keeper is not None and keeper.connected else ""
+
+    def _keep_store(self, now: float) -> None:
+        """Some node keeps it; the ranks of a world that was formed while there was none are waiting for it."""
+        if self.settings.store == "":
+            keeper = self.nodes.get(self.keeper)
+            if keeper is None or self._is_past(keeper.says) or self._is_silent(keeper, now):
+                here = [node for node, seen in self.nodes.items() if seen.connected and not self._is_past(seen.says)]
+                having = [node for node in here if self.nodes[node].says.store]
+                placed = [node for node in here if self.formed is not None and node in self.formed.places]
+                self.keeper = next(iter((*having, *placed, *here)), "")
+                self._due.update(self.nodes)
+        if self.formed is not None and not self.formed.store and (store := self._store()):
+            self.formed = replace(self.formed, store=store)
+            self._due.update(self.nodes)
+
+    # -- a coordinator that starts again ------------------------------------------------------------------------------
+
+    def _gather(self, now: float) -> None:
+        """Decide nothing before all nodes of the newest world have reported, or have had time to."""
+        says = [seen.says for seen in self.nodes.values() if seen.connected]
+        newest = max((one.formed for one in says if one.formed is not None), key=lambda one: one.epoch, default=None)
+        complete = newest is not None and {one.node for one in says}.issuperset(newest.places)
+        if complete or (self.gathering_until is not None and now >= self.gathering_until):
+            self.gathering_until = None
+            self._resume(says, newest, now)
+
+    def _resume(self, says: list[NodeSays], newest: Formed | None, now: float) -> None:
+        policy = self.settings.policy
+        reports = [happened.remembered(one) for one in says]
+        self.formed = newest
+        self.world, actions = rebuilt(reports, policy, nproc=self.settings.nproc, now_s=now)
+        self._do(actions)
+        inside = [one for one in says if newest is not None and one.formed is not None]
+        inside = [one for one in inside if newest is not None and one.formed and one.formed.epoch == newest.epoch]
+        self._resume_pause([one.pausing for one in inside if one.pausing is not None], now)
+        wishes = [one.wish for one in says if one.wish is not None]
+        if wishes:
+            self.wish = max(wishes, key=lambda wish: wish.number)
+            self._take([happen.ResizeAsked(self.wish.nodes, self.wish.reason)], now)
+        for one in inside:
+            if one.broken is not None and self.world.phase.alive:
+                self._take([happen.RankFault(one.node, one.life, self.world.epoch, 0, one.broken)], now)
+        self._keep_store(now)
+        for one in says:  # it has joined already
+            said_before = replace(one, sealed=None, finished=False, ready=False, leaving_s=None, faults=(), goodbye="")
+            self._take(list(happened.between(said_before, one, now)), now)
+        self._agree()
+        self._due.update(self.nodes)
+
+    def _resume_pause(self, pausing: list[Pausing], now: float) -> None:
+        """What the ranks were told already still holds, also for those that were not told."""
+        if not pausing or self.world.phase is not Phase.RUNNING:
+            return
+        asked = min(pausing, key=lambda one: (not one.stop, one.within_s))
+        until = now + asked.within_s
+        self.pause = act.Pause(self.world.epoch, asked.reason, until, asked.stop)
+        self.world = replace(
+            self.world,
+            phase=Phase.CHANGING,
+            reason=asked.reason,
+            pause_until_s=until,
+            stopping=asked.stop,
+            tick_s=until if self.world.tick_s is None else min(until, self.world.tick_s),
+        )
+
+    # -- what goes out ------------------------------------------------------------------------------------------------
+
+    def due(self) -> list[str]:
+        """Nodes that are to be told something, since this was last asked; nobody while this desk is still listening."""
+        if self.gathering_until is not None:
+            return []
+        due, self._due = sorted(self._due & self.nodes.keys()), set()
+        return due
+
+    def orders(self, node: str, now: float) -> NodeHears:
+        """All that is wanted of a node."""
+        seen = self.nodes[node]
+        life, number = seen.says.life, seen.says.number
+        released = self.released.get(node)
+        is_released = released is not None and released.life >= life
+        formed = self.formed if self.formed is not None and node in self.formed.places else None
+        pause = self.pause if formed is not None else None
+        return NodeHears(
+            coordinator=self.incarnation,
+            life=life,
+            heard=number,
+            formed=formed,
+            broken=self.broken if formed is not None else None,
+            pausing=None if pause is None else self.pausing(now),
+            target=self.target if pause is not None else None,
+            wish=self.wish,
+            commands=tuple(seen.commands),
+            keep_store=node == self.keeper and not self.settings.store,
+            release=released.reason if released is not None and is_released else None,
+            cut=released.cut if released is not None and is_released else False,
+            leave_s=None if seen.leave_by is None else max(0.0, seen.leave_by - now),
+            life_over=self._is_past(seen.says) and not is_released,
+            over=self.over,
+            reason=self.reason or seen.leave_reason,
+        )
+
+    def pausing(self, now: float) -> Pausing | None:
+        pause = self.pause
+        if pause is None:
+            return None
+        return Pausing(pause.epoch, pause.reason, max(0.0, pause.deadline_s - now), pause.stop)

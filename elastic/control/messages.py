@@ -1,0 +1,261 @@
+"""What ranks, supervisors and the coordinator say to each other.
+
+Everybody tells its whole state, each time something in it changes, and is told all that is wanted of it: a message that
+is lost with its connection is made up for by the next one, and who starts anew knows everything after one message of
+each. The exception are :class:`Command` and :class:`Request`, which are to be done once: they are numbered.
+
+::
+
+    rank    <── RankHears ──  supervisor  <── NodeHears ──  coordinator   <── Answer ──  command line
+            ── RankSays  ──>              ── NodeSays  ──>                ── Question ──>
+
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeAlias
+
+import msgspec
+
+from elastic.control.plane import Assignment, Notice, Progress, Want
+from elastic.world.members import Phase
+
+PROTOCOL = 1
+MAX_RANK_BYTES = 64 << 10
+MAX_NODE_BYTES = 1 << 20
+MAX_TEXT = 2000
+
+
+class Stand(enum.Enum):
+    """Where a rank is."""
+
+    READY = "ready"
+    INSIDE = "inside"
+    FINISHED = "finished"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A rank asks for a change."""
+
+    number: int
+    want: Want
+    reason: str
+    deadline_s: float | None = None
+    nodes: int | None = None
+
+
+class RankGreeting(msgspec.Struct, frozen=True):
+    protocol: int
+    token: str
+    """What the supervisor gave to the process that it started, and to no other."""
+
+
+class RankSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    number: int
+    stand: Stand
+    epoch: int = -1
+    """The newest world this process has been in."""
+    paused: int | None = None
+    sealed: int | None = None
+    fault: str | None = None
+    progress: Progress | None = None
+    requests: tuple[Request, ...] = ()
+
+
+class Over(enum.Enum):
+    """Why there is no further world for who is told so."""
+
+    DISMISSED = "dismissed"
+    STOPPED = "stopped"
+    FINISHED = "finished"
+    GAVE_UP = "gave up"
+    REFUSED = "refused"
+    """Somebody else is here under this name, or with this token."""
+
+
+class RankHears(msgspec.Struct, frozen=True):
+    heard: int = 0
+    """Number of the newest :class:`RankSays` this takes into account."""
+    assignment: Assignment | None = None
+    notice: Notice | None = None
+    target: int | None = None
+    over: Over | None = None
+    reason: str = ""
+    cut_off: bool = False
+    """The coordinator does not answer: what it wants is unknown."""
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """A rank whose process has ended and was not to, or that says that its world is broken."""
+
+    local_rank: int
+    reason: str
+
+
+class Pausing(msgspec.Struct, frozen=True):
+    """What :class:`~elastic.world.actions.Pause` says, on no particular clock."""
+
+    epoch: int
+    reason: str
+    within_s: float
+    stop: bool = False
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What somebody asked for last; supervisors keep it for a coordinator that starts again."""
+
+    number: int
+    reason: str
+    nodes: int | None = None
+
+
+class Formed(msgspec.Struct, frozen=True):
+    """A world."""
+
+    epoch: int
+    places: tuple[str, ...]
+    restarts: int
+    reason: str
+    store: str = ""
+    """"" while it is not known yet: the ranks have to wait for it."""
+
+
+class NodeSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="node"):
+    number: int
+    node: str
+    life: int
+    seats: int
+    births: int = 0
+    spares: int = 0
+    formed: Formed | None = None
+    """The newest world it was told of."""
+    broken: str | None = None
+    """Why that world is broken; ``None`` while it is not."""
+    pausing: Pausing | None = None
+    wish: Wish | None = None
+    ready: bool = False
+    paused: int | None = None
+    """The greatest step its ranks said, once all have said one."""
+    sealed: int | None = None
+    finished: bool = False
+    behind: tuple[int, ...] = ()
+    """Local ranks that were asked to stop and have not said a step, or once all have: have not sealed."""
+    lost: tuple[Lost, ...] = ()
+    faults: tuple[Lost, ...] = ()
+    """Of ranks that live."""
+    steps: tuple[Progress | None, ...] = ()
+    """Of every seat."""
+    requests: tuple[Request, ...] = ()
+    leaving_s: float | None = None
+    """It was asked back, and has so long."""
+    leaving: str = ""
+    goodbye: str = ""
+    """It goes now; why."""
+    coordinator: str = ""
+    done: int = 0
+    """Number of the newest command of that coordinator that was carried out."""
+    store: str = ""
+    """Where a store that this node keeps is reached."""
+
+
+class Do(enum.Enum):
+    RESPAWN = "respawn"
+    PROMOTE = "promote"
+    STRAGGLERS = "stragglers"
+
+
+class Command(msgspec.Struct, frozen=True):
+    number: int
+    do: Do
+    local_ranks: tuple[int, ...] = ()
+
+
+class NodeHears(msgspec.Struct, frozen=True):
+    coordinator: str
+    """Which start of the coordinator says this."""
+    life: int
+    heard: int = 0
+    formed: Formed | None = None
+    """The newest world this coordinator knows; ``None``: none, or one that the node is not in."""
+    broken: str | None = None
+    pausing: Pausing | None = None
+    target: int | None = None
+    wish: Wish | None = None
+    commands: tuple[Command, ...] = ()
+    keep_store: bool = False
+    release: str | None = None
+    """Its ranks are dismissed and its supervisor ends, for this reason."""
+    cut: bool = False
+    """They are ended without being asked."""
+    leave_s: float | None = None
+    """Somebody asked this node back: it has so long."""
+    life_over: bool = False
+    """It was given up for lost meanwhile: it is to begin a new life."""
+    over: Over | None = None
+    reason: str = ""
+
+
+class Status(msgspec.Struct, frozen=True, tag="status"):
+    """How is the job?"""
+
+
+class Resize(msgspec.Struct, frozen=True, tag="resize"):
+    """So many nodes at the most; ``None``: as many as the policy allows."""
+
+    nodes: int | None
+    reason: str
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """These nodes are asked back."""
+
+    nodes: tuple[str, ...]
+    deadline_s: float
+    reason: str
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    reason: str
+    deadline_s: float | None = None
+
+
+Question: TypeAlias = Status | Resize | Leave | Stop
+Said: TypeAlias = NodeSays | Status | Resize | Leave | Stop
+
+
+class NodeStatus(msgspec.Struct, frozen=True):
+    node: str
+    rank: int | None
+    """Its place in the world."""
+    state: str
+    seats: int
+    spares: int
+    births: int
+    step: int
+    """The least its ranks have completed, -1 for none."""
+    sealed: int
+    heard_s: float
+    """Since it was last heard of."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """How the job is, after what was asked for was taken in."""
+
+    job: str
+    phase: Phase
+    epoch: int
+    nodes: tuple[NodeStatus, ...]
+    nproc: int
+    goal: int
+    cap: int | None
+    restarts: int
+    reason: str
+    step: int
+    sealed: int
+    store: str
+    wanted: int = 0
+    """So many nodes more could be used."""
+    pausing: Pausing | None = None
+    refused: str = ""
+    """Why what was asked for is not done."""

@@ -1,0 +1,66 @@
+"""The node agent of the memory tier: started with a node, so that the first save finds it warm."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from peerstore.client import connect
+from peerstore.errors import PeerStoreError
+from peerstore.launch import connect_or_launch
+from peerstore.owners import started_at
+from peerstore.settings import AgentPlace
+from tieredckpt.agent_node import agent_command
+from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.settings import load_settings
+
+log = logging.getLogger(__name__)
+
+
+class NodeAgent:
+    """An agent that answers already is left alone. One that was started here outlives the supervisor that is killed."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._mine: AgentPlace | None = None
+
+    def start(self) -> None:
+        """Training goes on without: the first rank tries again, and says what is wrong."""
+        try:
+            settings = load_settings(self._environ)
+            if not (settings.enabled and settings.agent.embedded):
+                return
+            place = AgentPlace(settings.agent_directory)
+            try:
+                connect(place.socket).close()
+                return
+            except PeerStoreError:
+                pass
+            connect_or_launch(place, agent_command(settings), environ=_importable(self._environ)).close()
+            self._mine = place
+        except (TieredCheckpointError, PeerStoreError, OSError) as error:
+            log.warning("the node agent was not started: %s", error)
+
+    def end(self) -> None:
+        """The job has succeeded: nobody will ask for its memory again."""
+        if self._mine is not None:
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(self._mine.lock.read_text())
+                if started_at(pid) >= 0:
+                    os.kill(pid, signal.SIGTERM)
+            self._mine = None
+
+    @property
+    def stays(self) -> Path | None:
+        """Where an agent that was started here keeps what it has."""
+        return None if self._mine is None else self._mine.directory
+
+
+def _importable(environ: Mapping[str, str]) -> dict[str, str]:
+    """The agent runs from ``/``, so it must find the packages where this process found them."""
+    root, known = str(Path(__file__).resolve().parents[2]), environ.get("PYTHONPATH", "")
+    return {**environ, "PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root}

@@ -1,0 +1,123 @@
+"""What a job that runs on this machine leaves for the commands that are about it: where its coordinator is, its secret.
+
+::
+
+    /dev/shm/elastic-UID/JOB/run.json   secret   lock   NODE/rank.sock
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from elastic.errors import ControlLostError, PolicyError, RefusedError
+from peerstore.errors import PeerStoreError
+from peerstore.names import JobName, job_name
+from peerstore.server import private_directory
+from peerstore.transport.secret import new_secret, read_secret
+
+_LONGEST_SOCKET = 100
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A job that runs here."""
+
+    job: str
+    coordinator: str
+    secret_file: str
+    nproc: int
+    spares: int
+    command: tuple[str, ...]
+    folder: str
+    """Where the command is run."""
+    logs: str
+    grace_s: float
+
+
+class RunPlace:
+    """A job's own directory below the directory of all runs."""
+
+    def __init__(self, root: Path, job: str) -> None:
+        self.root = root
+        self.job: JobName = job_name(job)
+        self.directory = root / self.job
+        self.file = self.directory / "run.json"
+        self.secret_file = self.directory / "secret"
+        self.address_file = self.directory / "address"
+
+    def node(self, name: str) -> Path:
+        """A node's directory; its socket must not have too long a name for the kernel."""
+        path = self.directory / name
+        if len(os.fsencode(path / "rank.sock")) > _LONGEST_SOCKET:
+            raise PolicyError(
+                f"{path}/rank.sock is too long a name for a socket: shorten the names of the job and the node, or set "
+                "$ELASTIC_RUN_DIRECTORY to a shorter path"
+            )
+        return path
+
+    def prepare(self) -> None:
+        private_directory(self.root)
+        private_directory(self.directory)
+
+    @contextlib.contextmanager
+    def held(self, name: str = "lock") -> Iterator[None]:
+        """Nobody else on this machine is this; the kernel lets go when this process ends."""
+        self.prepare()
+        fd = os.open(self.directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                what = f"job {self.job}" if name == "lock" else f"node {name.removesuffix('.lock')} of job {self.job}"
+                raise RefusedError(f"{what} runs on this machine already") from None
+            yield
+        finally:
+            os.close(fd)
+
+    def keep_secret(self, secret: bytes | None) -> Path:
+        """The file with the job's secret; a new one is made where none is given."""
+        self.prepare()
+        write_private(self.secret_file, secret or new_secret())
+        return self.secret_file
+
+    def write(self, run: Run) -> None:
+        write_private(self.file, msgspec.json.encode(run))
+
+    def remove(self) -> None:
+        for path in (self.file, self.secret_file, self.address_file):
+            path.unlink(missing_ok=True)
+
+    def read(self) -> Run:
+        try:
+            return msgspec.json.decode(self.file.read_bytes(), type=Run)
+        except FileNotFoundError:
+            raise ControlLostError(f"no job {self.job} was started on this machine (looked in {self.root})") from None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ControlLostError(f"{self.file} cannot be read: {error}") from error
+
+
+def runs(root: Path) -> list[Run]:
+    """All jobs that were started on this machine by this user, and have not been ended."""
+    found = []
+    for path in sorted(root.glob("*/run.json")):
+        with contextlib.suppress(ControlLostError, PeerStoreError):
+            found.append(RunPlace(root, path.parent.name).read())
+    return found
+
+
+def secret_of(run: Run) -> bytes:
+    return read_secret(Path(run.secret_file))
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Whole or not at all, and for this user only."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+    beside.replace(path)

@@ -1,0 +1,294 @@
+"""What a supervisor knows of its node and does about it. Pure but for its own memory: no process, socket or clock.
+
+A node has ``nproc`` seats, one for each rank, and warm spares beside them. What ranks say and the coordinator orders
+goes in; which processes are to be started and ended comes out, and :mod:`~elastic.control.tidings` says who hears what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from elastic.control.messages import (
+    Command,
+    Do,
+    Formed,
+    NodeHears,
+    Over,
+    Pausing,
+    RankSays,
+    Request,
+    Stand,
+    Wish,
+)
+from elastic.control.plane import Want
+
+_SPARE_TRIES = 3
+"""Spares that end before they are warm are started again so often."""
+
+
+class Start(NamedTuple):
+    """A process is to be started."""
+
+    token: str
+    attempt: int
+    seat: int | None
+
+
+class End(NamedTuple):
+    """A process is to be ended at once."""
+
+    token: str
+
+
+Effect = Start | End
+
+
+@dataclass
+class Process:
+    token: str
+    attempt: int
+    seat: int | None
+    placed: int = -1
+    """The newest world that was formed while it was in its seat."""
+    given: int = -1
+    """The newest world it was given a place in: that one, once the store is there."""
+    says: RankSays | None = None
+    ended: str | None = None
+    """Why it is no more."""
+    requested: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        says = self.says
+        return self.ended is None and says is not None and says.stand is Stand.READY and says.epoch == self.given
+
+    def said_in(self, epoch: int) -> RankSays | None:
+        """What it says, where that is about this world."""
+        return self.says if self.says is not None and self.says.epoch == epoch == self.given else None
+
+    def is_excused(self, *, broken: bool, stopping: bool) -> bool:
+        """Whether it has nothing more to do, so that it may end."""
+        says = self.says
+        if says is None or broken:
+            return False
+        if says.stand is Stand.FINISHED and says.epoch == self.given:
+            return True
+        return stopping and says.sealed is not None
+
+
+@dataclass
+class Seats:
+    node: str
+    nproc: int
+    new_token: Callable[[], str]
+    new_life: Callable[[], int]
+    wanted_spares: int = 0
+    life: int = 0
+    effects: list[Effect] = field(default_factory=list)
+    processes: dict[str, Process] = field(default_factory=dict)
+    """Those in seats and the spares; who is to end is not among them any more."""
+    births: int = 0
+    attempts: int = 0
+    wasted_spares: int = 0
+    formed: Formed | None = None
+    broken: str | None = None
+    pausing: Pausing | None = None
+    pause_until: float | None = None
+    target: int | None = None
+    wish: Wish | None = None
+    over: Over | None = None
+    reason: str = ""
+    goodbye: str = ""
+    leave_by: float | None = None
+    leaving: str = ""
+    coordinator: str = ""
+    done: int = 0
+    heard: int = 0
+    number: int = 0
+    requests: list[tuple[int, Request]] = field(default_factory=list)
+    """What ranks asked for, with the number of the message that first said it."""
+    requested: int = 0
+    cut_off: bool = False
+    store: str = ""
+    keep_store: bool = False
+
+    # -- from the machine ---------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Processes for every seat, and the spares."""
+        self.life = self.new_life()
+        for seat in range(self.nproc):
+            self._seat(seat)
+        self._refill()
+
+    def ended(self, token: str, reason: str) -> None:
+        """A process is no more, whether or not it was to."""
+        process = self.processes.get(token)
+        if process is None or process.ended is not None:
+            return
+        was_warm = process.is_ready
+        process.ended = reason
+        if process.seat is None:
+            del self.processes[token]
+            self.wasted_spares += not was_warm
+            self._refill()
+
+    def hung_up(self, token: str) -> None:
+        """A rank closed its connection, and its process may still be there."""
+        process = self.processes.get(token)
+        if process is None or process.ended is not None or self.over is not None:
+            return
+        if not self.excuses(process):
+            self.effects.append(End(token))
+            self.ended(token, "it closed its connection before it had finished")
+
+    def excuses(self, process: Process) -> bool:
+        stopping = self.pausing is not None and self.pausing.stop
+        return process.is_excused(broken=self.broken is not None, stopping=stopping)
+
+    def asked_back(self, until: float, reason: str) -> None:
+        """This machine goes away; of two deadlines the earlier one holds."""
+        self.leave_by = until if self.leave_by is None else min(until, self.leave_by)
+        self.leaving = self.leaving or reason
+
+    # -- from ranks ---------------------------------------------------------------------------------------------------
+
+    def said(self, token: str, says: RankSays, now: float) -> None:
+        process = self.processes.get(token)
+        if process is None or process.ended is not None:
+            return
+        process.says = says
+        for request in says.requests:
+            if request.number > process.requested:
+                process.requested = request.number
+                self._request(request, now)
+
+    def _request(self, request: Request, now: float) -> None:
+        if request.want is Want.RESIZE and request.nodes is None and request.deadline_s is not None:
+            self.asked_back(now + request.deadline_s, request.reason)
+        else:
+            self.requested += 1
+            numbered = msgspec.structs.replace(request, number=self.requested)
+            self.requests.append((self.number + 1, numbered))
+
+    # -- from the coordinator -----------------------------------------------------------------------------------------
+
+    def ordered(self, orders: NodeHears, now: float) -> None:
+        if orders.life != self.life:
+            return
+        if orders.coordinator != self.coordinator:
+            self.coordinator, self.done = orders.coordinator, 0
+        self.heard = orders.heard
+        self.requests = [(number, one) for number, one in self.requests if number > orders.heard]
+        self.wish = orders.wish or self.wish
+        self.keep_store = orders.keep_store
+        if orders.leave_s is not None and self.leave_by is None:
+            self.asked_back(now + orders.leave_s, orders.reason)
+        self._form(orders, now)
+        for command in orders.commands:
+            if command.number > self.done:
+                self.done = command.number
+                self._carry_out(command)
+        if orders.over is not None:
+            self.end(orders.over, orders.reason)
+        elif orders.release is not None and self.over is None:
+            self._release(orders.release, cut=orders.cut)
+
+    def reborn(self) -> None:
+        """It was given up for lost: its ranks leave the world they are in, and come back with it as a new node."""
+        self.life = self.new_life()
+        self.births = sum(process.seat is not None for process in self.processes.values())
+        if self.formed is not None and self.broken is None:
+            self.broken = "this node was given up for lost"
+        self.pausing = self.pause_until = self.target = None
+        self.coordinator, self.done = "", 0
+
+    def _form(self, orders: NodeHears, now: float) -> None:
+        formed = orders.formed
+        if formed is not None and self.node in formed.places:
+            known = self.formed.epoch if self.formed is not None else -1
+            if formed.epoch > known:
+                self.broken = self.pausing = self.pause_until = self.target = None
+                for process in self.seated():
+                    process.placed = formed.epoch
+            if formed.epoch >= known:
+                self.formed = formed
+                self._give(formed)
+        if self.formed is None:
+            return
+        if orders.broken is not None and formed is not None and formed.epoch == self.formed.epoch:
+            self.broken = orders.broken
+        if orders.pausing is not None and orders.pausing.epoch == self.formed.epoch:
+            self.pausing, self.pause_until = orders.pausing, now + orders.pausing.within_s
+        if formed is not None and formed.epoch == self.formed.epoch and orders.target is not None:
+            self.target = orders.target
+
+    def _give(self, formed: Formed) -> None:
+        if formed.store:
+            for process in self.seated():
+                process.given = process.placed
+
+    def _carry_out(self, command: Command) -> None:
+        if self.over is not None:
+            return
+        if command.do is Do.STRAGGLERS:
+            for process in self.seated():
+                if not process.is_ready and process.seat is not None:
+                    self._seat(process.seat)
+        for seat in command.local_ranks:
+            self._seat(seat, promote=command.do is Do.PROMOTE)
+        self._refill()
+
+    def _release(self, reason: str, *, cut: bool) -> None:
+        if cut:
+            for token in list(self.processes):
+                self._drop(token)
+        self.goodbye = reason
+        self.end(Over.DISMISSED, reason)
+
+    def end(self, over: Over, reason: str) -> None:
+        """Nothing further happens on this node."""
+        if self.over is None:
+            self.over, self.reason = over, reason
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def seated(self) -> list[Process]:
+        return [process for process in self.processes.values() if process.seat is not None]
+
+    def spares(self) -> list[Process]:
+        return [process for process in self.processes.values() if process.seat is None]
+
+    def _seat(self, seat: int, *, promote: bool = False) -> None:
+        for process in [one for one in self.seated() if one.seat == seat]:
+            self._drop(process.token)
+        self.births += 1
+        warm = next((one for one in self.spares() if one.is_ready), None) if promote else None
+        if warm is not None:
+            warm.seat = seat
+        else:
+            self._start(seat)
+
+    def _start(self, seat: int | None) -> None:
+        self.attempts += 1
+        token = self.new_token()
+        self.processes[token] = Process(token, self.attempts, seat)
+        self.effects.append(Start(token, self.attempts, seat))
+
+    def _drop(self, token: str) -> None:
+        if self.processes.pop(token).ended is None:
+            self.effects.append(End(token))
+
+    def _refill(self) -> None:
+        if self.over is None and self.wasted_spares < _SPARE_TRIES:
+            for _ in range(self.wanted_spares - len(self.spares())):
+                self._start(None)
+
+    def effects_due(self) -> list[Effect]:
+        """What is to be done with processes, since this was last asked."""
+        due, self.effects = self.effects, []
+        return due

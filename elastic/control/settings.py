@@ -1,0 +1,46 @@
+"""What a rank is told by its environment, and the only place here that reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.errors import ControlLostError
+
+SOCKET = "ELASTIC_SOCKET"
+TOKEN = "ELASTIC_TOKEN"  # noqa: S105 - the name of a variable
+RUN_DIRECTORY = "ELASTIC_RUN_DIRECTORY"
+SECRET = "ELASTIC_SECRET"  # noqa: S105 - the name of a variable
+
+
+@dataclass(frozen=True)
+class RankSeat:
+    """Where a rank finds its supervisor, and what proves that it was started by it."""
+
+    socket: Path
+    token: str
+
+
+def seat_from(environ: Mapping[str, str] = os.environ) -> RankSeat:
+    """What the supervisor put there, or :class:`ControlLostError` where none did."""
+    socket, token = environ.get(SOCKET, ""), environ.get(TOKEN, "")
+    if not socket or not token:
+        raise ControlLostError(f"${SOCKET} and ${TOKEN} are not set: start the script with `elastic run SCRIPT`")
+    return RankSeat(Path(socket), token)
+
+
+def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
+    return SOCKET in environ and TOKEN in environ
+
+
+def run_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the run files of this user's jobs are: ``$ELASTIC_RUN_DIRECTORY``, or on the machine's shared memory."""
+    named = environ.get(RUN_DIRECTORY)
+    return Path(named) if named else Path("/dev/shm") / f"elastic-{os.getuid()}"  # noqa: S108
+
+
+def secret_in(environ: Mapping[str, str] = os.environ) -> str:
+    """``$ELASTIC_SECRET``: the secret, or ``file:/path``; "" where it is not set."""
+    return environ.get(SECRET, "")

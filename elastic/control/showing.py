@@ -1,0 +1,66 @@
+"""How a job is, for people and for programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic.control.messages import Answer, NodeStatus
+from elastic.control.plane import Progress
+
+if TYPE_CHECKING:
+    from elastic.control.desk import Desk, Seen
+
+
+def answer(desk: Desk, now: float) -> Answer:
+    """All there is to say about the job."""
+    world = desk.world
+    nodes = tuple(_node(desk, seen, now) for _, seen in sorted(desk.nodes.items()))
+    placed = [node for node in nodes if node.rank is not None]
+    return Answer(
+        job=desk.settings.job,
+        phase=world.phase,
+        epoch=world.epoch,
+        nodes=nodes,
+        nproc=world.nproc,
+        goal=world.goal,
+        cap=world.cap,
+        restarts=world.restarts,
+        reason=desk.reason or world.reason,
+        step=min((node.step for node in placed), default=-1),
+        sealed=min((node.sealed for node in placed), default=-1),
+        store=desk.formed.store if desk.formed is not None else "",
+        wanted=desk.wanted,
+        pausing=desk.pausing(now),
+    )
+
+
+def _node(desk: Desk, seen: Seen, now: float) -> NodeStatus:
+    says, places = seen.says, desk.world.places
+    inside = says.node in places and desk.world.phase.alive
+    said = [progress if progress is not None else Progress(-1) for progress in says.steps]
+    return NodeStatus(
+        node=says.node,
+        rank=places.index(says.node) if inside else None,
+        state=_state(desk, seen, inside=inside),
+        seats=says.seats,
+        spares=says.spares,
+        births=says.births,
+        step=min((progress.step for progress in said), default=-1),
+        sealed=min((progress.sealed for progress in said), default=-1),
+        heard_s=max(0.0, now - seen.heard_at),
+    )
+
+
+def _state(desk: Desk, seen: Seen, *, inside: bool) -> str:
+    says = seen.says
+    if not seen.connected:
+        return "cut off"
+    if says.node not in desk.world.members:
+        return "leaving"
+    if says.finished:
+        return "finished"
+    if says.leaving_s is not None:
+        return "asked back"
+    if not inside:
+        return "waiting" if says.ready else "starting"
+    return "sealed" if says.sealed is not None else "pausing" if desk.pause is not None else "training"

@@ -1,0 +1,275 @@
+"""A rank's :class:`~elastic.control.plane.ControlPlane` under ``elastic run``: one connection to its supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from elastic.control.messages import MAX_RANK_BYTES, PROTOCOL, Over, RankGreeting, RankHears, RankSays, Request, Stand
+from elastic.control.plane import Assignment, Dismissed, Notice, Progress, Want
+from elastic.control.settings import RankSeat
+from elastic.errors import ControlLostError, DeadlineError, GaveUpError, RefusedError, StaleEpochError
+from peerstore import frames
+from peerstore.client import connect
+from peerstore.errors import PeerStoreError
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 0.5
+_HEARD_S = 30.0
+
+
+class SupervisorPlane:
+    """The supervisor is this process's parent: when it is gone, the kernel ends this process, too."""
+
+    def __init__(self, seat: RankSeat) -> None:
+        try:
+            self._sock = connect(seat.socket)
+        except PeerStoreError as error:
+            raise ControlLostError(f"the supervisor cannot be asked: {error}") from error
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._says = RankSays(0, Stand.INSIDE)
+        self._progress: Progress | None = None
+        self._sent = 0
+        """Number of the newest message that went out."""
+        self._hears = RankHears()
+        self._epoch = -1
+        self._left = True
+        """This process is in no world: it has not been given a place yet, or has come back."""
+        self._until: float | None = None
+        """The notice's deadline, on this process's clock."""
+        self._calls: list[Callable[[Notice], None]] = []
+        self._aborted = -1
+        """The newest epoch whose end was told to ``_calls``."""
+        self._lost = ""
+        self._closed = False
+        self._sock.settimeout(None)
+        try:
+            frames.send(self._sock, RankGreeting(PROTOCOL, seat.token))
+        except OSError as error:
+            self._sock.close()
+            raise ControlLostError(f"the supervisor does not listen: {error}") from error
+        self._reader = threading.Thread(target=self._read, name="elastic-plane", daemon=True)
+        self._reader.start()
+
+    # -- ControlPlane -------------------------------------------------------------------------------------------------
+
+    def ready(self, *, timeout_s: float | None = None) -> Assignment:
+        with self._changed:
+            self._left = True
+            self._say(stand=Stand.READY)
+            until = _until(timeout_s)
+            while True:
+                self._wait(lambda: self._is_over or self._offered is not None, until, "there was no world")
+                self._check_over()
+                place = self._offered
+                assert place is not None  # noqa: S101 - what was waited for
+                self._epoch = place.epoch
+                if not self._is_broken:
+                    self._left = False
+                    self._say(stand=Stand.INSIDE, epoch=place.epoch, paused=None, sealed=None, fault=None)
+                    return place
+                # It broke before this rank was in it.
+                self._say(stand=Stand.READY, epoch=place.epoch, paused=None, sealed=None, fault=None)
+
+    def notice(self) -> Notice | None:
+        if self._left:
+            return None
+        notice = self._hears.notice
+        if notice is None or notice.epoch != self._epoch:
+            return self._overtaken()
+        until = self._until
+        if until is None:
+            return notice
+        return msgspec.structs.replace(notice, deadline_s=max(0.0, until - time.monotonic()))
+
+    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
+        with self._changed:
+            self._check_epoch()
+            if self._says.paused is None:
+                self._say(paused=step)
+            self._wait(
+                lambda: self._is_stale or self._hears.target is not None, _until(timeout_s), "not all others paused"
+            )
+            self._check_epoch()
+            target = self._hears.target
+            assert target is not None  # noqa: S101 - what was waited for
+            return target
+
+    def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+        with self._changed:
+            self._check_epoch()
+            self._tell(timeout_s, sealed=step)
+            self._check_epoch()
+
+    def progress(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def fault(self, reason: str) -> None:
+        with self._changed:
+            if self._left or self._overtaken() is not None:
+                raise StaleEpochError(f"epoch {self._epoch} is of the past: {reason!r} was not heard")
+            self._tell(None, fault=reason)
+
+    def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
+        """``RESIZE`` without ``nodes`` and with a deadline: this rank's machine is asked back."""
+        with self._changed:
+            request = Request(self._sent + 1, want, reason, deadline_s, nodes)
+            self._tell(None, requests=(*self._says.requests, request))
+
+    def on_broken(self, call: Callable[[Notice], None]) -> None:
+        with self._changed:
+            self._calls.append(call)
+            notice = self.notice()
+            if notice is not None and notice.want is Want.RESTART:
+                self._abort(notice, (call,))
+
+    def finished(self) -> None:
+        with self._changed:
+            self._check_epoch()
+            self._tell(None, stand=Stand.FINISHED)
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._lost = self._lost or "closed on this side"
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+        self._sock.close()
+
+    # -- saying, with the lock held -----------------------------------------------------------------------------------
+
+    def _say(self, **changes: object) -> None:
+        self._sent += 1
+        self._says = msgspec.structs.replace(self._says, number=self._sent, progress=self._progress, **changes)
+        if self._lost:
+            return
+        try:
+            with self._sending:
+                frames.send(self._sock, self._says)
+        except OSError as error:
+            self._lose(str(error))
+
+    def _tell(self, timeout_s: float | None, **changes: object) -> None:
+        """Say it, and wait until the supervisor has heard it."""
+        self._say(**changes)
+        number = self._sent
+        limit_s = _HEARD_S if timeout_s is None else timeout_s
+        self._wait(lambda: self._hears.heard >= number, _until(limit_s), "the supervisor did not answer")
+
+    def _wait(self, happened: Callable[[], bool], until: float | None, what: str) -> None:
+        while not happened():
+            if self._lost:
+                raise ControlLostError(f"the connection to the supervisor is lost: {self._lost}")
+            left_s = None if until is None else until - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                if self._hears.cut_off:
+                    raise ControlLostError("the coordinator does not answer")
+                raise DeadlineError(f"{what} within the time given")
+            self._changed.wait(left_s)
+
+    # -- what was heard -----------------------------------------------------------------------------------------------
+
+    @property
+    def _offered(self) -> Assignment | None:
+        place = self._hears.assignment
+        return place if place is not None and place.epoch > self._epoch else None
+
+    @property
+    def _is_broken(self) -> bool:
+        notice = self._hears.notice
+        return notice is not None and notice.want is Want.RESTART and notice.epoch == self._epoch
+
+    @property
+    def _is_over(self) -> bool:
+        return self._hears.over is not None
+
+    @property
+    def _is_stale(self) -> bool:
+        return self._left or self._is_broken or self._is_over or self._offered is not None
+
+    def _overtaken(self) -> Notice | None:
+        """There is a newer world, or none any more, and this rank was not told that the old one ended."""
+        if self._offered is None and not self._is_over:
+            return None
+        return Notice(self._epoch, Want.RESTART, self._hears.reason or "there is a newer world")
+
+    def _check_over(self) -> None:
+        over, reason = self._hears.over, self._hears.reason
+        if over is Over.GAVE_UP:
+            raise GaveUpError(reason)
+        if over is Over.REFUSED:
+            raise RefusedError(reason)
+        if over is not None:
+            raise Dismissed(reason)
+
+    def _check_epoch(self) -> None:
+        if self._is_stale:
+            notice = self._hears.notice
+            why = notice.reason if notice is not None else self._hears.reason or "this process is in no world"
+            raise StaleEpochError(f"epoch {self._epoch} is of the past: {why}")
+
+    # -- the plane's own thread ---------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        told = None
+        try:
+            while True:
+                if not select.select([self._sock], [], [], _PROGRESS_S)[0]:
+                    if self._progress is not told:
+                        told = self._progress
+                        with self._changed:
+                            self._say()
+                    continue
+                hears = frames.receive(self._sock, RankHears, limit_bytes=MAX_RANK_BYTES)
+                if hears is None:
+                    raise ControlLostError("the supervisor closed it")
+                self._take(hears)
+        except (OSError, ValueError, PeerStoreError, ControlLostError) as error:
+            with self._changed:
+                self._lose(str(error))
+
+    def _take(self, hears: RankHears) -> None:
+        with self._changed:
+            limit_s = None if hears.notice is None else hears.notice.deadline_s
+            self._until = _until(limit_s)
+            self._hears = hears
+            kept = tuple(one for one in self._says.requests if one.number > hears.heard)
+            if len(kept) != len(self._says.requests):
+                self._says = msgspec.structs.replace(self._says, requests=kept)
+            notice = self.notice()
+            if notice is not None and notice.want is Want.RESTART and self._aborted < notice.epoch:
+                self._aborted = notice.epoch
+                self._abort(notice, tuple(self._calls))
+            self._changed.notify_all()
+
+    def _abort(self, notice: Notice, calls: tuple[Callable[[Notice], None], ...]) -> None:
+        """On a thread of its own: what aborts a group may wait for this very plane."""
+
+        def run() -> None:
+            for call in calls:
+                call(notice)
+
+        if calls:
+            threading.Thread(target=run, name="elastic-broken", daemon=True).start()
+
+    def _lose(self, why: str) -> None:
+        self._lost = self._lost or why or "it ended"
+        self._changed.notify_all()
+
+
+def _until(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s

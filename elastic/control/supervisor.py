@@ -1,0 +1,313 @@
+"""One node's supervisor: starts its processes, hears its ranks, and does what the coordinator says.
+
+All that is decided here is in :class:`~elastic.control.seats.Seats`; this is its shell, one loop over one queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from elastic.control import settings as names
+from elastic.control import tidings
+from elastic.control.door import Door, Line
+from elastic.control.keeping import StoreKeeper
+from elastic.control.link import Link
+from elastic.control.messages import NodeHears, NodeSays, Over, RankHears, RankSays
+from elastic.control.processes import Printed, Running, told
+from elastic.control.seats import End, Seats, Start
+from peerstore.cluster.nodes import node_id
+from peerstore.server import private_directory
+
+log = logging.getLogger(__name__)
+
+_REASON_S = 0.2
+"""How long the kernel may take to say how a process ended whose connection has closed."""
+
+Spawn = Callable[..., Any]
+"""Starts a process: :class:`~elastic.control.processes.Running`, or a double of it."""
+
+
+@dataclass(frozen=True)
+class SupervisorSettings:
+    job: str
+    node: str
+    coordinator: str
+    """``host:port``."""
+    command: tuple[str, ...]
+    """What a rank is."""
+    directory: Path
+    """Private; the socket for the ranks is in it."""
+    logs: Path
+    nproc: int = 1
+    spares: int = 0
+    host: str = "127.0.0.1"
+    """Where other nodes reach this one."""
+    grace_s: float = 30.0
+    """How long a node that is asked back by a signal has."""
+    end_s: float = 10.0
+    """How long processes that were told to end may take, before they are ended."""
+    heartbeat_s: float = 1.0
+    alone_s: float = 600.0
+    """How long ranks go on without a coordinator."""
+    keeps_agent: bool = False
+    """The supervisor starts the node's agent where none is there."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+class Supervisor:
+    def __init__(
+        self,
+        settings: SupervisorSettings,
+        secret: bytes,
+        *,
+        spawn: Spawn = Running,
+        terminal: IO[bytes] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.seats = Seats(
+            settings.node,
+            settings.nproc,
+            new_token=partial(secrets.token_hex, 16),
+            new_life=self._new_life,
+            wanted_spares=settings.spares,
+        )
+        self._spawn, self._terminal, self._clock = spawn, terminal, clock
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: dict[str, Any] = {}
+        self._lines: dict[str, Line] = {}
+        self._told: dict[str, RankHears] = {}
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._reported: NodeSays | None = None
+        self._beat = 0.0
+        self._alone_since: float | None = None
+        self._fading_since: float | None = None
+        self._last_life = 0
+        private_directory(settings.directory)
+        post = self._post
+        self._store = StoreKeeper(settings.host, lambda address: post(partial(self._keeps, address)), spawn=spawn)
+        self._door = Door(
+            settings.directory / "rank.sock",
+            came=self._came,
+            said=lambda token, says: post(partial(self._said, token, says)),
+            left=lambda token, line: post(partial(self._left, token, line)),
+        )
+        self._link = Link(
+            settings.coordinator,
+            job=settings.job,
+            node=node_id(settings.node),
+            secret=secret,
+            heard=lambda orders: post(partial(self._ordered, orders)),
+            cut_off=lambda why: post(partial(self._cut_off, why)),
+            refused=lambda why: post(partial(self.seats.end, Over.REFUSED, why)),
+        )
+
+    # -- from any thread ----------------------------------------------------------------------------------------------
+
+    def ask_back(self, reason: str, grace_s: float | None = None) -> None:
+        """This machine goes away: its ranks stop with all others, and the supervisor ends."""
+        until = self._clock() + (self.settings.grace_s if grace_s is None else grace_s)
+        self._post(partial(self.seats.asked_back, until, reason))
+
+    def kill(self, reason: str) -> None:
+        """End at once."""
+        self._post(partial(self._kill_all, reason))
+
+    def _post(self, call: Callable[[], None]) -> None:
+        self._inbox.put(call)
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> tuple[Over, str]:
+        """Until there is nothing more to do here; why."""
+        try:
+            self._link.start()
+            self.seats.begin()
+            while not self._is_done():
+                self._turn()
+            assert self.seats.over is not None  # noqa: S101 - that is what done means
+            return self.seats.over, self.seats.reason
+        finally:
+            self._end_all()
+            self._link.close()
+            self._door.close()
+
+    def _turn(self) -> None:
+        self._act()
+        self._tell_ranks()
+        self._report()
+        try:
+            call = self._inbox.get(timeout=self._patience_s())
+            while True:
+                call()
+                call = self._inbox.get_nowait()
+        except queue.Empty:
+            pass
+        now = self._clock()
+        due = [call for when, call in self._timers if when <= now]
+        self._timers = [(when, call) for when, call in self._timers if when > now]
+        for call in due:
+            call()
+        self._watch(now)
+
+    def _patience_s(self) -> float:
+        now = self._clock()
+        nearest = [self._beat + self.settings.heartbeat_s, *(when for when, _ in self._timers)]
+        if self.seats.leave_by is not None:
+            nearest.append(self.seats.leave_by)
+        if self._fading_since is not None:
+            nearest.append(self._fading_since + self.settings.end_s)
+        return max(0.005, min(nearest) - now)
+
+    def _watch(self, now: float) -> None:
+        """What time alone brings about."""
+        seats, settings = self.seats, self.settings
+        if seats.leave_by is not None and now >= seats.leave_by and seats.over is None:
+            seats.goodbye = f"{seats.leaving}, and its time is up"
+            self._kill_all(seats.goodbye, over=Over.DISMISSED)
+        if self._alone_since is not None and now - self._alone_since > settings.alone_s:
+            seats.end(Over.GAVE_UP, f"the coordinator has not answered for {settings.alone_s:g} s")
+        if seats.over is None:
+            self._fading_since = None
+        elif self._fading_since is None:
+            self._fading_since = now
+        elif now - self._fading_since > settings.end_s:
+            for running in self._running.values():
+                running.signal(signal.SIGKILL)
+        self._store.keep(wanted=seats.keep_store and seats.over is None)
+
+    def _is_done(self) -> bool:
+        return self.seats.over is not None and not self._running
+
+    def _end_all(self) -> None:
+        """However this came about, no process stays."""
+        self._store.close()
+        for running in list(self._running.values()):
+            running.signal(signal.SIGKILL)
+        for running in list(self._running.values()):
+            running.join()
+        if self.seats.goodbye or self.seats.over is not None:
+            self._send(tidings.for_coordinator(self.seats, self._clock()))
+
+    # -- doing --------------------------------------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        for effect in self.seats.effects_due():
+            if isinstance(effect, Start):
+                self._start(effect)
+            elif isinstance(effect, End) and effect.token in self._running:
+                self._running[effect.token].signal(signal.SIGKILL)
+
+    def _start(self, start: Start) -> None:
+        settings = self.settings
+        label = "spare" if start.seat is None else str(start.seat)
+        name = f"spare.{start.attempt}.log" if start.seat is None else f"rank-{start.seat}.{start.attempt}.log"
+        printed = Printed(settings.logs / settings.node / name, f"[{settings.node}/{label}] ", self._terminal)
+
+        def ended(status: int) -> None:
+            printed.close()
+            self._post(partial(self._ended, start.token, status, printed.path))
+
+        try:
+            self._running[start.token] = self._spawn(
+                settings.command, environ=self._environ(start), sink=printed.line, ended=ended, name=label
+            )
+        except OSError as error:
+            printed.close()
+            self.seats.ended(start.token, f"it could not be started: {error}")
+
+    def _environ(self, start: Start) -> dict[str, str]:
+        settings = self.settings
+        mine = {
+            names.SOCKET: str(self._door.path),
+            names.TOKEN: start.token,
+            "ELASTIC_JOB": settings.job,
+            "ELASTIC_NODE": settings.node,
+            "LOCAL_WORLD_SIZE": str(settings.nproc),
+        }
+        seat = {} if start.seat is None else {"LOCAL_RANK": str(start.seat)}
+        return {**os.environ, **settings.environ, **mine, **seat}
+
+    def _kill_all(self, reason: str, over: Over = Over.STOPPED) -> None:
+        self.seats.end(over, reason)
+        for running in self._running.values():
+            running.signal(signal.SIGKILL)
+
+    def _new_life(self) -> int:
+        """Later than any before it, also one of an earlier supervisor of this node."""
+        self._last_life = max(self._last_life + 1, time.time_ns() // 1_000_000)
+        return self._last_life
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def _came(self, token: str, line: Line) -> str:
+        """On the connection's thread: whether this is a process that was started here, and the only one of it."""
+        if token not in self.seats.processes:
+            return "this process was not started by this supervisor, or another one has taken its seat"
+        if self._lines.setdefault(token, line) is not line:
+            return "another process is connected with this token"
+        self._post(lambda: None)
+        return ""
+
+    def _said(self, token: str, says: RankSays) -> None:
+        self.seats.said(token, says, self._clock())
+
+    def _left(self, token: str, line: Line) -> None:
+        if self._lines.get(token) is line:
+            del self._lines[token]
+            self._told.pop(token, None)
+        self._timers.append((self._clock() + _REASON_S, partial(self.seats.hung_up, token)))
+
+    def _ended(self, token: str, status: int, path: Path) -> None:
+        del self._running[token]
+        process = self.seats.processes.get(token)
+        if process is not None and process.says is None and self.seats.over is None:
+            log.warning("%s never asked for a place: does the script call elastic.run?", path.stem)
+        self.seats.ended(token, f"{told(status)} (see {path})")
+
+    def _ordered(self, orders: NodeHears) -> None:
+        self._alone_since, self.seats.cut_off = None, False
+        if orders.life_over and orders.life == self.seats.life and self.seats.over is None:
+            self.seats.reborn()
+        else:
+            self.seats.ordered(orders, self._clock())
+
+    def _cut_off(self, why: str) -> None:
+        if self._alone_since is None:
+            self._alone_since = self._clock()
+            log.warning("node %s: the coordinator cannot be reached: %s", self.settings.node, why)
+        self.seats.cut_off = True
+
+    def _keeps(self, address: str) -> None:
+        self.seats.store = address
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def _tell_ranks(self) -> None:
+        now = self._clock()
+        for token, line in list(self._lines.items()):
+            hears = tidings.for_rank(self.seats, token, now)
+            if tidings.lasting_for_rank(hears) != self._told.get(token):
+                self._told[token] = tidings.lasting_for_rank(hears)
+                line.send(hears)
+
+    def _report(self) -> None:
+        now = self._clock()
+        report = tidings.for_coordinator(self.seats, now)
+        if tidings.lasting_for_coordinator(report) != self._reported or now - self._beat >= self.settings.heartbeat_s:
+            self._send(report)
+
+    def _send(self, report: NodeSays) -> None:
+        self._reported, self._beat = tidings.lasting_for_coordinator(report), self._clock()
+        self.seats.number = report.number
+        self._link.say(report)

@@ -1,0 +1,139 @@
+"""The processes of a job beside its ranks, and how they are started: ``python -m elastic.control TASK``.
+
+A task is JSON on the command line. Secrets are in files that only this user can read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from elastic.control.messages import Over
+from elastic.control.runs import write_private
+from elastic.world.policy import ScalingPolicy
+from peerstore.transport.secret import read_secret
+
+STATUS = {Over.FINISHED: 0, Over.DISMISSED: 0, Over.REFUSED: 6, Over.STOPPED: 7, Over.GAVE_UP: 8}
+"""The exit status of these processes; any other was not meant to be."""
+
+log = logging.getLogger(__name__)
+
+_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
+
+
+class CoordinatorTask(msgspec.Struct, frozen=True, tag="coordinator"):
+    job: str
+    secret_file: str
+    listen: str
+    policy: ScalingPolicy
+    nproc: int
+    fresh: bool
+    store: str = ""
+    address_file: str = ""
+    """Where it writes under which address it can be reached."""
+    dead_after_s: float = 10.0
+    return_s: float = 2.0
+    gather_s: float = 5.0
+    hang_s: float | None = None
+    verbose: int = 0
+
+
+class NodeTask(msgspec.Struct, frozen=True, tag="node"):
+    job: str
+    secret_file: str
+    node: str
+    coordinator: str
+    command: tuple[str, ...]
+    directory: str
+    logs: str
+    nproc: int
+    spares: int
+    host: str
+    grace_s: float
+    end_s: float = 10.0
+    heartbeat_s: float = 1.0
+    agent: bool = True
+    environ: dict[str, str] = {}
+    verbose: int = 0
+
+
+def command_of(task: CoordinatorTask | NodeTask) -> list[str]:
+    return [sys.executable, "-m", "elastic.control", msgspec.json.encode(task).decode()]
+
+
+def environ_for(more: dict[str, str] | None = None) -> dict[str, str]:
+    """With this package where this process found it."""
+    root, known = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")
+    here = f"{root}{os.pathsep}{known}" if known else root
+    return {**os.environ, "PYTHONPATH": here, **(more or {})}
+
+
+def main(text: str) -> int:
+    """Carry out one task; its status."""
+    task: CoordinatorTask | NodeTask = msgspec.json.decode(text, type=CoordinatorTask | NodeTask)
+    logging.basicConfig(level=_LEVELS[min(task.verbose, 2)], format="elastic: %(message)s", stream=sys.stderr)
+    secret = read_secret(Path(task.secret_file))
+    over, reason = coordinate(task, secret) if isinstance(task, CoordinatorTask) else supervise(task, secret)
+    if over not in (Over.FINISHED, Over.DISMISSED):
+        log.warning("%s: %s", over.value, reason)
+    return STATUS[over]
+
+
+def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
+    """Be a job's coordinator until the job is over, or SIGTERM."""
+    from elastic.control.coordinator import Coordinator
+    from elastic.control.desk import DeskSettings
+
+    settings = DeskSettings(
+        task.job, task.policy, task.nproc, task.store, task.dead_after_s, task.return_s, task.gather_s, task.hang_s
+    )
+    coordinator = Coordinator(settings, secret, listen=task.listen, fresh=task.fresh)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: coordinator.end())
+    log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)
+    if task.address_file:
+        write_private(Path(task.address_file), coordinator.address.encode())
+    return coordinator.run()
+
+
+def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:
+    """Be a node's supervisor. SIGTERM: this machine is asked back. SIGINT: end now."""
+    from elastic.control.node_agent import NodeAgent
+    from elastic.control.supervisor import Supervisor, SupervisorSettings
+
+    settings = SupervisorSettings(
+        job=task.job,
+        node=task.node,
+        coordinator=task.coordinator,
+        command=task.command,
+        directory=Path(task.directory),
+        logs=Path(task.logs),
+        nproc=task.nproc,
+        spares=task.spares,
+        host=task.host,
+        grace_s=task.grace_s,
+        end_s=task.end_s,
+        heartbeat_s=task.heartbeat_s,
+        environ=task.environ,
+    )
+    supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer)
+    signal.signal(signal.SIGTERM, lambda *_: supervisor.ask_back(f"node {task.node} was asked back (SIGTERM)"))
+    signal.signal(signal.SIGINT, lambda *_: supervisor.kill("interrupted"))
+    agent = NodeAgent({**os.environ, **task.environ})
+    starting = threading.Thread(target=agent.start, name="elastic-agent", daemon=True)
+    if task.agent:
+        starting.start()
+    over, reason = supervisor.run()
+    if task.agent:
+        starting.join()
+    if over is Over.FINISHED:
+        agent.end()
+    elif agent.stays is not None:
+        log.warning("what is in memory stays in %s, for whoever resumes the job", agent.stays)
+    return over, reason

@@ -1,0 +1,79 @@
+"""A rank that computes nothing: it counts steps and does what it is asked to. It prints what happens to it as JSON.
+
+``python rank.py FOLDER``: files in FOLDER say what to do. Tests make ``finish``, ``ignore-NODE`` and ``fault-NODE``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from elastic.control.plane import Dismissed, Progress, Want
+from elastic.control.settings import seat_from
+from elastic.control.supervised import SupervisorPlane
+from elastic.errors import GaveUpError, StaleEpochError
+
+STEP_S = 0.005
+
+
+def say(what: str, **more: object) -> None:
+    print(json.dumps({"what": what, "pid": os.getpid(), **more}), flush=True)
+
+
+def main(folder: Path) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    plane, node = SupervisorPlane(seat_from()), os.environ["ELASTIC_NODE"]
+    say("warm")
+    step = 0
+    while True:
+        try:
+            place = plane.ready()
+        except Dismissed as end:
+            say("dismissed", reason=str(end))
+            return 0
+        except GaveUpError as end:
+            say("gave up", reason=str(end))
+            return 3
+        say(
+            "in",
+            epoch=place.epoch,
+            rank=place.rank,
+            size=place.world_size,
+            local=place.local_rank,
+            node=node,
+            store=place.store,
+            restarts=place.restarts,
+        )
+        try:
+            while True:
+                if (folder / "finish").exists():
+                    plane.finished()
+                    say("finished", step=step)
+                    return 0
+                fault = folder / f"fault-{node}"
+                if fault.exists():
+                    fault.unlink()
+                    plane.fault("a fault was asked for")
+                notice = plane.notice()
+                if notice is not None and not (folder / f"ignore-{node}").exists():
+                    say("notice", want=notice.want.value, epoch=notice.epoch, reason=notice.reason)
+                    if notice.want is Want.RESTART:
+                        break
+                    target = plane.pause(step)
+                    step = target
+                    say("target", step=target, epoch=place.epoch)
+                    plane.sealed(step)
+                    break
+                time.sleep(STEP_S)
+                step += 1
+                plane.progress(Progress(step, step - 1))
+        except StaleEpochError as error:
+            say("stale", reason=str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

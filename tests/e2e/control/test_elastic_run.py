@@ -1,0 +1,234 @@
+"""Real coordinators, supervisors and ranks: they come, go, are killed and ignore what they are told."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+
+from peerstore.owners import started_at
+from tests.support.elastic_runs import Job, elastic_job, kill
+from tests.support.neighbours import until
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def job():
+    with elastic_job() as one:
+        yield one
+
+
+def pids(world):
+    return [one["pid"] for one in world]
+
+
+def test_ranks_train_to_the_end_though_one_is_killed(job: Job) -> None:
+    run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--nproc", "2")
+    world = job.world(4)
+    assert [(one["local"], one["restarts"]) for one in world] == [(0, 0), (1, 0), (0, 0), (1, 0)]
+    status = job.ask("status")
+    assert (status["phase"], status["job"], len(status["nodes"])) == ("running", "job", 2)
+    kill(world[0]["pid"])  # there is no spare: another process is started in its seat
+    after = job.world(4, after=world[0]["epoch"])
+    assert pids(after)[1:] == pids(world)[1:]
+    assert after[0]["pid"] != world[0]["pid"]
+    job.finish()
+    assert job.ended(run) == 0
+    assert len(job.said("finished")) == 4
+    assert job.ask("status")["error"]["exit"] == 5
+    assert "[n1/0] {" in job.output()
+
+
+def test_a_job_shrinks_and_grows_with_the_same_processes(job: Job) -> None:
+    run = job.run("--simulate-nodes", "3", "--nnodes", "1:3", "--grow-after", "0.3")
+    before = job.world(3)
+    assert job.ask("resize", "--nodes", "2")["cap"] == 2
+    smaller = job.world(2)
+    (target,) = {one["step"] for one in job.said("target", epoch=before[0]["epoch"])}
+    assert target >= 0
+    assert set(pids(smaller)) < set(pids(before))
+    job.ask("resize", "--nodes", "max")
+    larger = job.world(3, after=smaller[0]["epoch"])
+    assert set(pids(larger)) == set(pids(before))
+    assert {one["restarts"] for one in larger} == {0}
+    job.finish()
+    assert job.ended(run) == 0
+
+
+def test_a_node_joins_a_job_that_runs(job: Job) -> None:
+    run = job.run("--simulate-nodes", "1", "--nnodes", "1:2", "--grow-after", "0.2", "--shrink-after", "0")
+    first = job.world(1)
+    other = job.start("join", "--node", "late", "--no-agent")
+    world = job.world(2)
+    assert pids(first)[0] == world[0]["pid"]
+    assert world[1]["node"] == "late"
+    kill(job.supervisor("late"))
+    assert job.ended(other) == 1
+    job.world(1, after=world[0]["epoch"])
+    job.finish()
+    assert job.ended(run) == 0
+
+
+def test_a_spare_takes_the_place_of_a_rank_that_is_killed(job: Job) -> None:
+    run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--nproc", "2", "--spares", "1")
+    before = job.world(4)
+    until(lambda: len(job.said("warm")) == 6)
+    until(lambda: [node.spares for node in job.status().nodes] == [1, 1])
+    warm = {one["pid"] for one in job.said("warm")}
+    kill(before[1]["pid"])
+    after = job.world(4, after=before[0]["epoch"])
+    (taken,) = set(pids(after)) - set(pids(before))
+    assert taken in warm
+    assert after[1]["pid"] == taken
+    assert [one["pid"] for number, one in enumerate(after) if number != 1] == [
+        one["pid"] for number, one in enumerate(before) if number != 1
+    ]
+    assert {one["restarts"] for one in after} == {1}
+    job.finish()
+    assert job.ended(run) == 0
+
+
+def test_a_supervisor_that_is_killed_takes_its_ranks_with_it_and_may_come_back(job: Job) -> None:
+    run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0")
+    before = job.world(2)
+    lost = next(one for one in before if one["node"] == "n1")
+    kill(job.supervisor("n1"))
+    alone = job.world(1)
+    assert alone[0]["node"] == "n0"
+    until(lambda: started_at(lost["pid"]) < 0)
+    again = job.start("join", "--node", "n1", "--no-agent")
+    until(lambda: len(job.status().nodes) == 2)
+    job.finish()
+    assert [job.ended(run), job.ended(again)] == [0, 0]
+
+
+def test_the_coordinator_is_killed_and_again_in_the_middle_of_a_resize(job: Job) -> None:
+    run = job.run("--simulate-nodes", "3", "--nnodes", "1:3")
+    before = job.world(3)
+    first = job.coordinator()
+    kill(first)
+    until(lambda: job.is_("running"))
+    assert job.coordinator() != first
+    assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
+    assert job.said("notice") == []
+    holding = job.make("ignore-n1")
+    job.ask("resize", "--nodes", "2")
+    until(lambda: len(job.said("notice", want="resize")) == 2)
+    kill(job.coordinator())
+    until(lambda: job.is_("changing"))
+    holding.unlink()
+    after = job.world(2, after=before[0]["epoch"])
+    assert set(pids(after)) < set(pids(before))
+    assert {one["restarts"] for one in after} == {0}
+    assert len(job.said("target", epoch=before[0]["epoch"])) == 3
+    assert job.status().cap == 2
+    job.finish()
+    assert job.ended(run) == 0
+
+
+def test_a_resize_during_a_resize(job: Job) -> None:
+    run = job.run("--simulate-nodes", "3", "--nnodes", "1:3")
+    before = job.world(3)
+    holding = job.make("ignore-n1")
+    job.ask("resize", "--nodes", "2")
+    until(lambda: len(job.said("notice")) == 2)
+    job.ask("resize", "--nodes", "1")
+    holding.unlink()
+    after = job.world(1, after=before[0]["epoch"])
+    assert after[0]["epoch"] == before[0]["epoch"] + 1
+    assert job.said("in", size=2) == []
+    job.finish()
+    assert job.ended(run) == 0
+
+
+def test_a_rank_is_killed_during_a_resize(job: Job) -> None:
+    run = job.run("--simulate-nodes", "3", "--nnodes", "1:3")
+    before = job.world(3)
+    job.make("ignore-n1")
+    job.ask("resize", "--nodes", "2")
+    until(lambda: len(job.said("notice", want="resize")) == 2)
+    kill(next(one["pid"] for one in before if one["node"] == "n1"))
+    (job.folder / "ignore-n1").unlink()
+    after = job.world(2, after=before[0]["epoch"])
+    assert {one["restarts"] for one in after} == {1}
+    assert len(job.said("stale")) == 2
+    job.finish()
+    assert job.ended(run) == 0
+
+
+def test_a_node_that_is_asked_back_and_ignores_it_is_ended(job: Job) -> None:
+    run = job.run("--simulate-nodes", "2", "--nnodes", "1:2", "--shrink-after", "0")
+    before = job.world(2)
+    job.make("ignore-n1")
+    job.ask("leave", "n1", "--within", "0.5")
+    after = job.world(1)
+    assert after[0]["node"] == "n0"
+    until(lambda: started_at(next(one["pid"] for one in before if one["node"] == "n1")) < 0)
+    until(lambda: not job.pids('"node":"n1"'))
+    job.finish()
+    assert job.ended(run) == 0
+
+
+def test_after_too_many_faults_the_job_gives_up_and_says_so(job: Job) -> None:
+    run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--max-restarts", "1")
+    before = job.world(2)
+    job.make("fault-n0")
+    after = job.world(2, after=before[0]["epoch"])
+    job.make("fault-n1")
+    assert pids(after) == pids(before)  # a fault that a rank reports ends no process
+    assert job.ended(run) == 8
+    assert len(job.said("gave up")) == 2
+    assert "gave up after" in job.output()
+    assert after[0]["restarts"] == 1
+
+
+def test_sigterm_seals_and_stops_the_job(job: Job) -> None:
+    run = job.run("--simulate-nodes", "2", "--nnodes", "2")
+    job.world(2)
+    run.send_signal(signal.SIGTERM)
+    assert job.ended(run) == 7
+    assert len({one["step"] for one in job.said("target")}) == 1
+    assert len(job.said("dismissed")) == 2
+    assert "the same command resumes it" in job.output()
+
+
+def test_the_second_interrupt_ends_everything_at_once(job: Job) -> None:
+    run = job.run("--simulate-nodes", "2", "--nnodes", "2")
+    job.world(2)
+    job.make("ignore-n0")
+    run.send_signal(signal.SIGINT)
+    until(lambda: job.said("notice", want="stop"))
+    run.send_signal(signal.SIGINT)
+    assert job.ended(run) == 130
+    until(lambda: not job.pids())
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(job: Job) -> None:
+    run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--spares", "1")
+    job.world(2)
+    kill(run.pid)
+    run.wait()
+    until(lambda: not job.pids())
+
+
+def test_several_machines_and_one_of_them_is_asked_back(job: Job) -> None:
+    secret = job.folder / "secret"
+    secret.write_text("a secret that three machines know")
+    secret.chmod(0o600)
+    known = ("--secret", f"file:{secret}")
+    leader = job.start("coordinator", "--listen", "127.0.0.1:0", "--job", "job", "--nnodes", "1:2", *known, "-v",
+                       "--store", "nowhere:1", "--grow-after", "1")  # fmt: skip
+    address = until(lambda: re.search(r"listens on (\S+)", job.output()))[1]
+    one, two = (job.run("--coordinator", address, "--node", f"m{number}", *known) for number in (1, 2))
+    before = job.world(2)
+    two.send_signal(signal.SIGTERM)
+    assert job.ended(two) == 0
+    after = job.world(1)
+    assert (after[0]["node"], after[0]["restarts"]) == ("m1", 0)
+    assert after[0]["epoch"] > before[0]["epoch"]
+    refused = job.run("--coordinator", address, "--node", "m3", "--secret", "quite another secret of others")
+    assert job.ended(refused) == 6
+    job.finish()
+    assert [job.ended(one), job.ended(leader)] == [0, 0]

@@ -1,0 +1,159 @@
+"""Jobs under ``elastic run`` whose ranks compute nothing: they start in no time and print what happens to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from elastic.control.link import ask
+from elastic.control.messages import Answer, Status
+from elastic.control.runs import RunPlace, secret_of
+from elastic.errors import ControlLostError
+from peerstore.owners import started_at
+from tests.support.neighbours import until
+
+ROOT = Path(__file__).parents[2]
+RANK = ROOT / "tests/e2e/control/rank.py"
+
+
+class Job:
+    """A folder with a job's files, and every command that was started in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environ = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("ELASTIC_", "TIEREDCKPT_"))},
+            "PYTHONPATH": str(ROOT),
+            "ELASTIC_RUN_DIRECTORY": str(folder / "run"),
+        }
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        output = (self.folder / f"output-{len(self.started)}").open("wb")
+        with output:
+            one = subprocess.Popen(
+                [sys.executable, "-m", "elastic", *words],
+                cwd=self.folder,
+                env=self.environ,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.started.append(one)
+        return one
+
+    def run(self, *options: str) -> subprocess.Popen[bytes]:
+        """``elastic run`` with the ranks of these tests."""
+        quick = ("--no-agent", "--store", "nowhere:1", "--job", "job", "--log-dir", str(self.folder / "logs"), "-v")
+        return self.start("run", *quick, *options, str(RANK), str(self.folder))
+
+    def ask(self, *words: str) -> Any:
+        """A command's JSON."""
+        done = subprocess.run(
+            [sys.executable, "-m", "elastic", *words, "--json"],
+            cwd=self.folder, env=self.environ, capture_output=True, check=False, timeout=60,
+        )  # fmt: skip
+        return json.loads(done.stdout)
+
+    def status(self) -> Answer | None:
+        """How the job says it is; ``None`` while its coordinator does not answer."""
+        try:
+            run = RunPlace(self.folder / "run", "job").read()
+            return ask(run.coordinator, Status(), job="job", secret=secret_of(run))
+        except ControlLostError:
+            return None
+
+    def is_(self, phase: str) -> bool:
+        status = self.status()
+        return status is not None and status.phase.value == phase
+
+    def make(self, name: str) -> Path:
+        path = self.folder / name
+        path.touch()
+        return path
+
+    def finish(self) -> None:
+        self.make("finish")
+
+    # -- what happened ------------------------------------------------------------------------------------------------
+
+    def said(self, what: str, **wanted: Any) -> list[dict[str, Any]]:
+        """Everything ranks printed about ``what``, with these values."""
+        found = []
+        for log in sorted((self.folder / "logs").glob("*/*.log")):
+            for line in log.read_text().splitlines(keepends=True):
+                if line.endswith("\n") and line.startswith("{"):
+                    one = json.loads(line)
+                    if one["what"] == what and all(one[name] == value for name, value in wanted.items()):
+                        found.append(one)
+        return found
+
+    def world(self, size: int, *, after: int = -1) -> list[dict[str, Any]]:
+        """Wait until all ranks of a later world of ``size`` ranks are in it; what they said, by rank."""
+
+        def newest() -> list[dict[str, Any]]:
+            inside = [one for one in self.said("in", size=size) if one["epoch"] > after]
+            last = max((one["epoch"] for one in inside), default=-1)
+            members = [one for one in inside if one["epoch"] == last]
+            return members if len(members) == size else []
+
+        try:
+            return sorted(until(newest, f"a world of {size} ranks"), key=lambda one: one["rank"])
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output()}") from None
+
+    def output(self) -> str:
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("output-*")))
+
+    def pids(self, *words: str) -> list[int]:
+        """Processes of this job whose command line has all these words."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if str(self.folder) in line and all(word in line for word in words):
+                    found.append(int(path.parent.name))
+        return [pid for pid in found if started_at(pid) >= 0]
+
+    def coordinator(self) -> int:
+        (pid,) = self.pids('"type":"coordinator"')
+        return pid
+
+    def supervisor(self, node: str) -> int:
+        (pid,) = self.pids('"type":"node"', f'"node":"{node}"')
+        return pid
+
+    def ended(self, one: subprocess.Popen[bytes]) -> int:
+        try:
+            return one.wait(60)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end\n{self.output()}") from None
+
+    def close(self) -> None:
+        """End what still runs, and see that nothing is left of it."""
+        for one in self.started:
+            if one.poll() is None:
+                one.send_signal(signal.SIGKILL)
+                one.wait()
+        deadline = time.monotonic() + 10
+        while left := self.pids():
+            assert time.monotonic() < deadline, f"left: {left}"
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def elastic_job() -> Iterator[Job]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Job(Path(folder))) as job:
+        yield job
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    os.kill(pid, number)

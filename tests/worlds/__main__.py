@@ -1,0 +1,54 @@
+"""``python -m tests.worlds --seed 7``: one schedule, told as it happens. ``--seeds A B``: many, until one fails.
+
+``--break NAME``: with a rule of production broken on purpose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests.worlds.schedules import broken, run, schedule_of, shrunk
+from tests.worlds.spoiling import SPOILT, spoilt_rule
+from tests.worlds.supervising import Violation
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.worlds")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "STOP"), default=(0, 1000))
+    parser.add_argument("--break", dest="rule", choices=sorted(SPOILT), metavar="RULE", help="see spoiling.py")
+    options = parser.parse_args()
+    with spoilt_rule(options.rule):
+        if options.seed is not None:
+            return _one(options.seed)
+        return _many(*options.seeds)
+
+
+def _one(seed: int) -> int:
+    schedule = schedule_of(seed)
+    finding = broken(schedule)
+    if finding is not None:
+        schedule = shrunk(finding).schedule
+    try:
+        run(schedule, print)
+    except Violation as violation:
+        print(f"VIOLATION: {violation}")
+        return 1
+    return 0
+
+
+def _many(first: int, stop: int) -> int:
+    began = time.perf_counter()
+    for seed in range(first, stop):
+        finding = broken(schedule_of(seed))
+        if finding is not None:
+            print(f"{shrunk(finding)}\nreplay: python -m tests.worlds --seed {seed}")
+            return 1
+    print(f"{stop - first} schedules, {(stop - first) / (time.perf_counter() - began):.0f} schedules/s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

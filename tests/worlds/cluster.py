@@ -1,0 +1,261 @@
+"""A small cluster over a fake clock: machines that die, hang, come back and are taken; messages late, twice, unordered.
+
+All that is decided, the same :func:`elastic.world.decide.decide` decides as in a coordinator.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+
+from elastic.world.actions import Action, Ask, Break, Form, Pause
+from elastic.world.decide import begun, decide, rebuilt
+from elastic.world.events import CapacityAskedBack, Event, Hang, NodeLost, Tick
+from elastic.world.members import Phase
+from elastic.world.policy import ScalingPolicy
+from tests.worlds.judging import Judge
+from tests.worlds.supervising import Seat, State, Supervisor, Violation
+
+_DELAYS_S = (0.0, 0.0, 0.01, 0.01, 0.05, 0.2, 1.0, 3.0)
+_AGAIN_S = (0.0, 0.5, 5.0, 60.0)
+_MOST_MACHINES = 9
+_MOST_EVENTS = 800
+
+
+class Cluster:
+    def __init__(
+        self,
+        seed: int,
+        policy: ScalingPolicy,
+        *,
+        nodes: int,
+        nproc: int,
+        spares: int,
+        say: Callable[[str], None] | None,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.policy, self.nproc, self.spares = policy, nproc, spares
+        self.say_aloud = say
+        self.now_s = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+        self.machines: dict[str, Supervisor] = {}
+        self.cursed: set[str] = set()
+        self.standing: dict[int, set[tuple[str, int]]] = {}
+        self.formed: dict[int, Form] = {}
+        self.stops: set[int] = set()
+        self.coordinator = self.heard = 0
+        self.tick_s: float | None = None
+        self.calm = False
+        self.world = begun(policy, nproc=nproc, now_s=0.0)
+        self.judge = Judge(policy)
+        for _ in range(nodes):
+            self.boot()
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def after(self, delay_s: float, what: Callable[[], None]) -> None:
+        self.at(self.now_s + delay_s, what)
+
+    def at(self, time_s: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (time_s, next(self._number), what))
+
+    def run(self, seconds: float) -> None:
+        until_s = self.now_s + seconds
+        while self._queue and self._queue[0][0] <= until_s:
+            self.now_s, _, what = heapq.heappop(self._queue)
+            what()
+        self.now_s = until_s
+
+    def come_to_rest(self) -> None:
+        """Faults stop; until nothing is left to happen."""
+        self.calm = True
+        heard = self.heard
+        while self._queue:
+            if self.heard > heard + _MOST_EVENTS:
+                raise Violation(f"the cluster does not come to rest: {self.world.phase} in epoch {self.world.epoch}")
+            self.now_s, _, what = heapq.heappop(self._queue)
+            what()
+
+    def say(self, what: object) -> None:
+        if self.say_aloud is not None:
+            self.say_aloud(f"{self.now_s:9.2f} {what}")
+
+    # -- how long things take -----------------------------------------------------------------------------------------
+
+    def step_s(self) -> float:
+        return self.rng.choice((0.1, 0.5) if self.calm else (0.1, 0.5, 0.5, 1.0, 2.0, 100.0))
+
+    def leaving_s(self) -> float:
+        return self.rng.choice((0.05, 0.1, 0.3, 1.0))
+
+    def warming_s(self) -> float:
+        return self.rng.choice((1.0, 2.0, 5.0, 20.0))
+
+    def delay_s(self) -> float:
+        return self.rng.choice(_DELAYS_S[:5] if self.calm else _DELAYS_S)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def post(self, event: Event) -> None:
+        delay_s = self.delay_s()
+        self.after(delay_s, lambda: self._deliver(event))
+        if self.rng.random() < 0.15:
+            self.after(delay_s + self.rng.choice(_AGAIN_S), lambda: self._deliver(event))
+
+    def _deliver(self, event: Event) -> None:
+        before = self.world
+        self.heard += 1
+        self.world, actions = decide(before, event, self.policy, self.now_s)
+        if self.say_aloud is not None and not isinstance(event, Tick):
+            self.say(event)
+        self._heed(actions, lambda: self.judge.decided(before, event, self.world, actions, self.now_s))
+
+    def _heed(self, actions: tuple[Action, ...], judge: Callable[[], None]) -> None:
+        if self.say_aloud is not None:
+            for action in actions:
+                self.say(f"    {action}")
+        judge()
+        for action in actions:
+            self._send(action)
+        tick_s = self.world.tick_s
+        if tick_s is not None and tick_s != self.tick_s:
+            self.at(tick_s, lambda: self._tick(tick_s))
+        self.tick_s = tick_s
+
+    def _tick(self, tick_s: float) -> None:
+        if self.world.tick_s == tick_s:
+            self._deliver(Tick())
+
+    def _send(self, action: Action) -> None:
+        if isinstance(action, Ask) and self.rng.random() < 0.6 and len(self.machines) < _MOST_MACHINES:
+            self.after(self.rng.choice((1.0, 10.0, 100.0)), self.boot)
+        if isinstance(action, Form):
+            self.formed[action.epoch] = action
+            self.standing.pop(action.epoch, None)
+        if isinstance(action, Pause) and action.stop:
+            self.stops.add(action.epoch)
+        for machine in self._addressed(action):
+            at_s = max(machine.orders_until_s, self.now_s + self.delay_s())
+            machine.orders_until_s = at_s
+            self.at(at_s, partial(self._arrive, machine, action, self.coordinator))
+
+    def _addressed(self, action: Action) -> list[Supervisor]:
+        if isinstance(action, Form):
+            return [self.machines[node] for node in action.nodes if node in self.machines]
+        if isinstance(action, (Break, Pause)):
+            return list(self.machines.values())
+        machine = self.machines.get(getattr(action, "node", ""))
+        return [machine] if machine is not None and machine.life == action.life else []
+
+    def _arrive(self, machine: Supervisor, action: Action, coordinator: int) -> None:
+        if machine.up and self.machines.get(machine.node) is machine and coordinator == self.coordinator:
+            machine.obey(action)
+
+    # -- machines -----------------------------------------------------------------------------------------------------
+
+    def boot(self, node: str | None = None) -> None:
+        """A machine that is new, or one that is back, in its next life."""
+        if self.world.phase.over:
+            return
+        node = node or f"n{len(self.machines)}"
+        before = self.machines.get(node)
+        if before is None or not before.up:
+            self.judge.happened(fault=before is not None)
+            self.machines[node] = Supervisor(self, node, 1 if before is None else before.life + 1)
+
+    def kill(self, machine: Supervisor, *, noticed: bool = True) -> None:
+        machine.die()
+        if noticed:
+            self.judge.happened()
+            self.after(self.rng.choice((0.5, 2.0, 10.0)), lambda: self.post(self._lost(machine)))
+
+    @staticmethod
+    def _lost(machine: Supervisor) -> NodeLost:
+        return NodeLost(machine.node, machine.life, "no heartbeat")
+
+    def mistake(self, machine: Supervisor) -> None:
+        """Taken for dead, and alive: it learns of that some time, and begins a new life."""
+        self.judge.happened()
+        self.post(self._lost(machine))
+        self.after(self.rng.choice((4.0, 20.0)), lambda: self._begin_again(machine))
+
+    def _begin_again(self, machine: Supervisor) -> None:
+        if machine.up and self.machines[machine.node] is machine:
+            machine.die()
+            self.boot(machine.node)
+
+    def hang(self, machine: Supervisor, seat: Seat) -> None:
+        seat.state = State.HUNG
+        self.judge.happened()
+        who = (machine.node, seat.number) if self.rng.random() < 0.6 else ("", -1)
+        hang = Hang(machine.epoch, "no step for 10 s", *who)
+        self.after(10.0, lambda: self.post(hang))
+
+    def take(self, nodes: tuple[str, ...], seconds: float) -> None:
+        """Asked back; when the time is up, they are taken."""
+        deadline_s = self.now_s + seconds
+        self.judge.happened()
+        self.post(CapacityAskedBack(nodes, deadline_s, "a job of a higher priority"))
+        for node in nodes:
+            self.after(seconds + 0.001, lambda machine=self.machines[node]: self._taken(machine, deadline_s))
+
+    def _taken(self, machine: Supervisor, deadline_s: float) -> None:
+        self.judge.taken(machine.node, machine.life, deadline_s, self.world)
+        if machine.up and self.machines[machine.node] is machine:
+            self.kill(machine)
+
+    def released(self, machine: Supervisor) -> None:
+        if not self.calm and self.rng.random() < 0.3:
+            self.after(30.0, lambda: self.boot(machine.node))
+
+    def begin_again(self) -> None:
+        """The coordinator is gone, and with it what it knew and had not said; another one takes its place."""
+        self.coordinator += 1
+        reports = [machine.report() for machine in self.machines.values() if machine.up]
+        self.judge.happened(1 + len(self.machines))
+        self.judge.begins_again(reports)
+        if self.world.phase.over:
+            return
+        self.world, actions = rebuilt(reports, self.policy, nproc=self.nproc, now_s=self.now_s)
+        self.say("    another coordinator")
+        self._heed(actions, lambda: self.judge.rebuilt(self.world, actions, self.now_s))
+
+    # -- steps that all agree on --------------------------------------------------------------------------------------
+
+    def stand(self, machine: Supervisor, seat: Seat) -> None:
+        epoch = machine.epoch
+        standing = self.standing.setdefault(epoch, set())
+        standing.add((machine.node, seat.number))
+        if len(standing) == len(self.formed[epoch].nodes) * self.nproc:
+            for node in self.formed[epoch].nodes:
+                self.after(self.leaving_s(), lambda one=self.machines[node]: self._seal(one, epoch))
+
+    def _seal(self, machine: Supervisor, epoch: int) -> None:
+        if machine.up and machine.epoch == epoch:
+            machine.seal(stop=epoch in self.stops)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        self.come_to_rest()
+        if any(seat.state is State.DONE for machine in self.machines.values() for seat in machine.seats):
+            for machine in self.machines.values():
+                machine.finish()
+            self.come_to_rest()
+        world = self.world
+        if world.phase.over:
+            return
+        if world.epoch < 0:
+            self.judge.no_world_yet(world)
+            return
+        if world.phase is not Phase.RUNNING:
+            raise Violation(f"nothing is left to happen, and the job is {world.phase.value}: {world.reason}")
+        for node in world.places:
+            states = [seat.state for seat in self.machines[node].seats]
+            if states != [State.TRAINING] * self.nproc or self.machines[node].epoch != world.epoch:
+                raise Violation(f"{node} is in epoch {world.epoch}, its ranks are {[state.value for state in states]}")
+        self.judge.at_rest(world, self.now_s)

@@ -1,0 +1,276 @@
+"""What must hold whatever happens to the cluster, looked at after every decision, with a judge's own book-keeping."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from elastic.world.actions import Action, Break, Form, GiveUp, How, Pause, Release, RespawnStragglers, Stop
+from elastic.world.decide import decide
+from elastic.world.events import (
+    CapacityAskedBack,
+    Event,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeReport,
+    RankLost,
+    Several,
+    StopAsked,
+)
+from elastic.world.members import World
+from elastic.world.policy import ScalingPolicy
+from tests.worlds.supervising import Violation
+
+
+class Judge:
+    def __init__(self, policy: ScalingPolicy) -> None:
+        self.policy = policy
+        step = policy.replica_increment_step or 1
+        self.sizes = policy.replica_discrete_values or range(policy.min_replicas, policy.max_replicas + 1, step)
+        self.alive: dict[str, int] = {}
+        self.joined_s: dict[str, float] = {}
+        self.gone: dict[str, int] = {}
+        self.asked: dict[str, int] = {}
+        """Life of the nodes that were asked back."""
+        self.told: set[tuple[str, int, float]] = set()
+        """The same, with the deadlines."""
+        self.asked_since: set[str] = set()
+        """Nodes asked back since the newest world began."""
+        self.places: tuple[str, ...] = ()
+        self.stop_asked = False
+        self.epoch = -1
+        self.formed = 0
+        self.causes = self.faults = 0
+        """What was done to the cluster that a new world may follow from, and what of that was a fault."""
+        self.running = self.pausing = self.stopping = self.faulted = False
+        self.broke_s = self.formed_s = self.until_s = 0.0
+        self.shrunk_s: float | None = None
+        self.restarts_s: deque[float] = deque()
+        self.restarts = 0
+        self.losses: Counter[tuple[str, int]] = Counter()
+        self._looked = 0
+
+    def at_most(self, nodes: int, world: World) -> int:
+        most = nodes if world.cap is None else min(nodes, world.cap)
+        return max((size for size in self.sizes if size <= most), default=0)
+
+    def happened(self, count: int = 1, *, fault: bool = True) -> None:
+        self.causes += count
+        self.faults += count * fault
+
+    # -- what was said ------------------------------------------------------------------------------------------------
+
+    def decided(self, before: World, event: Event, world: World, actions: tuple[Action, ...], now_s: float) -> None:
+        self._looked += 1
+        if self._looked % 16 == 0 and decide(before, event, self.policy, now_s) != (world, actions):
+            raise Violation("the same event in the same world is decided on in two ways")
+        self._hear(event, now_s)
+        self._restarted(before.restarts, world.restarts, now_s)
+        self._follow(before, world, actions, now_s)
+        if world.restarts > self.faults:
+            raise Violation(f"{world.restarts} restarts, although only {self.faults} faults have happened")
+
+    def rebuilt(self, world: World, actions: tuple[Action, ...], now_s: float) -> None:
+        self.joined_s = dict.fromkeys(self.alive, now_s)
+        self.places = world.places
+        self.restarts = world.restarts
+        self._follow(world, world, actions, now_s)
+
+    def begins_again(self, reports: Iterable[NodeReport]) -> None:
+        """A coordinator that has forgotten all: what it cannot know is not held against it."""
+        reports = list(reports)
+        self.alive = {report.node: report.life for report in reports}
+        self.asked, self.gone, self.shrunk_s = {}, {}, None
+        self.epoch = max((report.epoch for report in reports), default=-1)
+        self.running, self.pausing = self.epoch >= 0, False
+        self.told.clear()
+        self.restarts_s.clear()
+
+    def _hear(self, event: Event, now_s: float) -> None:
+        if isinstance(event, Several):
+            for one in event.events:
+                self._hear(one, now_s)
+        elif isinstance(event, NodeJoined):
+            if event.life > max(self.gone.get(event.node, -1), self.alive.get(event.node, -1)):
+                self.alive[event.node] = event.life
+                self.joined_s[event.node] = now_s
+                self.asked.pop(event.node, None)
+        elif isinstance(event, (NodeLost, NodeLeft)):
+            self._bury(event.node, event.life)
+        elif isinstance(event, CapacityAskedBack):
+            for node in event.nodes:
+                if node in self.alive and event.deadline_s >= self.joined_s[node]:
+                    self.asked[node] = self.alive[node]
+                    self.told.add((node, self.alive[node], event.deadline_s))
+                    if node in self.places:
+                        self.asked_since.add(node)
+        elif isinstance(event, RankLost):
+            self.losses[event.node, event.life] += 1
+        elif isinstance(event, StopAsked):
+            self.stop_asked = True
+
+    def _bury(self, node: str, life: int) -> None:
+        self.gone[node] = max(life, self.gone.get(node, -1))
+        if self.alive.get(node, life + 1) <= life:
+            del self.alive[node]
+
+    def _restarted(self, before: int, after: int, now_s: float) -> None:
+        policy = self.policy
+        self.restarts += after - before
+        self.restarts_s.extend([now_s] * (after - before))
+        while self.restarts_s and self.restarts_s[0] <= min(now_s - policy.eval_period_s, self.formed_s):
+            self.restarts_s.popleft()
+        each, full = policy.num_restart_before_full_job_restart, policy.max_full_job_restarts
+        if each is not None and full is not None and len(self.restarts_s) > (each + 1) * (full + 1):
+            raise Violation(f"{len(self.restarts_s)} restarts in a period, and no end")
+
+    # -- what is done -------------------------------------------------------------------------------------------------
+
+    def _follow(self, before: World, world: World, actions: tuple[Action, ...], now_s: float) -> None:
+        for action in actions:
+            if isinstance(action, Break):
+                self._broken(action, now_s, counted=world.restarts > before.restarts or before is world)
+            elif isinstance(action, Pause):
+                self._paused(action, before, now_s)
+            elif isinstance(action, Form):
+                self._formed(action, before, world, now_s)
+            elif isinstance(action, RespawnStragglers):
+                self.happened()
+            elif isinstance(action, Release):
+                self._released(action, now_s)
+                self._bury(action.node, action.life)
+            elif isinstance(action, Stop):
+                self._stopped(before, now_s)
+            elif isinstance(action, GiveUp):
+                self._gave_up(action)
+
+    def _broken(self, action: Break, now_s: float, *, counted: bool) -> None:
+        if not self.running or action.epoch != self.epoch:
+            raise Violation(f"epoch {action.epoch} is broken, and it does not run")
+        if self.pausing and now_s >= self.until_s:
+            self.happened()  # somebody is slow
+        self.running = self.pausing = False
+        self.broke_s, self.faulted = now_s, counted
+
+    def _paused(self, action: Pause, before: World, now_s: float) -> None:
+        if not self.running or action.epoch != self.epoch:
+            raise Violation(f"epoch {action.epoch} is to pause, and it does not run")
+        if action.deadline_s < now_s:
+            raise Violation("a pause is to end before it begins")
+        for node, life, deadline_s in self.told:
+            if node in self.places and self.alive.get(node) == life and action.deadline_s > deadline_s:
+                raise Violation(f"a pause goes on after {node} has been taken")
+        self.pausing, self.until_s = True, action.deadline_s
+        if action.stop and not self.stop_asked and not self.stopping:
+            self._enough("pauses to stop", [node for node in self._here() if self._could_go_on(before, node)], before)
+        self.stopping = self.stopping or action.stop
+
+    @staticmethod
+    def _could_go_on(world: World, node: str) -> bool:
+        member = world.members.get(node)
+        return member is not None and (member.placed or member.ready)
+
+    def _here(self) -> list[str]:
+        return [node for node, life in self.alive.items() if self.asked.get(node) != life]
+
+    def _enough(self, what: str, nodes: list[str], world: World) -> None:
+        size = self.at_most(len(nodes), world)
+        if size:
+            raise Violation(f"the job {what}, although {nodes} are there and {size} are enough")
+
+    def _formed(self, form: Form, before: World, world: World, now_s: float) -> None:
+        nodes = form.nodes
+        if form.epoch != self.epoch + 1:
+            raise Violation(f"epoch {form.epoch} follows {self.epoch}")
+        if self.running and not self.pausing:
+            raise Violation(f"epoch {form.epoch} begins, and {self.epoch} runs")
+        if self.at_most(len(nodes), world) != len(nodes):
+            raise Violation(f"{len(nodes)} nodes are no size the policy allows")
+        if len(set(nodes)) < len(nodes):
+            raise Violation(f"a node has two places in {nodes}")
+        if not set(nodes) <= set(self._here()):
+            raise Violation(f"{sorted(set(nodes) - set(self._here()))} are in a new world, dead or asked back")
+        stay = [node for node in before.places if node in nodes]
+        if stay != [node for node in nodes if node in before.places]:
+            raise Violation(f"{stay} change their order: {nodes}")
+        self._sized(form, world, before.size, now_s)
+        self._offenders(form, world, now_s)
+        self.epoch, self.formed, self.formed_s = form.epoch, self.formed + 1, now_s
+        if self.formed > self.causes:
+            raise Violation(f"{self.formed} worlds, although only {self.causes} things have happened")
+        self.running, self.pausing, self.faulted = True, False, False
+        self.asked_since.clear()
+        self.places = nodes
+
+    def _sized(self, form: Form, world: World, old: int, now_s: float) -> None:
+        policy, size = self.policy, len(form.nodes)
+        kept = self.at_most(old - len(self.asked_since), world)
+        if self.faulted and size < kept and now_s < self.broke_s + policy.faulty_scale_down_timeout_s:
+            raise Violation(f"the world shrinks from {old} to {size} nodes, and nobody has waited for a replacement")
+        if form.how is How.GROW:
+            if now_s < self.formed_s + policy.scaling_timeout_s:
+                raise Violation(f"the world grows {now_s - self.formed_s:g} s after it began")
+            if self.shrunk_s is not None and now_s < self.shrunk_s + policy.scale_up_snooze_s:
+                raise Violation(f"the world grows {now_s - self.shrunk_s:g} s after a fault made it smaller")
+        if self.faulted and size < old:
+            self.shrunk_s = now_s
+
+    def avoided(self, world: World, now_s: float) -> set[str]:
+        policy = self.policy
+        counts = Counter(one.node for one in world.offences if now_s < one.at_s + policy.eval_period_s)
+        last = {one.node: one.at_s for one in world.offences}
+        bad = [node for node in counts if counts[node] >= policy.repeat_offender_faults and node not in world.marked]
+        bad.sort(key=lambda node: (-counts[node], -last[node], node))
+        return {*world.marked, *bad[: policy.max_num_repeat_offenders_to_avoid]}
+
+    def _offenders(self, form: Form, world: World, now_s: float) -> None:
+        avoid = self.avoided(world, now_s)
+        others = [one.node for one in world.members.values() if one.ready and not one.placed and one.node not in avoid]
+        if avoid.intersection(form.nodes) and others:
+            raise Violation(f"{sorted(avoid.intersection(form.nodes))} have ranks again, and {others} have none")
+
+    def _released(self, action: Release, now_s: float) -> None:
+        if self.asked.get(action.node) == action.life or self.losses[action.node, action.life] >= 3:
+            return
+        if action.node in self.alive and now_s < self.joined_s[action.node] + 1.99 * self.policy.restart_timeout_s:
+            raise Violation(f"{action.node} is sent away, and has had no time")
+
+    def _stopped(self, before: World, now_s: float) -> None:
+        if self.stop_asked or self.stopping:
+            return
+        self._enough("stops", self._here(), before)
+        if self.faulted and now_s < self.broke_s + self.policy.faulty_scale_down_timeout_s:
+            raise Violation("the job stops, and nobody has waited for a replacement")
+
+    def _gave_up(self, action: GiveUp) -> None:
+        each, full = self.policy.num_restart_before_full_job_restart, self.policy.max_full_job_restarts
+        most = self.policy.job_max_retry_count
+        limits = [(each + 1) * (full + 1)] if each is not None and full is not None else []
+        limits += [most + 1] if most is not None else []
+        if "before the first world" not in action.reason and self.restarts < min(limits, default=1 << 30):
+            raise Violation(f"the job gives up after {self.restarts} restarts: {action.reason}")
+
+    # -- what is seen from outside ------------------------------------------------------------------------------------
+
+    def taken(self, node: str, life: int, deadline_s: float, world: World) -> None:
+        member = world.members.get(node)
+        if (
+            (node, life, deadline_s) in self.told
+            and member is not None
+            and member.life == life
+            and not world.phase.over
+        ):
+            raise Violation(f"{node} was asked back until {deadline_s:g} s and is still in the job")
+
+    def at_rest(self, world: World, now_s: float) -> None:
+        avoid = self.avoided(world, now_s)
+        good = [node for node in self._here() if node not in avoid]
+        size = self.at_most(len(good), world)
+        if world.size < size:
+            raise Violation(f"the job rests with {world.size} nodes, and {good} are there")
+        if avoid.intersection(world.places) and set(good) - set(world.places):
+            raise Violation(f"{avoid} are to be avoided, and {set(good) - set(world.places)} have no ranks")
+
+    def no_world_yet(self, world: World) -> None:
+        self._enough("never begins", self._here(), world)

@@ -1,0 +1,256 @@
+"""Random schedules: a policy, a small cluster, and what happens to it, from one seed.
+
+Dropping any of the happenings leaves a schedule.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from elastic.world.events import CapacityOffered, Offender, ResizeAsked, StopAsked
+from elastic.world.policy import ScalingPolicy
+from tests.worlds.cluster import Cluster
+from tests.worlds.supervising import State, Supervisor, Violation
+
+_GAPS_S = (0.0, 0.0, 0.02, 0.5, 0.5, 2.0, 5.0, 5.0, 20.0, 60.0, 200.0)
+
+
+@dataclass(frozen=True)
+class Happening:
+    gap_s: float
+    """Time that passes before it."""
+    kind: str
+    one: int = 0
+    other: int = 0
+
+    def __str__(self) -> str:
+        return f"+{self.gap_s:g} s {self.kind} {self.one} {self.other}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    seed: int
+    policy: ScalingPolicy
+    nodes: int
+    nproc: int
+    spares: int
+    happenings: tuple[Happening, ...]
+
+
+@dataclass
+class Finding:
+    """A schedule that breaks a rule."""
+
+    schedule: Schedule
+    violation: Violation
+
+    def __str__(self) -> str:
+        happenings = "\n".join(f"  {happening}" for happening in self.schedule.happenings)
+        shape = f"{self.schedule.nodes} nodes of {self.schedule.nproc} + {self.schedule.spares}"
+        return f"seed {self.schedule.seed}, {shape}, {self.schedule.policy}: {self.violation}\n{happenings}"
+
+
+def policy_of(rng: random.Random) -> ScalingPolicy:
+    least = rng.choice((1, 1, 2, 2, 3))
+    most = least + rng.choice((0, 1, 2, 3, 4))
+    kind = rng.choice(("any", "any", "step", "discrete"))
+    each = rng.choice((None, 0, 1, 3, 10))
+    sizes = tuple(sorted({least, most, rng.randint(least, most)})) if kind == "discrete" else ()
+    return ScalingPolicy(
+        min_replicas=least,
+        max_replicas=most,
+        replica_increment_step=2 if kind == "step" else None,
+        replica_discrete_values=sizes,
+        scaling_timeout_s=rng.choice((0.0, 5.0, 30.0)),
+        graceful_shutdown_timeout_s=rng.choice((0.0, 3.0, 30.0, 30.0, 120.0)),
+        faulty_scale_down_timeout_s=rng.choice((0.0, 3.0, 15.0, 60.0)),
+        scale_up_snooze_s=rng.choice((0.0, 0.0, 60.0, 300.0)),
+        restart_timeout_s=rng.choice((30.0, 60.0)),
+        eval_period_s=rng.choice((60.0, 600.0, 3600.0)),
+        num_restart_before_full_job_restart=each,
+        max_full_job_restarts=rng.choice((0, 1, 3, 3)),
+        job_max_retry_count=rng.choice((3, 10) if each is None else (None, None, None, 3, 10)),
+        max_num_repeat_offenders_to_avoid=rng.choice((0, 1, 1, 2)),
+        repeat_offender_faults=rng.choice((1, 2, 2, 3)),
+    )
+
+
+def schedule_of(seed: int, kinds: Sequence[str] = ()) -> Schedule:
+    """What happens to the cluster of this seed: anything, or these kinds of things in this order."""
+    rng = random.Random(seed)
+    policy = policy_of(rng)
+    nodes = max(1, policy.max_replicas + rng.choice((-2, -1, 0, 0, 1, 2)))
+    weights = [weight for weight, _ in KINDS.values()]
+    drawn = kinds or rng.choices(list(KINDS), weights, k=rng.randint(3, 12))
+    happenings = [Happening(30.0, "wait")] if rng.random() < 0.8 else []
+    happenings += [
+        Happening(rng.choice(_GAPS_S), kind, rng.randrange(1 << 16), rng.randrange(1 << 16)) for kind in drawn
+    ]
+    return Schedule(seed, policy, nodes, rng.choice((1, 2, 2)), rng.choice((0, 0, 1)), tuple(happenings))
+
+
+def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> Cluster:
+    """Play it, and see whether the cluster comes to rest as it should. Raises :class:`Violation`."""
+    cluster = Cluster(
+        schedule.seed, schedule.policy, nodes=schedule.nodes, nproc=schedule.nproc, spares=schedule.spares, say=say
+    )
+    for happening in schedule.happenings:
+        cluster.run(happening.gap_s)
+        cluster.say(f"== {happening}")
+        KINDS[happening.kind][1](cluster, happening)
+    cluster.finish()
+    return cluster
+
+
+def broken(schedule: Schedule) -> Finding | None:
+    try:
+        run(schedule)
+    except Violation as violation:
+        return Finding(schedule, violation)
+    except Exception as error:  # whatever it is, it is told with its seed
+        return Finding(schedule, Violation(f"{type(error).__name__}: {error}"))
+    return None
+
+
+def shrunk(finding: Finding) -> Finding:
+    """The same kind of failure with as few happenings as dropping one after the other leaves."""
+    number = 0
+    while number < len(finding.schedule.happenings):
+        schedule = finding.schedule
+        kept = schedule.happenings[:number] + schedule.happenings[number + 1 :]
+        fewer = Schedule(schedule.seed, schedule.policy, schedule.nodes, schedule.nproc, schedule.spares, kept)
+        found = broken(fewer)
+        if found is None:
+            number += 1
+        else:
+            finding, number = found, 0
+    return finding
+
+
+# -- what can happen --------------------------------------------------------------------------------------------------
+
+
+def _one(cluster: Cluster, happening: Happening, *, up: bool = True) -> Supervisor | None:
+    machines = [machine for machine in cluster.machines.values() if machine.up is up]
+    return machines[happening.one % len(machines)] if machines else None
+
+
+def _kill_node(cluster: Cluster, happening: Happening) -> None:
+    machine = _one(cluster, happening)
+    if machine is not None:
+        cluster.kill(machine)
+        if happening.other % 2:
+            cluster.after(1.0 + happening.other % 40, lambda: cluster.boot(machine.node))
+
+
+def _kill_rank(cluster: Cluster, happening: Happening) -> None:
+    machine = _one(cluster, happening)
+    if machine is not None:
+        cluster.judge.happened()
+        machine.lose_rank(machine.seats[happening.other % cluster.nproc])
+
+
+def _hang(cluster: Cluster, happening: Happening) -> None:
+    machine = _one(cluster, happening)
+    if machine is not None:
+        seat = machine.seats[happening.other % cluster.nproc]
+        if seat.state is State.TRAINING:
+            cluster.hang(machine, seat)
+
+
+def _fault(cluster: Cluster, happening: Happening) -> None:
+    machine = _one(cluster, happening)
+    if machine is not None:
+        cluster.judge.happened()
+        machine.report_fault(machine.seats[happening.other % cluster.nproc])
+
+
+def _mistake(cluster: Cluster, happening: Happening) -> None:
+    machine = _one(cluster, happening)
+    if machine is not None:
+        cluster.mistake(machine)
+
+
+def _take(cluster: Cluster, happening: Happening) -> None:
+    machines = [machine.node for machine in cluster.machines.values() if machine.up]
+    if machines:
+        first = happening.one % len(machines)
+        count = 1 + happening.other % 2
+        cluster.take(tuple(machines[first : first + count]), (0.5, 5.0, 40.0, 150.0)[happening.other // 2 % 4])
+
+
+def _offer(cluster: Cluster, happening: Happening) -> None:
+    cluster.judge.happened(fault=False)
+    cluster.post(CapacityOffered(1 + happening.one % 3))
+
+
+def _join(cluster: Cluster, happening: Happening) -> None:
+    if len(cluster.machines) < 9:
+        cluster.boot()
+
+
+def _return(cluster: Cluster, happening: Happening) -> None:
+    machine = _one(cluster, happening, up=False)
+    if machine is not None:
+        cluster.boot(machine.node)
+
+
+def _mark(cluster: Cluster, happening: Happening) -> None:
+    machine = _one(cluster, happening)
+    if machine is not None:
+        cluster.judge.happened(fault=False)
+        cluster.post(Offender(machine.node, "its memory has errors"))
+
+
+def _resize(cluster: Cluster, happening: Happening) -> None:
+    cluster.judge.happened(fault=False)
+    cluster.post(ResizeAsked((None, 1, 2, 3, 4)[happening.one % 5]))
+
+
+def _stop(cluster: Cluster, happening: Happening) -> None:
+    cluster.post(StopAsked("a person", cluster.now_s + 20.0 if happening.one % 2 else None))
+
+
+def _forget(cluster: Cluster, happening: Happening) -> None:
+    cluster.begin_again()
+
+
+def _curse(cluster: Cluster, happening: Happening) -> None:
+    """From now on, no process that this machine starts gets anywhere."""
+    machine = _one(cluster, happening)
+    if machine is not None and not cluster.cursed:
+        cluster.cursed.add(machine.node)
+        cluster.judge.happened()
+        machine.lose_rank(machine.seats[0])
+
+
+def _finish(cluster: Cluster, happening: Happening) -> None:
+    for machine in cluster.machines.values():
+        if machine.up:
+            machine.finish()
+
+
+def _wait(cluster: Cluster, happening: Happening) -> None:
+    pass
+
+
+KINDS: dict[str, tuple[int, Callable[[Cluster, Happening], None]]] = {
+    "kill node": (5, _kill_node),
+    "kill rank": (5, _kill_rank),
+    "hang": (3, _hang),
+    "fault": (3, _fault),
+    "mistake": (2, _mistake),
+    "take": (4, _take),
+    "offer": (1, _offer),
+    "join": (3, _join),
+    "return": (3, _return),
+    "mark": (1, _mark),
+    "resize": (1, _resize),
+    "stop": (0.2, _stop),
+    "forget": (1, _forget),
+    "curse": (0.5, _curse),
+    "finish": (0.3, _finish),
+    "wait": (2, _wait),
+}

@@ -1,0 +1,187 @@
+"""A node of the simulated cluster: a supervisor that does what it is told, and its ranks, as states."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from elastic.world.actions import Break, Form, Pause, PromoteSpare, Release, Respawn, RespawnStragglers
+from elastic.world.events import NodeFinished, NodeJoined, NodeReady, NodeReport, NodeSealed, RankFault, RankLost
+
+if TYPE_CHECKING:
+    from tests.worlds.cluster import Cluster
+
+
+class Violation(Exception):
+    """Something happened that must not, whatever was done to the cluster."""
+
+
+class State(enum.Enum):
+    WARMING = "warming"
+    READY = "ready"
+    TRAINING = "training"
+    SEALED = "sealed"
+    HUNG = "hung"
+    DEAD = "dead"
+    DONE = "done"
+
+
+INSIDE = (State.TRAINING, State.SEALED, State.HUNG, State.DONE)
+
+
+@dataclass(eq=False)
+class Seat:
+    number: int
+    state: State = State.WARMING
+    process: int = 0
+    """Which process sits there: what was to happen to an earlier one does not happen."""
+
+
+class Supervisor:
+    def __init__(self, cluster: Cluster, node: str, life: int) -> None:
+        self.cluster, self.node, self.life = cluster, node, life
+        self.up = True
+        self.births, self.spares = cluster.nproc, cluster.spares
+        self.seats = [Seat(number) for number in range(cluster.nproc)]
+        self.epoch = -1
+        self.places: tuple[str, ...] = ()
+        self.restarts = 0
+        self.orders_until_s = 0.0
+        cluster.post(NodeJoined(node, life, cluster.nproc, self.births, self.spares))
+        for seat in self.seats:
+            self._warm(seat)
+
+    # -- what is done to it -------------------------------------------------------------------------------------------
+
+    def lose_rank(self, seat: Seat, reason: str = "exit 1") -> None:
+        if seat.state is not State.DEAD:
+            seat.state = State.DEAD
+            seat.process += 1
+            self.cluster.post(RankLost(self.node, self.life, self.births, seat.number, reason))
+
+    def report_fault(self, seat: Seat) -> None:
+        self.cluster.post(RankFault(self.node, self.life, self.epoch, seat.number, "a loss that is not finite"))
+
+    def finish(self) -> None:
+        if all(seat.state is State.TRAINING for seat in self.seats):
+            for seat in self.seats:
+                seat.state = State.DONE
+            self.cluster.post(NodeFinished(self.node, self.life, self.epoch))
+
+    def die(self) -> None:
+        self.up = False
+        for seat in self.seats:
+            seat.state, seat.process = State.DEAD, seat.process + 1
+
+    def report(self) -> NodeReport:
+        lost = tuple(seat.number for seat in self.seats if seat.state is State.DEAD)
+        ready = all(seat.state is State.READY for seat in self.seats)
+        return NodeReport(
+            self.node,
+            self.life,
+            self.cluster.nproc,
+            self.births,
+            self.spares,
+            self.epoch,
+            self.places,
+            self.restarts,
+            ready,
+            lost,
+        )
+
+    # -- what it is told ----------------------------------------------------------------------------------------------
+
+    def obey(self, action: object) -> None:
+        if isinstance(action, Form):
+            self._enter(action)
+        elif isinstance(action, Break) and action.epoch == self.epoch:
+            self._leave()
+        elif isinstance(action, Pause) and action.epoch == self.epoch:
+            for seat in self.seats:
+                if seat.state is State.TRAINING:
+                    self._later(seat, self.cluster.step_s(), self._stand)
+        elif isinstance(action, Respawn):
+            for number in action.local_ranks:
+                self._respawn(self.seats[number])
+        elif isinstance(action, PromoteSpare):
+            self.spares -= 1
+            self._respawn(self.seats[action.local_rank], warm=True)
+        elif isinstance(action, RespawnStragglers):
+            for seat in self.seats:
+                if seat.state is not State.READY:
+                    self._respawn(seat)
+            self._say_ready()
+        elif isinstance(action, Release):
+            self.die()
+            self.cluster.released(self)
+
+    def _enter(self, form: Form) -> None:
+        self.epoch, self.places, self.restarts = form.epoch, form.nodes, form.restarts
+        for seat in self.seats:
+            if seat.state in INSIDE:
+                raise Violation(
+                    f"rank {seat.number} of {self.node} is told of epoch {form.epoch} and is in another one"
+                )
+            if seat.state is State.READY:
+                seat.state = State.TRAINING
+            else:
+                seat.state, seat.process = State.DEAD, seat.process + 1
+                self.cluster.post(RankLost(self.node, self.life, self.births, seat.number, "was not there"))
+
+    def _leave(self) -> None:
+        for seat in self.seats:
+            if seat.state in (State.TRAINING, State.SEALED):
+                self._later(seat, self.cluster.leaving_s(), self._be_ready)
+            elif seat.state is State.DONE:
+                self.lose_rank(seat, "finished, but the others have not")
+        self._say_ready()
+
+    def _stand(self, seat: Seat) -> None:
+        if seat.state is State.TRAINING:
+            self.cluster.stand(self, seat)
+
+    def seal(self, *, stop: bool) -> None:
+        """All ranks of the epoch stand at one step."""
+        for seat in self.seats:
+            if seat.state is not State.TRAINING:
+                return
+        for seat in self.seats:
+            seat.state = State.SEALED
+            if not stop:
+                self._later(seat, self.cluster.leaving_s(), self._be_ready)
+        self.cluster.post(NodeSealed(self.node, self.life, self.epoch))
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def _respawn(self, seat: Seat, *, warm: bool = False) -> None:
+        self.births += 1
+        self._warm(seat, self.cluster.leaving_s() if warm else None)
+
+    def _warm(self, seat: Seat, delay_s: float | None = None) -> None:
+        seat.state, seat.process = State.WARMING, seat.process + 1
+        delay_s = self.cluster.warming_s() if delay_s is None else delay_s
+        cursed = self.node in self.cluster.cursed
+        self._later(seat, delay_s, self._fail if cursed else self._be_ready)
+
+    def _fail(self, seat: Seat) -> None:
+        self.cluster.judge.happened()
+        self.lose_rank(seat)
+
+    def _be_ready(self, seat: Seat) -> None:
+        if seat.state is not State.HUNG:
+            seat.state = State.READY
+            self._say_ready()
+
+    def _say_ready(self) -> None:
+        if all(seat.state is State.READY for seat in self.seats):
+            self.cluster.post(NodeReady(self.node, self.life, self.births, self.epoch, self.spares))
+
+    def _later(self, seat: Seat, delay_s: float, what) -> None:
+        process, epoch = seat.process, self.epoch
+
+        def then() -> None:
+            if self.up and seat.process == process and self.epoch == epoch:
+                what(seat)
+
+        self.cluster.after(delay_s, then)

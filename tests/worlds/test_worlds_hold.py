@@ -1,0 +1,48 @@
+"""Random schedules of faults and resizes over a fake cluster, through the decisions that a coordinator makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from elastic.world.members import Phase
+from tests.worlds.schedules import KINDS, broken, run, schedule_of, shrunk
+
+IN_A_TEST_RUN = 2_500
+IN_A_SOAK = 100_000
+
+
+def hold(first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        finding = broken(schedule_of(seed))
+        if finding is not None:
+            pytest.fail(f"{shrunk(finding)}\nreplay: python -m tests.worlds --seed {seed}")
+
+
+def test_a_seed_is_a_schedule_and_always_goes_the_same_way():
+    assert schedule_of(7) == schedule_of(7)
+    assert schedule_of(7) != schedule_of(8)
+    told: list[list[str]] = [[], []]
+    for lines in told:
+        run(schedule_of(7), lines.append)
+    assert told[0] == told[1]
+
+
+def test_schedules_have_everything_in_them_and_end_in_every_way():
+    schedules = [schedule_of(seed) for seed in range(400)]
+    assert {happening.kind for schedule in schedules for happening in schedule.happenings} == set(KINDS)
+    ends = Counter(run(schedule).world.phase for schedule in schedules)
+    assert set(ends) >= {Phase.RUNNING, Phase.STOPPED, Phase.GAVE_UP, Phase.FINISHED}
+    assert ends[Phase.RUNNING] > sum(ends.values()) // 2
+
+
+@pytest.mark.timeout(1800)
+def test_random_schedules_keep_the_invariants():
+    hold(0, IN_A_TEST_RUN)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(6 * 3600)
+def test_many_random_schedules_keep_the_invariants():
+    hold(IN_A_TEST_RUN, IN_A_SOAK)

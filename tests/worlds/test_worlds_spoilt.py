@@ -1,0 +1,27 @@
+"""The simulation would notice: rules of production that do not hold, and the invariant that says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worlds.schedules import Finding, broken, schedule_of
+from tests.worlds.spoiling import SPOILT, spoilt_rule
+
+ENOUGH = 100
+"""Schedules within which each broken rule shows."""
+
+
+def found(name: str) -> Finding:
+    """The first schedule in which the broken rule shows as it is to."""
+    rule = SPOILT[name]
+    with spoilt_rule(name):
+        for seed in range(ENOUGH):
+            finding = broken(schedule_of(seed, rule.kinds))
+            if finding is not None and rule.noticed in str(finding.violation):
+                return finding
+    pytest.fail(f"{ENOUGH} schedules, and nothing says {rule.noticed!r}")
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_rule_is_noticed_and_nothing_is_while_it_holds(name):
+    assert broken(found(name).schedule) is None
