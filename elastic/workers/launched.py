@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from elastic.control.plane import Assignment, ControlPlane
+from elastic.control.settings import is_supervised, seat_from
+from elastic.control.supervised import SupervisorPlane
 from elastic.errors import PolicyError
 from elastic.workers.store_plane import StorePlane
 
@@ -18,7 +20,9 @@ _PATIENCE = timedelta(minutes=5)
 
 
 def launched_plane(environ: Mapping[str, str] = os.environ) -> ControlPlane:
-    """A plane for ``torchrun`` and what is like it, or one for this process alone where nobody started it."""
+    """Of ``elastic run``, of ``torchrun`` and what is like it, or of this process alone where nobody started it."""
+    if is_supervised(environ):
+        return SupervisorPlane(seat_from(environ))
     found = [name for name in _NEEDED if name in environ]
     if not found:
         return alone()

@@ -131,7 +131,7 @@ class _Rank(Generic[T]):
         self._steps = 0
         self._last_error: BaseException | None = None
         self._finished: list[T] = []
-        """What the train function returned; this process has nothing left to do unless others have."""
+        """What the train function returned, once it has and that was heard."""
 
     def run(self) -> Ended[T]:
         watch = Watch(self._plane, self._abort)
@@ -141,11 +141,12 @@ class _Rank(Generic[T]):
                     try:
                         place = self._plane.ready()
                     except Dismissed:
-                        return self._ended(End.FINISHED if self._finished else End.DISMISSED)
+                        return self._ended(End.DISMISSED)
                     except GaveUpError as error:
                         raise error from self._last_error
-                    self._finished.clear()
                     world = self._one_world(watch, place)
+                    if self._finished:
+                        return self._ended(End.FINISHED)
                     if world.ended is not None and world.ended.want is Want.STOP and world.is_sealed:
                         return self._ended(End.STOPPED)
         finally:

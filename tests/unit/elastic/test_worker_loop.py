@@ -209,19 +209,24 @@ def test_errors_on_the_way_out_of_a_world_are_not_faults():
     assert plane.restarts == 0
 
 
-def test_who_finished_takes_part_again_when_another_was_lost_on_its_last_step():
-    plane = MemoryPlane(2, spares=1)
+def test_a_loss_on_the_last_step_is_heard_before_the_end():
+    plane = MemoryPlane(2)
 
     def train(world):
         for _ in world.steps(0, 3):
             pass
-        if world.epoch == 0 and world.rank == 1:
-            first, second = plane.members
-            assert plane.wait_for(lambda: first.is_finished, PATIENCE_S)
-            plane.lose(second)
+        if world.epoch == 0:
+            if world.rank == 1:
+                plane.lose(plane.members[1])
+            assert world._gate.wait_broken(PATIENCE_S)
+        return world.epoch
 
-    ends = results(job(plane, train))
-    assert sorted((end.how.value, end.worlds) for end in ends) == [("dismissed", 1), ("finished", 1), ("finished", 2)]
+    def lonely(world):
+        plane.size = 1
+        return train(world)
+
+    ends = results(job(plane, lonely))
+    assert sorted((end.how.value, end.value) for end in ends) == [("dismissed", None), ("finished", 1)]
 
 
 def test_loops_that_count_themselves_ask_once_a_step():
