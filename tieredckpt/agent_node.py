@@ -31,7 +31,7 @@ from tieredckpt.agent.messages import (
     WaitDurable,
 )
 from tieredckpt.errors import wire_errors
-from tieredckpt.node import ClusterView, Described, DrainView, Durability, Passport, Survey
+from tieredckpt.node import Acquaintance, ClusterView, Described, DrainView, Durability, Passport, Survey
 from tieredckpt.settings import DurableSettings, Settings
 
 _ADOPTION_S = 660.0
@@ -87,6 +87,9 @@ class AgentNode:
 
     def me(self) -> PeerNode | None:
         return self.store.call("me", Nothing(), PeerNode | None)
+
+    def acquaintance(self, job: str) -> Acquaintance | None:
+        return self.store.call("acquaintance", OfJob(job), Acquaintance | None)
 
     def passport(self, job: str) -> Passport | None:
         return self.store.call("passport", OfJob(job), Passport | None)

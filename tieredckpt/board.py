@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 class Board:
     """Counts sealed parts per version."""
 
-    def __init__(self, store: torch.distributed.Store, job: str, parts: int) -> None:
+    def __init__(self, store: torch.distributed.Store, session: Session) -> None:
         self._store = store
-        self._prefix = f"tieredckpt/{job}"
-        self._parts = parts
+        self._prefix = f"tieredckpt/{session.job}"
+        self._session = session
         self._lock = threading.Lock()
 
     def sealed(self, group: Group) -> None:
@@ -32,7 +32,7 @@ class Board:
         name = f"{self._prefix}/{group.epoch}/{group.incarnation}/{group.version}/{group.attempt}"
         try:
             with self._lock:
-                if self._store.add(name, 1) == self._parts:
+                if self._store.add(name, 1) == self._session.parts:  # not known yet when the board was made
                     text = f"{group.epoch} {group.version} {group.attempt} {group.incarnation}"
                     self._store.set(f"{self._prefix}/whole", text)
                     self._store.delete_key(name)
@@ -57,4 +57,4 @@ def board_for(session: Session) -> Board | None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # set by every launcher that starts several nodes
     if not dist.is_initialized() or local in (0, dist.get_world_size()):
         return None
-    return Board(dist.distributed_c10d._get_default_store(), session.job, session.parts)
+    return Board(dist.distributed_c10d._get_default_store(), session)

@@ -53,6 +53,8 @@ from tieredckpt.writer import TieredWriter
 log = logging.getLogger(__name__)
 
 _MAX_FALLBACKS = 8
+_LOOK_AGAIN_S = 1.0
+"""Who was to hold a copy may leave, and then it is not waited for any more."""
 _PLAN_TIMEOUT = timedelta(minutes=10)
 State = dict[str, Any]
 
@@ -109,9 +111,12 @@ class Checkpointer:
         self._board: Board | None = None
         self._planned_before = False
         self._preparing: threading.Thread | None = None
-        self._joined = self._asked_to_join = False
+        self._joined = False
+        self._asked_to_join: set[bool] = set()
+        """For restoring, for saving."""
         self._last: ShardKey | None = None
         """What was sealed last."""
+        self._last_saved: Saved | None = None
         self.last_restore: RestoreReport | None = None
         """What :meth:`restore` read, and from which tiers."""
         self._preemption = Preemption(self._flush, grace_s) if on_sigterm == "save" else None
@@ -120,20 +125,20 @@ class Checkpointer:
     def session(self) -> Session:
         return open_session(self._location.job, self.settings)
 
-    def _join(self) -> None:
-        """Once per process, before the first save or restore: have the job's nodes know each other."""
-        if self._asked_to_join:
+    def _join(self, *, restoring: bool = False) -> None:
+        """Once before the first restore and once before the first save: have the job's nodes know each other."""
+        if restoring in self._asked_to_join:
             return
         error: TieredCheckpointError | None = None
         try:
-            self._joined = join_others(self.session)
+            self._joined = join_others(self.session, restoring=restoring)
         except (TieredCheckpointError, PeerStoreError) as problem:
             error = problem if isinstance(problem, TieredCheckpointError) else TierUnavailableError(str(problem))
         # Also so that nobody asks a node for its copies before it knows the job.
         problems = [text for text in self._from_all(str(error) if error is not None else "") if text]
         if problems:
             raise error or TierUnavailableError(problems[0])
-        self._asked_to_join = True
+        self._asked_to_join.add(restoring)
 
     # -- saving -----------------------------------------------------------------------------------------------
 
@@ -159,13 +164,14 @@ class Checkpointer:
             log.error("step %d of %s was not saved: %s", step, self._location.job, saved.error)
         if self.settings.enabled:
             self._observe(saved, time.perf_counter() - began)
+        self._last_saved = saved
         if self._preemption is not None and last:
             self._preemption.finish()
         if saved.error is not None and self._on_failure == "raise":
             raise saved.error
         return saved
 
-    def _save(self, state: State, step: int, *, durable: bool) -> Saved:
+    def _save(self, state: State, step: int, *, durable: bool, wait_s: float | None = None) -> Saved:
         if not self._planned_before:
             return self._save_first(state, step, durable=durable)
         session = self.session
@@ -173,8 +179,8 @@ class Checkpointer:
         planned = session.planned_for(fingerprint(flat))
         if planned is None:
             return self._save_first(state, step, durable=durable)
-        wait = self.settings.memory.on_busy == "wait"
-        wait_s = self.settings.memory.wait_s if wait else 0.0
+        if wait_s is None:
+            wait_s = self.settings.memory.wait_s if self.settings.memory.on_busy == "wait" else 0.0
         wanted = (durable and bool(self.settings.durable.url)) or session.is_durable(step)
         self._finish_last(wait_s=self.settings.memory.wait_s)
         self._until_last_is_copied()
@@ -184,6 +190,60 @@ class Checkpointer:
         saved = self._followed(Saved(step, SaveState.STAGED), durable=wanted)
         self._sealing = saved._sealing = self._sealer.submit(self._seal, saved, staged, items, wanted, planned)
         return saved
+
+    def seal(self, state: State, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> Saved:
+        """Have ``step`` safe on every rank before all of them leave: sealed, and with its copies on other nodes.
+
+        All ranks call it with the state that ``step`` left. Where every rank's last save was that one nothing is saved
+        again. ``durable``: also in the durable tier, where there is one. Copies that do not come in time are warned of
+        (what is sealed outlives this process all the same); raises when the step is not sealed, or not durable.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self.settings.enabled:
+            return self._save_plain(state, check_step(step), durable=True)
+        durable = durable and bool(self.settings.durable.url)
+        try:
+            saved = self._sealed_by_all(step, timeout_s, durable=durable)
+            if saved is None:
+                saved = self._last_saved = self._save(state, check_step(step), durable=durable, wait_s=timeout_s)
+            saved.wait(timeout_s=max(0.0, deadline - time.monotonic()))
+            self._copied(saved, max(0.0, deadline - time.monotonic()))
+        except PeerStoreError as error:
+            raise TierUnavailableError(f"step {step} of {self._location.job}: {error}") from error
+        except CheckpointException as failure:
+            raise _own(failure) from failure
+        if durable:
+            saved.wait("durable", timeout_s=max(0.0, deadline - time.monotonic()))
+        return saved
+
+    def _sealed_by_all(self, step: int, timeout_s: float, *, durable: bool) -> Saved | None:
+        """The last save, where it was of this step and came to its end on every rank."""
+        saved = self._last_saved
+        good = saved is not None and saved.step == step and not (durable and saved._durable_state is None)
+        if good and saved is not None:
+            try:
+                good = saved.wait(timeout_s=timeout_s) in (SaveState.SEALED, SaveState.COPIED, SaveState.DURABLE)
+            except (TieredCheckpointError, PeerStoreError):  # it is saved again
+                good = False
+        session = self.session
+        answers = [answer.split() for answer in self._from_all(f"{int(good)} {session.attempts_at(step)}")]
+        if all(answer[0] == "1" for answer in answers):
+            return saved
+        # Some may have tried more often than others, and parts of different attempts make no step.
+        session.skip_attempts(step, max(int(answer[1]) for answer in answers))
+        return None
+
+    def _copied(self, saved: Saved, timeout_s: float) -> None:
+        """Wait for the copies that there can be: no node keeps two, so there may be fewer than were asked for."""
+        if self._last is None or not self._joined:
+            return
+        deadline = time.monotonic() + timeout_s
+        found = self._until_copied(self._last, 0, 0, 0.0)
+        while found.lacking and (left := deadline - time.monotonic()) > 0:
+            found = self._until_copied(self._last, found.copies + found.lacking, 1, min(left, _LOOK_AGAIN_S))
+        if found.lacking:
+            said = show_durability(found)
+            log.warning("step %d of %s has %s after %.0f s", saved.step, self._location.job, said, timeout_s)
 
     def _followed(self, saved: Saved, *, durable: bool) -> Saved:
         """So that ``saved`` can say, and wait for, what becomes of the step."""
@@ -367,7 +427,7 @@ class Checkpointer:
         """
         if not self.settings.enabled:
             return self._restore_plain(state, step)
-        self._join()
+        self._join(restoring=True)
         restored = self._restore(state, step)
         if restored < 0:
             self.session.base = -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -16,6 +17,7 @@ from peerstore.errors import PeerStoreError
 from peerstore.peers.plan import TeamPlan
 from peerstore.transport.secret import new_secret
 from tieredckpt.errors import SettingsError, TierUnavailableError
+from tieredckpt.node import Acquaintance
 from tieredckpt.session import Session
 from tieredckpt.settings import PeerSettings
 from tieredckpt.teaming import WORLD, alone, configured_plan, secret_of, team_settings
@@ -31,13 +33,26 @@ class _Invitation(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def join_others(session: Session) -> bool:
-    """Have this node's agent keep copies on the job's other nodes, as the settings say; whether there are any."""
+class _Guest(msgspec.Struct, frozen=True):
+    """What the first rank of a node tells the first rank of all."""
+
+    node: Node
+    version: int | None
+    """Of the list of nodes it knows from an earlier world of the job; ``None``: it was in none."""
+
+
+def join_others(session: Session, *, restoring: bool = False) -> bool:
+    """Have this node's agent keep copies on the job's other nodes, as the settings say; whether there are any.
+
+    ``restoring``: also nodes that no rank is on any more may be read from, while they are there: where several leave
+    at once, a shard and all its copies may be on those. Before the next save they are let go of, so that nothing new is
+    kept there, and nobody's quorum depends on them.
+    """
     peer = session.settings.peer
     if alone(peer):
         return False
     try:
-        plan = _plan_of_world(session, peer) if peer.discovery == WORLD else configured_plan(peer)
+        plan = _plan_of_world(session, peer, restoring) if peer.discovery == WORLD else configured_plan(peer)
         if plan is not None:
             session.join(plan)
         return plan is not None
@@ -45,20 +60,29 @@ def join_others(session: Session) -> bool:
         raise TierUnavailableError(f"{session.job}: its nodes cannot keep copies for each other: {error}") from error
 
 
-def _plan_of_world(session: Session, peer: PeerSettings) -> TeamPlan | None:
+def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> TeamPlan | None:
     """The nodes of all ranks, told through the store that the ranks met at; ``None`` on a single node."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # set by every launcher that starts several nodes
-    if not dist.is_initialized() or local in (0, dist.get_world_size()):
+    if not dist.is_initialized() or local == 0:
         return None
+    if local == dist.get_world_size():
+        return _plan_of_last(session, peer, restoring)
     store = dist.distributed_c10d._get_default_store()
-    prefix = f"tieredckpt/{session.job}/nodes"
+    prefix = f"tieredckpt/{session.job}/nodes/{'restoring' if restoring else 'saving'}"
     rank = dist.get_rank()
-    me = session.node.me() if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
-    store.set(f"{prefix}/{rank}", _text(me))
+    known = session.node.acquaintance(session.job) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
+    store.set(f"{prefix}/{rank}", _text(_guest(session, known)))
     if rank == 0:
-        store.set(f"{prefix}/all", _text(_invite(store, prefix, peer)))
-    store.wait([f"{prefix}/all"], _WITHIN)
-    invitation = msgspec.json.decode(store.get(f"{prefix}/all"), type=_Invitation)
+        guests = _guests(store, prefix)
+        store.set(f"{prefix}/teller", str(_teller(guests)))
+    if known is not None and _told(store, f"{prefix}/teller") == str(rank).encode():
+        store.set(f"{prefix}/known", _text(known))
+    if rank == 0:
+        newest = None
+        if _teller(guests) >= 0:
+            newest = msgspec.json.decode(_told(store, f"{prefix}/known"), type=Acquaintance)
+        store.set(f"{prefix}/all", _text(_invite(list(guests.values()), newest, peer, restoring)))
+    invitation = msgspec.json.decode(_told(store, f"{prefix}/all"), type=_Invitation)
     if invitation.problem:
         raise SettingsError(invitation.problem)
     if invitation.roster is None:
@@ -66,26 +90,59 @@ def _plan_of_world(session: Session, peer: PeerSettings) -> TeamPlan | None:
     return TeamPlan(invitation.secret, team_settings(peer), roster=invitation.roster)
 
 
+def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> TeamPlan | None:
+    """On a single node: ``None``, unless it knows others from an earlier world. Those may be read from, no more."""
+    known = session.node.acquaintance(session.job)
+    me = session.node.me() if known is not None else None
+    if known is None or me is None or restoring or len(known.nodes) < 2:
+        return None
+    return TeamPlan(known.secret, team_settings(peer), roster=roster_of(time.time_ns(), [me]))
+
+
+def _guest(session: Session, known: Acquaintance | None) -> _Guest | None:
+    """This node, where this is its first rank."""
+    me = session.node.me() if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
+    return None if me is None else _Guest(me, known.version if known is not None else None)
+
+
+def _guests(store: torch.distributed.Store, prefix: str) -> dict[int, _Guest]:
+    """The nodes, by their first rank."""
+    found = {
+        rank: msgspec.json.decode(_told(store, f"{prefix}/{rank}"), type=_Guest | None)
+        for rank in range(dist.get_world_size())
+    }
+    return {rank: guest for rank, guest in found.items() if guest is not None}
+
+
+def _teller(guests: Mapping[int, _Guest]) -> int:
+    """Whose knowledge of earlier worlds counts: of the one with the newest list of nodes; -1: nobody has any."""
+    knowing = {rank: guest.version for rank, guest in guests.items() if guest.version is not None}
+    return max(knowing, key=lambda rank: (knowing[rank], -rank), default=-1)
+
+
+def _told(store: torch.distributed.Store, key: str) -> bytes:
+    store.wait([key], _WITHIN)
+    return store.get(key)
+
+
 def _text(message: object) -> str:
     return msgspec.json.encode(message).decode()
 
 
-def _invite(store: torch.distributed.Store, prefix: str, peer: PeerSettings) -> _Invitation:
+def _invite(guests: Sequence[_Guest], known: Acquaintance | None, peer: PeerSettings, restoring: bool) -> _Invitation:
     """What the first rank makes of everybody's node."""
     nodes: dict[str, Node] = {}
-    for rank in range(dist.get_world_size()):
-        store.wait([f"{prefix}/{rank}"], _WITHIN)
-        node = msgspec.json.decode(store.get(f"{prefix}/{rank}"), type=Node | None)
-        if node is None:
-            continue
+    for node in (guest.node for guest in guests):
         if node.id in nodes and nodes[node.id] != node:
             both = f"{nodes[node.id].address} and {node.address}"
             return _Invitation(None, b"", f"agent.node: {both} are both called {node.id}: give each node its own name")
         nodes[node.id] = node
+    if restoring and known is not None:
+        nodes = {**{node.id: node for node in known.nodes}, **nodes}
     if len(nodes) < 2:
         return _Invitation(None, b"")
     try:
-        secret = secret_of(peer) if peer.secret else new_secret()
+        secret = secret_of(peer) if peer.secret else known.secret if known is not None else new_secret()
     except SettingsError as error:
         return _Invitation(None, b"", str(error))
     return _Invitation(roster_of(time.time_ns(), nodes.values()), secret)

@@ -76,6 +76,16 @@ class Passport(msgspec.Struct, frozen=True):
     secret: bytes
 
 
+class Acquaintance(msgspec.Struct, frozen=True):
+    """What a node that was in an earlier world of a job knows of it."""
+
+    secret: bytes
+    nodes: tuple[PeerNode, ...]
+    """Those that live, this one included, as far as it has seen them."""
+    version: int
+    """Of the list of nodes it goes by."""
+
+
 class Durability(msgspec.Struct, frozen=True):
     """How well one shard of this node is kept in memory."""
 
@@ -189,6 +199,7 @@ class Node(Protocol):
         """This node as others reach it; ``None`` when it does not listen."""
 
     def passport(self, job: str) -> Passport | None: ...
+    def acquaintance(self, job: str) -> Acquaintance | None: ...
     def cluster(self, job: str) -> ClusterView: ...
     def durability(self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0) -> Durability:
         """How well a shard is kept; waits up to ``timeout_s`` for so many copies in so many domains."""

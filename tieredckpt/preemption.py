@@ -7,11 +7,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 log = logging.getLogger(__name__)
+_others: list[None] = []
+
+
+@contextmanager
+def left_to_others() -> Iterator[None]:
+    """While the block runs, whoever entered it decides what SIGTERM means: no :class:`Preemption` takes it."""
+    _others.append(None)
+    try:
+        yield
+    finally:
+        _others.pop()
 
 
 class Preemption:
@@ -28,7 +40,7 @@ class Preemption:
         self._flushed = False
         self._timer: threading.Timer | None = None
         self._before: Any = signal.SIG_DFL
-        self._active = threading.current_thread() is threading.main_thread()
+        self._active = not _others and threading.current_thread() is threading.main_thread()
         if self._active:
             self._before = signal.signal(signal.SIGTERM, self._received)
 

@@ -78,6 +78,18 @@ def close_sessions() -> None:
             session.close()
 
 
+def forget_worlds(*, fault: bool) -> None:
+    """The ranks of this process have left the world they were in, and will be in another one.
+
+    Connections, mapped slots and what is sealed stay; ``fault``: the world did not end as agreed, so that beginning
+    from the same step again is another try at it.
+    """
+    with _sessions_lock:
+        for name, session in _sessions.items():
+            if name[0] == os.getpid():
+                session.forget_world(fault=fault)
+
+
 @contextlib.contextmanager
 def nodes_from(factory: NodeFactory) -> Iterator[None]:
     """While the block runs, new sessions get their node from ``factory``."""
@@ -128,6 +140,8 @@ class Session:
         self._provisional = itertools.count()
         self._durable: ObjectStore | None = None
         self._attempts: Counter[tuple[int, str, int]] = Counter()
+        self._skipped = (-1, 0)
+        """A step, and how many attempts at it other ranks have made."""
         self._memories: dict[str, SlotMemory] = {}
         self._known_blobs: set[str] = set()
         self._arena_id = node.store.arena_id
@@ -181,6 +195,16 @@ class Session:
                 self.adopt(current, parts)
             return current
 
+    def forget_world(self, *, fault: bool) -> None:
+        """What is saved next is of a new incarnation, also where the next world is as large as the last one was."""
+        with self._lock:
+            self.incarnation, self.parts = None, 0
+            self._planned.clear()
+            self._attempts.clear()
+            self._skipped = (-1, 0)
+            if fault:
+                self._began_from = None
+
     def known_epoch(self) -> int:
         """The newest epoch anybody has heard of: this node's agent, or who wrote what is in the durable tier."""
         known = self.node.store.epoch(self.job)
@@ -201,9 +225,20 @@ class Session:
             if self.incarnation is None:
                 raise SaveFailedError(f"step {step} of {self.job}: no incarnation was agreed on before writing")
             count = (step, self.incarnation.name, part)
-            attempt = self._attempts[count]
-            self._attempts[count] += 1
+            skipped = self._skipped[1] if self._skipped[0] == step else 0
+            attempt = max(self._attempts[count], skipped)
+            self._attempts[count] = attempt + 1
             return ShardKey(self.job, step, self.incarnation.epoch, self.incarnation.name, attempt, part)
+
+    def attempts_at(self, step: int) -> int:
+        """How often this process has tried to write ``step``."""
+        with self._lock:
+            return max((count for (tried, _, _), count in self._attempts.items() if tried == step), default=0)
+
+    def skip_attempts(self, step: int, count: int) -> None:
+        """The next try at ``step`` is at least the one that others would call ``count``."""
+        with self._lock:
+            self._skipped = (step, count)
 
     def commit(self, group: Group) -> None:
         """A version is known to be whole: the node may give up older ones for newer."""

@@ -59,7 +59,17 @@ from tieredckpt.errors import (
 )
 from tieredckpt.layout import decode
 from tieredckpt.manifest import Manifest, ShardIndex, ShardMeta, build_manifest, decode_meta, decode_table
-from tieredckpt.node import ClusterView, Described, DrainView, Durability, NodeView, Passport, StepView, Survey
+from tieredckpt.node import (
+    Acquaintance,
+    ClusterView,
+    Described,
+    DrainView,
+    Durability,
+    NodeView,
+    Passport,
+    StepView,
+    Survey,
+)
 from tieredckpt.resolve import Tier
 from tieredckpt.settings import DurableSettings
 
@@ -225,6 +235,14 @@ class NodeService(SealListener):
     def passport(self, job: str) -> Passport | None:
         team = self.others.team(job) if self.others is not None else None
         return Passport(team.me.id, team.credentials.secret) if team is not None else None
+
+    def acquaintance(self, job: str) -> Acquaintance | None:
+        team = self.others.team(job) if self.others is not None else None
+        if team is None:
+            return None
+        roster = team.tending.roster
+        version = roster.version if roster is not None else 0
+        return Acquaintance(team.credentials.secret, tuple(team.tending.living.values()), version)
 
     def durability(self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0) -> Durability:
         team = self.others.team(key.job) if self.others is not None else None
@@ -454,6 +472,7 @@ def node_operations(node: NodeService) -> dict[str, Operation]:
         "restored": Operation(Restored, none, lambda a, _: node.restored(a.job, a.group, a.rank)),
         "join": Operation(Join, none, lambda a, _: node.join(a.job, a.plan)),
         "me": Operation(Nothing, PeerNode | None, lambda *_: node.me()),
+        "acquaintance": Operation(OfJob, Acquaintance | None, lambda a, _: node.acquaintance(a.job)),
         "passport": Operation(OfJob, Passport | None, lambda a, _: node.passport(a.job)),
         "durability": Operation(AskDurability, Durability, durability),
         "cluster": Operation(OfJob, ClusterView, lambda a, _: node.cluster(a.job)),

@@ -1,0 +1,103 @@
+"""The process groups of one epoch: entered together, aborted from any thread, left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from elastic.control.plane import Assignment
+from elastic.errors import PolicyError
+from elastic.workers.cutting import cut_gloo, cut_store
+
+log = logging.getLogger(__name__)
+
+_STORE_PATIENCE = timedelta(minutes=5)
+
+
+def usual_backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def address_of(store: str) -> tuple[str, int]:
+    host, colon, port = store.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise PolicyError(f"{store!r} is no HOST:PORT where a store could be")
+    return host.strip("[]"), int(port)
+
+
+class Groups:
+    """The groups of one epoch. Everything but ``abort`` is called by the thread that trains."""
+
+    def __init__(self, assignment: Assignment, *, backend: str | None = None, timeout: timedelta | None = None) -> None:
+        self._assignment = assignment
+        self._backend = backend or usual_backend()
+        self._timeout = timeout
+        self._address = address_of(assignment.store)
+        self._lock = threading.Lock()
+        self._open = True
+
+    def enter(self) -> None:
+        """Meet the other ranks of the epoch. Keys of other epochs are not seen: each has its own prefix."""
+        place = self._assignment
+        host, port = self._address
+        patience = self._timeout or _STORE_PATIENCE
+        met = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        dist.init_process_group(
+            self._backend,
+            store=dist.PrefixStore(f"elastic/{place.epoch}", met),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=self._timeout,
+        )
+
+    def abort(self) -> None:
+        """From any thread: whoever hangs in a collective of this epoch, or on its way in, gets an error."""
+        with self._lock:
+            if not self._open:
+                return
+            for group in list(c10d._world.pg_map):
+                with contextlib.suppress(RuntimeError):  # of a backend that cannot: it is cut below
+                    group.abort()
+            cut = cut_gloo() + cut_store(*self._address)
+            log.info("epoch %d was aborted, %d connections cut", self._assignment.epoch, cut)
+
+    def leave(self, *, broken: bool) -> None:
+        """Forget the groups. In a broken world nobody is waited for."""
+        with self._lock:
+            self._open = False
+        if not dist.is_initialized():
+            return
+        try:
+            if broken:
+                c10d._abort_process_group()
+            else:
+                dist.destroy_process_group()
+        except (RuntimeError, ValueError) as error:
+            log.warning("the groups of epoch %d did not end well: %s", self._assignment.epoch, error)
+            if dist.is_initialized():
+                c10d._abort_process_group()
+
+
+class NoGroups:
+    """Where the train function makes its own groups (``Policy(backend="none")``), and leaves none behind."""
+
+    def enter(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def leave(self, *, broken: bool) -> None:
+        pass
+
+
+def groups_of(assignment: Assignment, backend: str | None, timeout: timedelta | None) -> Groups | NoGroups:
+    return NoGroups() if backend == "none" else Groups(assignment, backend=backend, timeout=timeout)

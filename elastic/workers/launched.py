@@ -1,0 +1,73 @@
+"""Who runs the job of this process: read from the environment that it was started with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from elastic.control.plane import Assignment, ControlPlane
+from elastic.control.settings import is_supervised, seat_from
+from elastic.control.supervised import SupervisorPlane
+from elastic.errors import PolicyError
+from elastic.workers.store_plane import StorePlane
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PATIENCE = timedelta(minutes=5)
+
+
+def launched_plane(environ: Mapping[str, str] = os.environ) -> ControlPlane:
+    """Of ``elastic run``, of ``torchrun`` and what is like it, or of this process alone where nobody started it."""
+    if is_supervised(environ):
+        return SupervisorPlane(seat_from(environ))
+    found = [name for name in _NEEDED if name in environ]
+    if not found:
+        return alone()
+    if len(found) < len(_NEEDED):
+        missing = ", ".join(name for name in _NEEDED if name not in environ)
+        raise PolicyError(f"{', '.join(found)} are set and {missing} are not: a launcher sets all of them, or none")
+    return by_environment(environ)
+
+
+def by_environment(environ: Mapping[str, str]) -> StorePlane:
+    """The ranks that ``environ`` speaks of meet at its store, which the launcher keeps or the first rank makes."""
+    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
+    local = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    place = Assignment(
+        epoch=0,
+        rank=rank,
+        world_size=size,
+        local_rank=int(environ.get("LOCAL_RANK", "0")),
+        local_world_size=local,
+        node_rank=int(environ.get("GROUP_RANK", str(rank // local))),
+        node_count=int(environ.get("GROUP_WORLD_SIZE", str(-(-size // local)))),
+        store=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        reason="started",
+    )
+    made = [_server(host, port)] if rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else []
+    return _kept(host, port, place, made)
+
+
+def alone() -> StorePlane:
+    """A world of one, which nobody else can see."""
+    server = _server("127.0.0.1", 0)
+    place = Assignment(0, 0, 1, 0, 1, 0, 1, f"127.0.0.1:{server.port}", reason="started alone")
+    return _kept("127.0.0.1", server.port, place, [server])
+
+
+def _kept(host: str, port: int, place: Assignment, servers: list[dist.TCPStore]) -> StorePlane:
+    """The plane holds on to the servers that were made for it."""
+
+    def connect(_servers: list[dist.TCPStore] = servers) -> torch.distributed.Store:
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+
+    return StorePlane(connect, place)
+
+
+def _server(host: str, port: int) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE)

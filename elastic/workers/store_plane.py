@@ -1,0 +1,252 @@
+"""A control plane that is nothing but a store that all ranks reach: for launchers that start whole worlds at a time.
+
+``torchrun`` cannot give a living process another place. So a world that is to change ends: all ranks stop at a common
+step, seal, and end with status 0; one that is broken ends with an error, and the launcher starts everybody again. What
+was sealed is in the nodes' memory, and the next start goes on from it.
+
+Keys, below ``elastic/plane``::
+
+    epochs              how often a first rank has asked who is there
+    asked               what it asked last, as a number; answered by every rank with a word of its own
+    E/here/R            that word; when the first rank has all of them it says them back:
+    E/all               so a rank knows that it is meant, and that this is not left over from an earlier start
+    E/events  E/event/N what happened in epoch E, in order: a Notice, or the common target
+    E/paused  E/pause/R who has said where it stands, and where
+
+Nobody asks anything once per step: a thread waits for the next event, and what it hears is read from memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from elastic.control.plane import Assignment, Dismissed, Notice, Progress, Want
+from elastic.errors import ControlLostError, DeadlineError, GaveUpError, StaleEpochError
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "elastic/plane"
+_SLICE = timedelta(seconds=0.5)
+_POLL_S = 0.02
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """Something that all ranks of an epoch are to know. Either a wish, or the target."""
+
+    want: Want | None = None
+    reason: str = ""
+    until: float | None = None
+    """When who has not stopped is stopped, by everybody's clock."""
+    target: int | None = None
+
+
+class StorePlane:
+    """One rank's control plane, over a store. ``connect`` gives a client of its own every time: one may be waiting."""
+
+    def __init__(self, connect: Callable[[], torch.distributed.Store], place: Assignment) -> None:
+        self._connect = connect
+        self._place = place
+        self._store = dist.PrefixStore(_PREFIX, connect())
+        self._changed = threading.Condition()
+        self._epoch = -1
+        self._event: _Event | None = None
+        """The wish that counts."""
+        self._target: int | None = None
+        self._paused = self._sealed = self._finished = self._closed = False
+        self._broken_calls: list[Callable[[Notice], None]] = []
+        self._threads: list[threading.Thread] = []
+
+    # -- ControlPlane -------------------------------------------------------------------------------------------------
+
+    def ready(self, *, timeout_s: float | None = None) -> Assignment:
+        """The first time: a place among those that were started together. Later: why there is no second one."""
+        if self._epoch >= 0:
+            self._no_further()
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        with _lost():
+            self._epoch = self._first(until) if self._place.rank == 0 else self._other(until)
+            watching = dist.PrefixStore(f"{_PREFIX}/{self._epoch}", self._connect())
+        self._start(self._watch, watching)
+        return msgspec.structs.replace(self._place, epoch=self._epoch)
+
+    def notice(self) -> Notice | None:
+        event = self._event
+        if event is None or event.want is None:
+            return None
+        left = None if event.until is None else max(0.0, event.until - time.time())
+        return Notice(self._epoch, event.want, event.reason, left)
+
+    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
+        self._check()
+        with _lost():
+            self._say_pause(step)
+        with self._changed:
+            found = self._changed.wait_for(lambda: self._target is not None or self._is_stale, timeout_s)
+        self._check()
+        if not found or self._target is None:
+            raise DeadlineError(f"not all others paused within {timeout_s:g} s")
+        return self._target
+
+    def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+        self._check()
+        self._sealed = True
+
+    def progress(self, progress: Progress) -> None:
+        pass  # nobody to tell: whoever runs the job looks at the processes
+
+    def fault(self, reason: str) -> None:
+        self._check()
+        self._tell(_Event(Want.RESTART, f"rank {self._place.rank}: {reason}"))
+
+    def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
+        """Another size is another start of all processes: for these ranks it is a stop."""
+        if self._epoch < 0:
+            raise ControlLostError(f"{reason}: not known yet who else is there")
+        until = None if deadline_s is None else time.time() + deadline_s
+        self._tell(_Event(Want.RESTART if want is Want.RESTART else Want.STOP, reason, until))
+
+    def on_broken(self, call: Callable[[Notice], None]) -> None:
+        with self._changed:
+            self._broken_calls.append(call)
+            notice = self.notice()
+        if notice is not None and notice.want is Want.RESTART:
+            self._start(call, notice)
+
+    def finished(self) -> None:
+        self._check()
+        self._finished = True
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    # -- meeting ------------------------------------------------------------------------------------------------------
+
+    def _first(self, until: float | None) -> int:
+        epoch = int(self._store.add("epochs", 1)) - 1
+        word = self._say_here(epoch)
+        self._store.set("asked", str(epoch))
+        names = [f"{epoch}/here/{rank}" for rank in range(self._place.world_size)]
+        while not self._store.check(names):
+            _pause(until)
+        words = [self._store.get(name).decode() for name in names]
+        assert words[0] == word  # noqa: S101 - nobody else is rank 0
+        self._store.set(f"{epoch}/all", " ".join(words))
+        return epoch
+
+    def _other(self, until: float | None) -> int:
+        """An answer to an earlier start's question does no harm: the words that come back are not this rank's."""
+        said: dict[int, str] = {}
+        while True:
+            if self._store.check(["asked"]):
+                epoch = int(self._store.get("asked"))
+                if epoch not in said:
+                    said[epoch] = self._say_here(epoch)
+                if self._store.check([f"{epoch}/all"]):
+                    words = self._store.get(f"{epoch}/all").decode().split()
+                    if words[self._place.rank : self._place.rank + 1] == [said[epoch]]:
+                        return epoch
+            _pause(until)
+
+    def _say_here(self, epoch: int) -> str:
+        word = secrets.token_hex(8)
+        self._store.set(f"{epoch}/here/{self._place.rank}", word)
+        return word
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: _Event) -> None:
+        with _lost():
+            number = int(self._store.add(f"{self._epoch}/events", 1)) - 1
+            self._store.set(f"{self._epoch}/event/{number}", msgspec.json.encode(event).decode())
+
+    def _say_pause(self, step: int) -> None:
+        """The last one to say where it stands says the target to all."""
+        if self._paused:
+            return
+        place = self._place
+        self._store.set(f"{self._epoch}/pause/{place.rank}", str(step))
+        self._paused = True
+        if int(self._store.add(f"{self._epoch}/paused", 1)) == place.world_size:
+            said = [int(self._store.get(f"{self._epoch}/pause/{rank}")) for rank in range(place.world_size)]
+            self._tell(_Event(target=max(said)))
+
+    def _watch(self, store: torch.distributed.Store) -> None:
+        number = 0
+        while not self._closed:
+            name = f"event/{number}"
+            try:
+                store.wait([name], _SLICE)
+            except dist.DistStoreError:  # not yet
+                continue
+            except RuntimeError as error:
+                if not self._closed:
+                    self._heard(_Event(Want.RESTART, f"the store that the ranks met at is gone: {error}"))
+                return
+            self._heard(msgspec.json.decode(store.get(name), type=_Event))
+            number += 1
+
+    def _heard(self, event: _Event) -> None:
+        with self._changed:
+            if event.target is not None:
+                self._target = event.target
+            elif self._event is None or self._event.want is not Want.RESTART:
+                earlier = None if self._event is None else self._event.until
+                untils = [until for until in (earlier, event.until) if until is not None]
+                self._event = msgspec.structs.replace(event, until=min(untils, default=None))
+            self._changed.notify_all()
+            notice = self.notice()
+            calls = tuple(self._broken_calls)
+        if event.want is Want.RESTART and notice is not None and notice.reason == event.reason:
+            for call in calls:
+                call(notice)
+
+    @property
+    def _is_stale(self) -> bool:
+        event = self._event
+        return self._epoch < 0 or self._closed or (event is not None and event.want is Want.RESTART)
+
+    def _check(self) -> None:
+        if self._is_stale:
+            reason = self._event.reason if self._event is not None else "it has not begun, or was left"
+            raise StaleEpochError(f"epoch {self._epoch} is over: {reason}")
+
+    def _no_further(self) -> None:
+        if self._finished or self._sealed:
+            raise Dismissed("whoever started this process starts the next ones")
+        reason = self._event.reason if self._event is not None else "left without being asked"
+        raise GaveUpError(f"this world has ended ({reason}), and whoever started it has to start the next one")
+
+    def _start(self, work: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=work, args=args, name="elastic-store", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+
+def _pause(until: float | None) -> None:
+    if until is not None and time.monotonic() > until:
+        raise DeadlineError("not all ranks came in time")
+    time.sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _lost() -> Iterator[None]:
+    """A store that does not answer leaves open what is wanted."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ControlLostError(f"the store that the ranks met at does not answer: {error}") from error

@@ -1,0 +1,218 @@
+"""What the train function is given: its place in this world, and the steps at whose boundaries the world may end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elastic.control.plane import Assignment, ControlPlane, Notice, Progress, Want
+from elastic.errors import ElasticError, PolicyError, WorldChanged
+from elastic.workers.gate import Gate, Way
+from tieredckpt.errors import TieredCheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tieredckpt.checkpointer import Checkpointer
+    from tieredckpt.null import NullCheckpointer
+
+log = logging.getLogger(__name__)
+
+Seal = Callable[[int], object]
+"""Makes sure that the state after a step is safe; returns when it is."""
+State = dict[str, Any]
+_PATIENCE_S = 600.0
+_KEPT_BACK = 0.2
+"""Of the time left, what is kept for everything that comes after sealing."""
+
+
+class World:
+    """The ranks that train together now. Its groups are initialised; they end when the train function is left.
+
+    ::
+
+        with Checkpointer("tiered://job") as ckpt:
+            for step in world.steps(ckpt.restore(state) + 1, total, checkpoint=(ckpt, state)):
+                train_one_step()
+                ckpt.save(state, step)
+    """
+
+    def __init__(self, assignment: Assignment, plane: ControlPlane, gate: Gate) -> None:
+        self._place = assignment
+        self._plane = plane
+        self._gate = gate
+        self._calls = 0
+        self.completed = 0
+        """Steps completed, as far as :meth:`steps` was told."""
+        self.ended: Notice | None = None
+        """Why all ranks stopped at a common step; ``None`` while they have not."""
+        self.is_sealed = False
+        """Whether the step they stopped after is safe."""
+
+    @property
+    def rank(self) -> int:
+        return self._place.rank
+
+    @property
+    def size(self) -> int:
+        return self._place.world_size
+
+    @property
+    def world_size(self) -> int:
+        return self._place.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self._place.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        return self._place.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        return self._place.node_rank
+
+    @property
+    def node_count(self) -> int:
+        return self._place.node_count
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+
+    @property
+    def epoch(self) -> int:
+        return self._place.epoch
+
+    @property
+    def restarts(self) -> int:
+        """How many worlds ended by a fault so far."""
+        return self._place.restarts
+
+    @property
+    def reason(self) -> str:
+        """Why there is a new world; for people."""
+        return self._place.reason
+
+    def mesh(
+        self, shape: Sequence[int] | None = None, names: Sequence[str] = ("dp",), *, device_type: str | None = None
+    ) -> DeviceMesh:
+        """A device mesh over all ranks. One entry of ``shape`` may be -1: what is left. Default: one dimension."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(
+            device_type or self.device.type, fitted(self.size, shape or (-1,)), mesh_dim_names=tuple(names)
+        )
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def steps(
+        self,
+        first: int,
+        total: int | None = None,
+        *,
+        checkpoint: tuple[Checkpointer | NullCheckpointer, State | Callable[[], State]] | None = None,
+        seal: Seal | None = None,
+    ) -> Iterator[int]:
+        """The steps from ``first`` up to ``total``, or until this world ends.
+
+        Between two steps costs a look at memory. When another world is wanted all ranks go on to the same step; then
+        what it left is sealed, by ``checkpoint`` (and what its state is then) or by ``seal(step)``, and
+        :class:`WorldChanged` leaves the train function through its ``with`` blocks.
+        """
+        if checkpoint is not None and seal is not None:
+            raise PolicyError("steps(checkpoint=, seal=): one of the two seals, not both")
+        if checkpoint is not None:
+            seal = self._sealing(*checkpoint)
+        self.completed = first
+        while True:
+            way = self._gate.enter(self.completed)
+            if way is Way.LEAVE:
+                raise WorldChanged(self._gate.why_broken)
+            if total is not None and self.completed >= total:
+                return
+            if way is Way.STOP:
+                self._stop(seal)
+            yield self.completed
+            self.completed += 1
+            self._plane.progress(Progress(self.completed))
+
+    def event_detected(self) -> bool:
+        """Called once a step by all ranks: whether to save and leave, with the same answer for all of them.
+
+        For loops that count steps themselves. Who gets True saves and returns from the train function.
+        """
+        if self.ended is not None:
+            return True
+        way = self._gate.enter(self._calls)
+        if way is Way.LEAVE:
+            raise WorldChanged(self._gate.why_broken)
+        if way is Way.ON:
+            self._calls += 1
+            return False
+        self.completed = self._calls
+        self.ended = self._notice()
+        return True
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until who has not stopped is stopped; ``None`` when nothing is wanted, or not in a hurry."""
+        notice = self._plane.notice()
+        return None if notice is None else notice.deadline_s
+
+    def _stop(self, seal: Seal | None) -> None:
+        notice = self._notice()
+        try:
+            if self.completed > 0 and seal is not None:
+                seal(self.completed - 1)
+        except TieredCheckpointError as error:
+            # An older step is whole: better to lose some than to keep a world that is to end.
+            log.error("step %d could not be sealed before this world ended: %s", self.completed - 1, error)
+            self.ended = notice
+        else:
+            self.ended = notice
+            self.say_sealed()
+        raise WorldChanged(notice.reason)
+
+    def say_sealed(self) -> None:
+        """Tell who runs the job that this rank may be asked to go from here on."""
+        try:
+            self._plane.sealed(self.completed)
+            self.is_sealed = True
+        except ElasticError as error:  # what comes next is the same
+            log.warning("it was not heard that the state after %d steps is sealed: %s", self.completed, error)
+
+    def _notice(self) -> Notice:
+        return self._plane.notice() or Notice(self.epoch, Want.RESIZE, "asked to stop")
+
+    def _sealing(self, ckpt: Checkpointer | NullCheckpointer, state: State | Callable[[], State]) -> Seal:
+        def seal(step: int) -> None:
+            notice = self._notice()
+            left = notice.deadline_s
+            patience_s = _PATIENCE_S if left is None else max(0.0, left * (1 - _KEPT_BACK))
+            ckpt.seal(
+                state() if callable(state) else state, step, durable=notice.want is Want.STOP, timeout_s=patience_s
+            )
+
+        return seal
+
+
+def fitted(size: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """``shape`` with its -1 replaced so that it has ``size`` places."""
+    known = 1
+    for one in shape:
+        known *= one if one != -1 else 1
+    open_places = [at for at, one in enumerate(shape) if one == -1]
+    if len(open_places) > 1 or known < 1 or any(one < 1 and one != -1 for one in shape):
+        raise PolicyError(f"mesh {tuple(shape)}: sizes are at least 1, and at most one of them is -1")
+    if size % known or (not open_places and known != size):
+        raise PolicyError(f"mesh {tuple(shape)} does not fit {size} ranks")
+    return tuple(size // known if one == -1 else one for one in shape)

@@ -1,0 +1,167 @@
+"""One job through worlds of 2, 4, 3, 3 (one rank killed), 1 and 4 ranks, each on a node of its own."""
+
+from __future__ import annotations
+
+import signal
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.bridged import bridged
+from tests.support.clusters import cluster_of
+from tests.support.elastic_training import train, undisturbed
+from tests.support.neighbours import until
+
+pytestmark = pytest.mark.e2e
+
+TOTAL = 24
+NODES = ("n1", "n2", "n3", "n4")
+
+
+@pytest.fixture
+def store():
+    """Who the ranks meet at; it lives in no rank."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Driven:
+    """A job whose ranks are processes on nodes, and a test that says how far they may go."""
+
+    def __init__(self, zygote, cluster, bridge, folder: Path):
+        self.zygote, self.cluster, self.bridge = zygote, cluster, bridge
+        self.plane = bridge.plane
+        self.limit = folder / "limit"
+        self.allow(0)
+        self.running = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for one in self.running.values():
+            one.kill_if_alive()
+
+    def allow(self, steps):
+        new = self.limit.with_suffix(".new")
+        new.write_text(str(steps))
+        new.rename(self.limit)
+
+    def start(self, name, seat):
+        args = (self.bridge.address_of(seat), self.cluster.job, TOTAL, str(self.limit))
+        environ = {**self.cluster[name].environ, "OMP_NUM_THREADS": "1"}
+        self.running[seat] = self.zygote.start(train, *args, environ=environ)
+
+    def lines(self, kind):
+        return [line.split()[1:] for one in self.running.values() for line in one.lines() if line.startswith(kind)]
+
+    def wait_world(self, size):
+        """Until a world of this size has restored, and is inside a step."""
+        plane = self.plane
+        self.check(lambda: plane.size == size == len(plane.members))
+        self.check(lambda: sum(line[0] == str(plane.epoch) for line in self.lines("restored")) == size)
+
+    def wait_step(self, step):
+        """Until every rank of the world has completed ``step``."""
+        ranks = self.plane.size
+        self.check(
+            lambda: (
+                sum((line[0], line[1]) == (str(self.plane.epoch), str(step)) for line in self.lines("step")) == ranks
+            )
+        )
+
+    def check(self, happened):
+        def alive_or_happened():
+            assert not any(one._read("error") for one in self.running.values()), [
+                one._read("error") for one in self.running.values()
+            ]
+            return happened()
+
+        until(alive_or_happened)
+
+
+def test_a_job_goes_through_worlds_of_all_sizes_and_one_fault(zygote, ranks, store, tmp_path):
+    with (
+        cluster_of(ranks, *NODES, labels=lambda name: f"rack=r{name[1:]}") as cluster,
+        bridged(2, f"127.0.0.1:{store.port}") as bridge,
+        Driven(zygote, cluster, bridge, tmp_path) as job,
+    ):
+        plane = bridge.plane
+        for name, seat in zip(NODES[:2], plane.seats, strict=True):
+            job.start(name, seat)
+        job.wait_world(2)
+        job.allow(4)
+        job.wait_step(3)  # now all stand in step 4, which they finish
+
+        for name in NODES[2:]:
+            job.start(name, plane.join())
+        plane.resize(4, "two more came")
+        job.allow(8)
+        job.wait_world(4)
+        job.wait_step(7)
+
+        plane.resize(3, "one is too many")
+        job.allow(12)
+        job.wait_world(3)
+        job.wait_step(11)
+
+        lost = plane.members[1]
+        job.running[lost].kill(signal.SIGKILL)
+        assert job.running[lost].wait().status == -signal.SIGKILL
+        job.allow(15)  # the others find out in the collectives of step 12; the one too many takes the lost one's place
+        job.wait_world(3)
+        job.wait_step(14)
+
+        plane.resize(1, "two are wanted elsewhere")
+        job.allow(18)
+        job.wait_world(1)
+        job.wait_step(17)
+
+        job.start("n2", plane.join())
+        plane.resize(4, "all are back")
+        job.allow(TOTAL)
+        ends = [one.wait() for seat, one in job.running.items() if seat is not lost]
+
+    assert plane.succeeded
+    assert {(end.status, end.result) for end in ends} == {(0, "finished")}
+    said = [line.split() for end in ends for line in end.lines]
+    assert {(epoch, size) for kind, epoch, size, *_ in said if kind == "world"} == {
+        ("0", "2"), ("1", "4"), ("2", "3"), ("3", "3"), ("4", "1"), ("5", "4")
+    }  # fmt: skip
+    steps = steps_of(said)
+    # The world that lost a rank left in the middle of step 12, maybe before that rank had sealed step 11.
+    assert steps[2] in (range(9, 11), range(9, 12))
+    assert [steps[epoch] for epoch in (0, 1, 4, 5)] == [range(5), range(5, 9), range(16, 19), range(19, TOTAL)]
+    assert steps[3] == range(steps[2].stop, 16)
+    for kind, epoch, step, *tiers in said:
+        if kind == "restored":
+            assert int(step) == steps[int(epoch)].start - 1
+            assert set(tiers[0].split(",") if tiers else []) <= {"memory", "peer"}
+    assert_as_if_undisturbed(said)
+
+
+def steps_of(said):
+    """The steps that count, of every world: one that a later world did again does not."""
+    done = defaultdict(set)
+    for kind, epoch, step, *_ in said:
+        if kind == "step":
+            done[int(epoch)].add(int(step))
+    first_after = TOTAL
+    found = {}
+    for epoch in sorted(done, reverse=True):
+        found[epoch] = range(min(done[epoch]), min(max(done[epoch]) + 1, first_after))
+        assert {step for step in done[epoch] if step < first_after} == set(found[epoch])
+        first_after = found[epoch].start
+    return found
+
+
+def assert_as_if_undisturbed(said):
+    """Every rank saw the losses of a run that nothing happened to, as far as float sums in other orders agree."""
+    runs = [undisturbed(TOTAL, ranks) for ranks in (1, 2, 3, 4)]
+    noise = max(max(losses) - min(losses) for losses in zip(*runs, strict=True))
+    assert noise < 1e-6
+    seen = [(int(step), float(loss)) for kind, _, step, *rest in said if kind == "step" for loss in rest]
+    assert {step for step, _ in seen} == set(range(TOTAL))
+    for step, loss in seen:
+        assert abs(loss - runs[0][step]) <= 10 * noise

@@ -1,0 +1,166 @@
+"""A control plane without supervisors for ranks that are processes: the double's seats, each at the end of a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from elastic.control.plane import Assignment, Notice, Progress, Want
+from elastic.control.testing import MemoryPlane, MemorySeat
+from elastic.errors import ControlLostError
+
+_LOOK_S = 0.01
+
+
+class BridgedPlane:
+    """A rank's end: ``ControlPlane`` over a socket. What is wanted is pushed, so that ``notice`` reads memory."""
+
+    def __init__(self, address: str) -> None:
+        self._pipe: Connection = Client(address, "AF_UNIX")
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._sending = threading.Lock()
+        self._notice: Notice | None = None
+        self._calls: list[Callable[[Notice], None]] = []
+        self._told = -1
+        threading.Thread(target=self._receive, name="bridge", daemon=True).start()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(EOFError, OSError, TypeError):
+            while True:
+                number, good, value = self._pipe.recv()
+                if number < 0:
+                    self._heard(value)
+                elif good:
+                    self._waiting.pop(number).set_result(value)
+                else:
+                    self._waiting.pop(number).set_exception(value)
+        for future in list(self._waiting.values()):
+            future.set_exception(ControlLostError("the bridge is down"))
+
+    def _heard(self, notice: Notice | None) -> None:
+        self._notice = notice
+        if notice is not None and notice.want is Want.RESTART and notice.epoch > self._told:
+            self._told = notice.epoch
+            for call in self._calls:
+                threading.Thread(target=call, args=(notice,), name="bridge-broken", daemon=True).start()
+
+    def _ask(self, method: str, *args: Any, **named: Any) -> Any:
+        number, future = next(self._numbers), Future[Any]()
+        self._waiting[number] = future
+        with self._sending:
+            self._pipe.send((number, method, args, named))
+        return future.result()
+
+    def ready(self, *, timeout_s: float | None = None) -> Assignment:
+        assignment: Assignment = self._ask("ready", timeout_s=timeout_s)
+        return assignment
+
+    def notice(self) -> Notice | None:
+        return self._notice
+
+    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
+        return int(self._ask("pause", step, timeout_s=timeout_s))
+
+    def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
+        self._ask("sealed", step, timeout_s=timeout_s)
+
+    def progress(self, progress: Progress) -> None:
+        self._ask("progress", progress)
+
+    def fault(self, reason: str) -> None:
+        self._ask("fault", reason)
+
+    def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
+        self._ask("request", want, reason, deadline_s=deadline_s, nodes=nodes)
+
+    def on_broken(self, call: Callable[[Notice], None]) -> None:
+        self._calls.append(call)
+
+    def finished(self) -> None:
+        self._ask("finished")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError, ControlLostError):
+            self._ask("close")
+            self._pipe.close()
+
+
+class Bridge:
+    """The double's end. A seat whose socket closes is a lost rank."""
+
+    def __init__(self, plane: MemoryPlane, folder: str) -> None:
+        self.plane = plane
+        self._folder = Path(folder)
+        self._ended = False
+        self._threads: list[threading.Thread] = []
+
+    def address_of(self, seat: MemorySeat) -> str:
+        """Where the process that sits there is to connect."""
+        address = str(self._folder / f"seat-{self.plane.seats.index(seat)}")
+        listener = Listener(address, "AF_UNIX")
+        self._start(self._serve, seat, listener)
+        return address
+
+    def _start(self, work: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _serve(self, seat: MemorySeat, listener: Listener) -> None:
+        with listener, listener.accept() as pipe:
+            sending = threading.Lock()
+            self._start(self._push, seat, pipe, sending)
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    number, method, args, named = pipe.recv()
+                    self._start(self._answer, seat, pipe, sending, number, method, args, named)
+        seat.close()
+
+    def _answer(
+        self, seat: MemorySeat, pipe: Connection, sending: Any, number: int, method: str, args: Any, named: Any
+    ) -> None:
+        try:
+            answer = number, True, getattr(seat, method)(*args, **named)
+        except Exception as error:
+            answer = number, False, error
+        with sending, contextlib.suppress(OSError):
+            if answer[1] and method == "ready":
+                pipe.send((-1, True, seat.notice()))  # before the new world: what was wanted in the old one is gone
+            pipe.send(answer)
+
+    def _push(self, seat: MemorySeat, pipe: Connection, sending: Any) -> None:
+        said: Notice | None = None
+        with contextlib.suppress(OSError):
+            while not self._ended and seat.is_alive:
+                notice = seat.notice()
+                if (notice and (notice.epoch, notice.want)) != (said and (said.epoch, said.want)):
+                    said = notice
+                    with sending:
+                        pipe.send((-1, True, notice))
+                time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        self._ended = True
+        for seat in self.plane.seats:
+            seat.close()
+        for thread in self._threads:
+            thread.join(10)
+
+
+@contextlib.contextmanager
+def bridged(size: int, store: str) -> Iterator[Bridge]:
+    with tempfile.TemporaryDirectory() as folder:
+        bridge = Bridge(MemoryPlane(size, store=store), folder)
+        try:
+            yield bridge
+        finally:
+            bridge.close()

@@ -1,0 +1,142 @@
+"""Ranks with the environment that launchers give, forked from a process that has imported torch already."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.zygote import Running, Zygote
+
+Say = Callable[[str], None]
+
+
+def start_ranks(zygote: Zygote, ranks: int, port: int, function: Callable[..., Any], *args: Any) -> list[Running]:
+    """One node with so many ranks, which meet at a store that the launcher keeps at ``port``."""
+    return [
+        zygote.start(
+            function,
+            *args,
+            environ={
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        for rank in range(ranks)
+    ]
+
+
+class _Lines(io.StringIO):
+    def __init__(self, say: Say) -> None:
+        super().__init__()
+        self._say = say
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            if line:
+                self._say(line)
+        return len(text)
+
+
+def run_script(say: Say, path: str) -> None:
+    """A script as it stands."""
+    with contextlib.redirect_stdout(_Lines(say)):
+        runpy.run_path(path, run_name="__main__")
+
+
+def run_torchrun(say: Say, path: str, *args: str) -> None:
+    """``torchrun`` itself, with two ranks; they are new processes."""
+    from torch.distributed.run import main
+
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    sys.argv = ["torchrun"]
+    main(["--standalone", "--nproc-per-node", "2", path, *args])
+
+
+def build() -> tuple[Any, Any, dict[str, Any]]:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 8)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, {"model": model, "optim": optimizer}
+
+
+def one_step(model: Any, optimizer: Any, step: int, folder: str) -> None:
+    """In step 2 it says that it is there, and waits for ``go``."""
+    import torch
+
+    loss = model(torch.full((2, 16), float(step))).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step == 2:
+        (Path(folder) / f"pid-{os.getpid()}").touch()
+        while not (Path(folder) / "go").exists():
+            time.sleep(0.005)
+
+
+def asking(say: Say, folder: str) -> None:
+    """A loop that asks once a step, saves when it is told to, and ends."""
+    import torch.distributed as dist
+
+    from elastic.workers.detected import close_detectors, elastic_event_detected
+    from tieredckpt import Checkpointer
+
+    dist.init_process_group("gloo")
+    model, optimizer, state = build()
+    with Checkpointer("tiered://asking", on_sigterm="ignore") as ckpt:
+        step = ckpt.restore(state)
+        say(f"restored {step}")
+        while not elastic_event_detected():
+            step += 1
+            one_step(model, optimizer, step, folder)
+        ckpt.save(state, step, force=True).wait()
+        say(f"left {step}")
+    close_detectors()
+    dist.destroy_process_group()
+
+
+def looping(folder: str) -> None:
+    """A loop for :func:`elastic.run`; says how it ended in files, because who started it keeps what it prints."""
+    from elastic.workers.loop import run
+    from tieredckpt import Checkpointer
+
+    def train(world: Any) -> None:
+        model, optimizer, state = build()
+        with Checkpointer("tiered://looping") as ckpt:
+            for step in world.steps(ckpt.restore(state) + 1, checkpoint=(ckpt, state)):
+                one_step(model, optimizer, step, folder)
+
+    ended = run(train)
+    (Path(folder) / f"{ended.how.value}-{ended.steps}-{os.getpid()}").touch()
+
+
+def restoring(say: Say, job: str) -> None:
+    import torch.distributed as dist
+
+    from tieredckpt import Checkpointer
+
+    dist.init_process_group("gloo")
+    _, _, state = build()
+    with Checkpointer(job) as ckpt:
+        say(f"restored {ckpt.restore(state)} {','.join(ckpt.last_restore.bytes_by_tier)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    looping(sys.argv[1])

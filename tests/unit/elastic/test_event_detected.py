@@ -1,0 +1,79 @@
+"""``elastic_event_detected()``: the same answer at the same step for all ranks, and signals left as they were found."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from elastic.control.plane import Want
+from elastic.control.testing import MemoryPlane
+from elastic.workers import launched
+from elastic.workers.detected import Detector, close_detectors, elastic_event_detected
+from elastic.workers.store_plane import StorePlane
+from tests.support.neighbours import until
+from tests.support.planes import PATIENCE_S, at_once, results
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """The process's own detector, in a world of one."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    planes = []
+    make = launched.alone
+    monkeypatch.setattr(launched, "alone", lambda: planes.append(make()) or planes[0])
+    yield planes
+    close_detectors()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_is_an_event_and_its_handler_is_called_too(alone, number):
+    heard = []
+    before = signal.signal(number, lambda *_: heard.append(number))
+    try:
+        assert signal.getsignal(number).__name__ == "<lambda>"  # nothing happens on import
+        assert not any(elastic_event_detected(number) for _ in range(100))
+        signal.raise_signal(number)
+        assert until(lambda: elastic_event_detected(number))
+        assert elastic_event_detected()
+        assert heard == [number]
+        assert isinstance(alone[0], StorePlane)
+        close_detectors()
+        assert signal.getsignal(number).__name__ == "<lambda>"
+    finally:
+        signal.signal(number, before)
+
+
+def test_all_ranks_get_their_true_at_one_step():
+    plane = MemoryPlane(3)
+    detectors = results(at_once(*(lambda s=seat: Detector(s) for seat in plane.seats)))
+    meeting = threading.Barrier(3)
+
+    def train(number):
+        steps = 0
+        while not detectors[number].ask():
+            if steps == 16 and number == 1:
+                plane.seats[1].request(Want.RESIZE, "SIGUSR1")
+            meeting.wait(PATIENCE_S)
+            steps += 1
+        return steps
+
+    steps = results(at_once(*(lambda n=n: train(n) for n in range(3))))
+    assert len(set(steps)) == 1
+    assert steps[0] > 16
+    for detector in detectors:
+        detector.close()
+    assert {seat.sealed_step for seat in plane.seats} == {steps[0]}
+    assert plane.restarts == 0
+
+
+def test_in_a_broken_world_nobody_is_kept():
+    plane = MemoryPlane(2)
+    detectors = results(at_once(*(lambda s=seat: Detector(s) for seat in plane.seats)))
+    assert not detectors[0].ask()
+    plane.lose(plane.seats[1])
+    assert until(detectors[0].ask)
+    for detector in detectors:
+        detector.close()

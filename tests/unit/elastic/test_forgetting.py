@@ -1,0 +1,70 @@
+"""A process that was one rank and is another one later must not be taken for the first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from elastic.workers.forgetting import forget_world
+from tieredckpt.session import open_session
+from tieredckpt.settings import Settings
+from tieredckpt.testing import memory_node
+
+
+def rows_of(rank, size=4):
+    """Where this rank's rows of a tensor begin, as an operation's result says it; and of its gradient."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        mesh = init_device_mesh("cpu", (size,))
+        weight = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)]).requires_grad_()
+        (weight * 2.0).to_local().sum().backward()
+        return [
+            compute_local_shape_and_global_offset(one.shape, one.device_mesh, one.placements)[1][0]
+            for one in (weight, weight.detach(), torch.zeros_like(weight), weight.grad)
+        ]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_saves_its_own_rows_in_every_world():
+    assert rows_of(3) == [6] * 4
+    forget_world(fault=False)
+    assert rows_of(1) == [2] * 4
+    forget_world(fault=False)
+    assert rows_of(0, size=8) == [0] * 4
+
+
+def test_without_forgetting_it_would_not():
+    """Should this fail one day, torch has learned it, and there is less to forget."""
+    forget_world(fault=False)
+    assert rows_of(3) == [6] * 4
+    assert rows_of(1) != [2] * 4
+    forget_world(fault=False)
+
+
+def test_plans_of_dcp_are_forgotten():
+    SavePlanner._cached_save_plan["planner"] = "a plan"
+    forget_world(fault=True)
+    assert not SavePlanner._cached_save_plan
+
+
+@pytest.mark.parametrize("fault", [True, False])
+def test_what_is_saved_next_is_of_a_new_incarnation(fault):
+    with memory_node():
+        session = open_session("job-forget", Settings())
+        first = session.begin_incarnation([session.known_epoch()], 2)
+        session.next_key(7, 0)
+        session.skip_attempts(7, 5)
+        session._began_from = began = object()
+        forget_world(fault=fault)
+        assert session.incarnation is None
+        assert (session._began_from is began) is not fault  # a fault makes the next restore another try
+        second = session.begin_incarnation([first.epoch], 2)
+        assert second.epoch > first.epoch
+        assert session.next_key(7, 0).attempt == 0

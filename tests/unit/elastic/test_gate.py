@@ -1,0 +1,171 @@
+"""All ranks of an epoch stop after the same number of steps, whatever each was doing when it heard."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.control.plane import Notice, Want
+from elastic.control.testing import MemoryPlane
+from elastic.errors import ControlLostError
+from elastic.workers.gate import Gate, Way
+from tests.support.planes import PATIENCE_S, all_ready, at_once, results
+
+
+class Lockstep:
+    """Ranks that meet in a collective in every step, so that none is further than one step from any other."""
+
+    def __init__(self, size, steps):
+        self.plane = MemoryPlane(size)
+        places = all_ready(self.plane.seats)
+        self.gates = [Gate(seat, place.epoch) for seat, place in zip(self.plane.seats, places, strict=True)]
+        self.meeting = threading.Barrier(size)
+        self.steps = steps
+
+    def train(self, number, act):
+        """How many steps were completed, and how it ended; ``act`` runs inside every step."""
+        gate, completed = self.gates[number], 0
+        while completed < self.steps:
+            way = gate.enter(completed)
+            if way is not Way.ON:
+                return completed, way
+            act(number, completed)
+            self.meeting.wait(PATIENCE_S)
+            completed += 1
+        return completed, None
+
+    def run(self, act):
+        ended = threading.Event()
+
+        def look():  # what the thread beside every rank does
+            while not ended.wait(0.001):
+                for gate in self.gates:
+                    gate.look()
+
+        beside = threading.Thread(target=look)
+        beside.start()
+        found = results(at_once(*(lambda n=n: self.train(n, act) for n in range(len(self.gates)))))
+        ended.set()
+        beside.join()
+        for gate in self.gates:
+            gate.close()
+        for seat in self.plane.seats:
+            seat.close()
+        return found
+
+
+@settings(max_examples=20)
+@given(size=st.sampled_from([1, 2, 3, 8]), asker=st.integers(0, 7), at=st.integers(0, 9))
+def test_ranks_in_lockstep_stop_at_one_step(size, asker, at):
+    job = Lockstep(size, 30)
+    asked = threading.Event()
+
+    def act(number, step):
+        if step == at and number == asker % size:
+            job.plane.resize(size)
+            asked.set()
+
+    ways = job.run(act)
+    assert asked.is_set()
+    assert len(set(ways)) == 1
+    completed, way = ways[0]
+    assert way is Way.STOP
+    assert completed > at
+
+
+def test_who_is_inside_a_step_says_so_at_once():
+    job = Lockstep(2, 5)
+    inside, waits = threading.Event(), threading.Event()
+
+    def act(number, step):
+        if step == 1 and number == 1:  # it has not heard anything yet when the other one stands at the boundary
+            inside.set()
+            assert waits.wait(PATIENCE_S)
+
+    def others():
+        assert inside.wait(PATIENCE_S)
+        job.plane.resize(2)
+        assert job.plane.wait_for(lambda: job.plane.seats[1].paused_step is not None, PATIENCE_S)
+        waits.set()
+
+    asking = threading.Thread(target=others)
+    asking.start()
+    assert job.run(act) == [(2, Way.STOP)] * 2
+    asking.join()
+    assert job.plane.seats[1].paused_step == 2
+
+
+@pytest.fixture
+def two():
+    plane = MemoryPlane(2)
+    places = all_ready(plane.seats)
+    gates = [Gate(seat, place.epoch, retry_s=0.01) for seat, place in zip(plane.seats, places, strict=True)]
+    yield plane, gates
+    for seat in plane.seats:
+        seat.close()
+    for gate in gates:
+        gate.close()
+
+
+def test_a_rank_that_is_still_loading_stops_where_it_loads(two):
+    plane, gates = two
+    plane.resize(2)
+    gates[1].look()
+    assert results(at_once(*(lambda g=gate: g.enter(7) for gate in gates))) == [Way.STOP, Way.STOP]
+
+
+def test_nothing_wanted_is_no_stop(two):
+    _, gates = two
+    assert [gates[0].enter(step) for step in range(1000)] == [Way.ON] * 1000
+
+
+def test_a_loss_while_others_pause_ends_their_wait(two):
+    plane, gates = two
+    plane.resize(2)
+    waiting = at_once(lambda: gates[0].enter(3))
+    plane.lose(plane.seats[1])
+    assert results(waiting) == [Way.LEAVE]
+    assert "rank 1 was lost" in gates[0].why_broken
+
+
+def test_a_broken_world_is_left_at_the_next_boundary(two):
+    plane, gates = two
+    plane.restart("the loss is not finite")
+    assert gates[0].enter(1) is Way.LEAVE
+    assert gates[0].why_broken == "the loss is not finite"
+    assert gates[0].wait_broken(0.0)
+
+
+def test_what_is_said_of_another_epoch_is_not_heard(two):
+    _, gates = two
+    gates[0].broken(Notice(gates[0].epoch - 1, Want.RESTART, "long ago"))
+    assert gates[0].enter(0) is Way.ON
+    assert not gates[0].wait_broken(0.0)
+
+
+def test_a_control_plane_that_is_away_for_a_while_is_asked_again(two):
+    plane, gates = two
+    pause, failures = plane.seats[0].pause, iter([ControlLostError("away"), ControlLostError("still away")])
+
+    def away(step, *, timeout_s=None):
+        for error in failures:
+            raise error
+        return pause(step, timeout_s=timeout_s)
+
+    plane.seats[0].pause = away
+    plane.resize(2)
+    gates[1].look()
+    assert results(at_once(*(lambda g=gate: g.enter(4) for gate in gates))) == [Way.STOP, Way.STOP]
+
+
+def test_a_stop_that_becomes_urgent_has_one_target(two):
+    plane, gates = two
+    plane.resize(1)
+    first = at_once(lambda: gates[0].enter(4))
+    plane.stop("now all of it")
+    assert gates[1].enter(3) is Way.ON
+    assert gates[1].enter(4) is Way.STOP
+    assert results(first) == [Way.STOP]
