@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from elastic.batch.plan import BatchPlan
 from elastic.errors import PolicyError
 
 
@@ -49,6 +50,11 @@ class Share:
         """Runs whose lengths differ by one at most."""
         least, more = divmod(microbatches, ranks)
         return cls.contiguous([least + (one < more) for one in range(ranks)], rank)
+
+    @classmethod
+    def planned(cls, plan: BatchPlan, rank: int) -> Share:
+        """As :class:`~elastic.batch.plan.BatchPlan` gives them to its ranks."""
+        return cls.even(plan.microbatch_count, plan.world_size, rank)
 
     @classmethod
     def dealt(cls, microbatches: int, ranks: int, rank: int) -> Share:

@@ -1,0 +1,111 @@
+"""Everything together in one training script: elastic worlds, FSDP2, exact batches, the fixed tree, the sample cursor.
+
+Each rank appends a JSON line per world and per step to a file of its own, so that a test can say afterwards what the
+job learned from, and from where it went on. Arguments: where to write, how many steps, ``tree`` or ``plain``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from elastic.batch.plan import BatchPlan
+from elastic.gradients import ExactGradients, Share
+from elastic.reshard.checksum import checksum
+from elastic.samples import ElasticDataLoader, PlannedShares, seeded
+from elastic.workers.loop import recoverable
+from elastic.workers.world import World
+from tieredckpt import Checkpointer
+
+SEED, SAMPLES, BATCH, MICROBATCH, WIDTH = 7, 101, 16, 2, 24
+
+
+class Numbers:
+    """A dataset: each sample depends on its index alone."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = torch.Generator().manual_seed(index)
+        x = torch.randn(WIDTH, generator=made)
+        return x, torch.stack([x.sum(), x.square().mean()])
+
+
+def model_of(world: World) -> torch.nn.Module:
+    torch.manual_seed(SEED)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, 50), torch.nn.LayerNorm(50), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(50, 2)
+    )
+    mesh = world.mesh()
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Diary:
+    """This rank's lines."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file: TextIO = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def write(self, what: str, **values: Any) -> None:
+        line = {"what": what, "at": time.time(), "pid": os.getpid(), **values}
+        self._file.write(json.dumps(line) + "\n")
+
+
+def main(folder: str, total: int, how: str) -> None:
+    diary = Diary(Path(folder))
+    limit = Path(folder) / "limit"
+
+    @recoverable
+    def train(world: World) -> None:
+        model = model_of(world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
+        share = Share.planned(plan, world.rank)
+        sums = ExactGradients(model, tree=how == "tree")
+        place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
+        loader = ElasticDataLoader(Numbers(), PlannedShares(plan, world.rank), seed=SEED)
+        state = {"model": model, "optim": optimizer, "data": loader}
+        with Checkpointer("tiered://whole", every=1) as ckpt, loader:
+            first = ckpt.restore(state) + 1
+            found = ckpt.last_restore
+            diary.write("world", first=first, tiers=found.bytes_by_tier if found else {}, reason=world.reason, **place)
+            for step in world.steps(first, total, checkpoint=(ckpt, state)):
+                while step >= int(limit.read_text()):  # the test says how far: what it does next meets this step
+                    time.sleep(0.01)
+                work = next(iter(loader))
+                batches = {batch.number // MICROBATCH: batch.data for batch in work}
+                for turn in sums.step(share):
+                    x, y = batches[turn.id]
+                    with seeded(SEED, step, turn.id):
+                        turn.backward((model(x) - y).square().sum(), weight=len(x))
+                result = sums.finish(clip=1.0)
+                optimizer.step()
+                work.commit()
+                ckpt.save(state, step)
+                diary.write(
+                    "step",
+                    step=step,
+                    loss=result.loss.hex(),
+                    norm=(result.norm or 0.0).hex(),
+                    samples=work.indices().tolist(),
+                    sum=f"{checksum({'model': model, 'optim': optimizer}).combined().of_tensors.value:016x}",
+                    **place,
+                )
+
+    print(train(), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
