@@ -64,6 +64,8 @@ class DurableTarget:
         if self._old and not force:
             raise UsageError(f"{self.name} exists; --force replaces it")
         epoch = 1 + max((group.epoch for group in listing.manifests), default=0)
+        self._sent: list[str] = []
+        """Objects that are there, or on their way."""
         self._group = Group(epoch, step, 0, f"reshard-{secrets.token_hex(6)}")
 
     @contextmanager
@@ -88,11 +90,7 @@ class DurableTarget:
 
     def _discard(self) -> None:
         with contextlib.suppress(TieredCheckpointError, OSError):  # nobody reads what no manifest names
-            mine = {info.name for info in self._store.list(names.steps(self._job, self._group))}
-            if self._settings.spread:
-                found = (info.name for info in self._store.list(""))
-                mine |= {name for name in found if names.steps(self._job, self._group) in name}
-            self._store.delete(sorted(mine))
+            self._store.delete(self._sent)
 
     def _shard(self, part: int, source: Source, cut: Cut, advance: Advance) -> File:
         """One shard: written to a file beside, sent, and described."""
@@ -124,6 +122,7 @@ class DurableTarget:
             index = ShardIndex(key, len(cut.parts), size, CHUNK_BYTES, sums, meta)
             index = self._send(Path(file.name), index)
         found = index, encode(layout), encode_table(table) if table else b""
+        self._sent.append(names.index(key))
         self._store.put(names.index(key), encode_shard_file(*found))
         return found
 
@@ -131,6 +130,7 @@ class DurableTarget:
         with compressed(path, index, wanted=self._settings.compress == "zstd") as (packed, frames):
             name = names.shard(index.key, spread=self._settings.spread, compressed=frames is not None)
             size = index.size_bytes if frames is None else sum(frames)
+            self._sent.append(name)
             self._store.upload(
                 name, packed, size, journal=_NoJournal(), identity=xxhash.xxh3_128_hexdigest(index.checksums)
             )

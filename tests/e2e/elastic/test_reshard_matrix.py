@@ -11,12 +11,15 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from elastic.reshard.checksum import checksum
 from tests.support.bits import assert_same
 from tests.support.layouts import Variant, build, known, poison, variants
 from tests.support.models import put_back, state_of
-from tieredckpt import TieredReader, TieredWriter
+from tieredckpt import Checkpointer, TieredReader, TieredWriter
 
 pytestmark = pytest.mark.e2e
 
@@ -79,13 +82,19 @@ def agreed(answers):
     return answers[0]
 
 
-def test_layouts_into_each_other(agent_dir, ranks):
+@pytest.fixture
+def patient(agent_dir, monkeypatch):
+    """A step may be begun from any number of times."""
+    monkeypatch.setenv("TIEREDCKPT_MEMORY_QUARANTINE_AFTER", "0")
+
+
+def test_layouts_into_each_other(patient, ranks):
     assert every_pair(ranks, FEW, FEW) == len(FEW) ** 2
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_every_layout_of_every_world_into_every_other(agent_dir, ranks):
+def test_every_layout_of_every_world_into_every_other(patient, ranks):
     """About 2,000 pairs of real worlds, six minutes on two cores."""
     chosen, began = variants(8), time.monotonic()
     pairs = every_pair(ranks, chosen, chosen)
@@ -129,3 +138,35 @@ def test_ranks_with_names_of_their_own(ranks):
     whole = checksum({name: torch.arange(4.0) for name in "abc"}).combined()
     for found in ranks.run(3, share, (["a", "b"], ["b"], ["c", "b"])):
         assert found == whole
+
+
+def row_parallel(value):
+    """FSDP2 over tensor parallelism that leaves the last rank nothing: it holds a shard of shape (0, 0)."""
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5, bias=False))
+    torch.nn.init.constant_(model[0].weight, value)
+    parallelize_module(model, mesh["tp"], {"0": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"]).state_dict()
+
+
+def save_and_load_empty(how):
+    state, found = row_parallel(3.0), row_parallel(0.0)
+    if torch.distributed.get_rank() == 2:
+        assert tuple(state["0.weight"].to_local().shape) == (0, 0)
+    if how == "dcp":
+        dcp.save(state, storage_writer=TieredWriter("tiered://empty", 1))
+        dcp.load(found, storage_reader=TieredReader("tiered://empty"))
+    else:
+        with Checkpointer("tiered://empty", on_sigterm="ignore") as ckpt:
+            for step in range(3):
+                assert ckpt.save(state, step).ok
+            assert ckpt.restore(found) == 2
+    assert_same(state, found)
+    return checksum(found).combined()
+
+
+@pytest.mark.parametrize("how", ["dcp", "checkpointer"])
+def test_a_shard_that_is_empty_in_its_own_way(agent_dir, ranks, how):
+    expected = checksum({"0.weight": torch.full((5, 4), 3.0)}).combined()
+    for found in ranks.run(3, save_and_load_empty, how):
+        found.must_equal(expected)
