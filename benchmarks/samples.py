@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from elastic.samples import ElasticDataLoader, ElasticSampler, EvenShares, Order, seeded
+from elastic.batch.plan import BatchPlan
+from elastic.samples import ElasticDataLoader, ElasticSampler, Order, PlanShares, seeded
 from elastic.samples.seeds import sample_key, set_all
 
 MICROBATCH = 32
@@ -41,7 +42,7 @@ class Sized:
 
 def ours(samples: int, batch: int, world: int) -> Callable[[], None]:
     def run() -> None:
-        sampler = ElasticSampler(samples, EvenShares(batch, MICROBATCH, 0, world), seed=next(_seeds))
+        sampler = ElasticSampler(samples, _shares(batch, world), seed=next(_seeds))
         for _ in itertools.islice(sampler.batches(), _pieces(batch, world)):
             pass
 
@@ -70,7 +71,7 @@ def distributed(samples: int, batch: int, world: int) -> Callable[[], None]:
 
 
 def loader(seed_samples: bool) -> Callable[[], None]:
-    elastic = ElasticDataLoader(Sized(10**6), EvenShares(64, MICROBATCH), seed=1, seed_samples=seed_samples)
+    elastic = ElasticDataLoader(Sized(10**6), _shares(64, 1), seed=1, seed_samples=seed_samples)
 
     def run() -> None:
         for step in itertools.islice(elastic, STEPS):
@@ -108,6 +109,10 @@ def one_copied() -> None:
 
 
 _seeds = itertools.count()
+
+
+def _shares(batch: int, world: int) -> PlanShares:
+    return PlanShares(BatchPlan(batch, world, microbatch=MICROBATCH), 0)
 
 
 def _pieces(batch: int, world: int) -> int:

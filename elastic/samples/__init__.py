@@ -16,7 +16,7 @@ from elastic.samples.course import Course, Place
 from elastic.samples.errors import CursorError, StepError, WorkersLostError
 from elastic.samples.ledger import Journal, Ledger
 from elastic.samples.order import Order
-from elastic.samples.shares import EvenShares, Shares
+from elastic.samples.shares import PlanShares, Shares
 
 if TYPE_CHECKING:
     from elastic.samples.loader import ElasticDataLoader
@@ -28,11 +28,11 @@ __all__ = [
     "CursorError",
     "ElasticDataLoader",
     "ElasticSampler",
-    "EvenShares",
     "Journal",
     "Ledger",
     "Order",
     "Place",
+    "PlanShares",
     "Shares",
     "StepError",
     "WorkersLostError",

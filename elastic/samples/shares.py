@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from elastic.batch.plan import BatchPlan
 from elastic.errors import PolicyError
 
 
@@ -37,27 +38,26 @@ class Shares(Protocol):
 
 
 @dataclass(frozen=True)
-class EvenShares:
-    """Microbatches of one size, counted through the global batch, a run of them for each rank."""
+class PlanShares:
+    """What a :class:`~elastic.batch.plan.BatchPlan` gives to one rank."""
 
-    global_batch: int
-    microbatch: int
-    rank: int = 0
-    world: int = 1
+    plan: BatchPlan
+    rank: int
 
     def __post_init__(self) -> None:
-        if self.global_batch < 1 or self.microbatch < 1:
-            raise PolicyError(
-                f"batches of {self.global_batch} and microbatches of {self.microbatch}: both are at least 1"
-            )
-        if not 0 <= self.rank < self.world:
-            raise PolicyError(f"rank {self.rank} is not in a world of {self.world}")
+        self.plan.of(self.rank)  # so that a rank that is not in the plan says so here
+
+    @property
+    def global_batch(self) -> int:
+        return self.plan.global_batch
 
     def slices(self, samples: int) -> list[Slice]:
-        pieces = -(-samples // self.microbatch)
-        mine = range(pieces * self.rank // self.world, pieces * (self.rank + 1) // self.world)
-        starts = [piece * self.microbatch for piece in mine]
-        return [Slice(start, min(self.microbatch, samples - start)) for start in starts]
+        # Of a batch that is cut short at an epoch's end there may be too little for all ranks, however it was planned.
+        plan = self.plan if samples == self.plan.global_batch else self._of(samples)
+        return [Slice(piece.first, piece.samples) for piece in plan.of(self.rank).microbatches]
+
+    def _of(self, samples: int) -> BatchPlan:
+        return replace(self.plan, global_batch=samples, allow_idle=True)
 
 
 def checked(shares: Shares, samples: int) -> tuple[Slice, ...]:

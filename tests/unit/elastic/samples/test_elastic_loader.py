@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 from elastic.errors import PolicyError
-from elastic.samples import ElasticDataLoader, EvenShares, Journal, Ledger, Place
+from elastic.samples import ElasticDataLoader, Journal, Ledger, Place
 from elastic.samples.errors import CursorError, StepError, WorkersLostError
 from elastic.samples.ledger import verify
+from tests.support.shares import even
 
 pytestmark = [
     # Workers are forked, since spawning them takes seconds; torch has threads, none of which holds a lock by then.
@@ -63,7 +64,7 @@ class Job:
         self.ledger = Ledger()
 
     def shares(self, world):
-        return [EvenShares(self.batch, self.microbatch, rank, world) for rank in range(world)]
+        return [even(self.batch, self.microbatch, rank, world) for rank in range(world)]
 
     def start(self, world, state=None):
         """New processes."""
@@ -251,16 +252,16 @@ def test_every_sample_once_with_workers_for_long(history, num_workers):
 
 
 def test_the_loader_ends_with_its_epochs_and_leaves_nothing_running():
-    whole = loader(EvenShares(6, 2), tail="short", epochs=2, num_workers=2)
+    whole = loader(even(6, 2), tail="short", epochs=2, num_workers=2)
     sizes = [len(read(step)) for step in whole]
     assert sizes == [6, 6, 6, 5] * 2
     assert list(whole) == []
-    whole.reshape(EvenShares(6, 2), Place(4, 23))
+    whole.reshape(even(6, 2), Place(4, 23))
     assert [len(read(step)) for step in whole] == [6, 6, 6, 5]
 
 
 def test_a_batch_over_the_end_of_an_epoch_is_of_both():
-    with loader(EvenShares(15, 15), epochs=1) as whole:
+    with loader(even(15, 15), epochs=1) as whole:
         steps = [(step.number, step.epoch, step.epochs().tolist(), read(step)) for step in whole]
     assert [epochs for _, _, epochs, _ in steps] == [[0] * 15, [0] * 8 + [1] * 7]
     assert sorted(
@@ -270,7 +271,7 @@ def test_a_batch_over_the_end_of_an_epoch_is_of_both():
 
 @workers
 def test_a_rank_without_samples_takes_its_turn(num_workers):
-    with loader(EvenShares(4, 2, rank=0, world=3), num_workers=num_workers) as idle:
+    with loader(even(4, 2, rank=2, world=3), num_workers=num_workers) as idle:
         for number in range(5):
             step = next(idle)
             assert (step.number, len(step), list(step), step.samples, step.indices().tolist()) == (number, 0, [], 4, [])
@@ -278,7 +279,7 @@ def test_a_rank_without_samples_takes_its_turn(num_workers):
 
 
 def test_a_step_has_to_be_committed_before_the_next():
-    with loader(EvenShares(4, 2)) as steps:
+    with loader(even(4, 2)) as steps:
         step = next(steps)
         assert steps.state_dict()["cursor"] == 0
         first = list(step)
@@ -293,7 +294,7 @@ def test_a_step_has_to_be_committed_before_the_next():
 
 
 def test_samples_that_were_not_read_cannot_be_committed():
-    with loader(EvenShares(4, 2)) as steps:
+    with loader(even(4, 2)) as steps:
         step = next(steps)
         next(iter(step))
         with pytest.raises(StepError, match="1 of 2 microbatches of step 0 were not read"):
@@ -303,7 +304,7 @@ def test_samples_that_were_not_read_cannot_be_committed():
 
 
 def test_a_step_that_an_error_left_open_comes_again():
-    with loader(EvenShares(4, 2), num_workers=2) as steps:
+    with loader(even(4, 2), num_workers=2) as steps:
         for step in steps:
             if step.number == 2:
                 break
@@ -321,15 +322,15 @@ def pids(elastic):
 
 
 def test_workers_outlive_a_resize_and_what_they_read_ahead_does_not():
-    with loader(EvenShares(8, 2, 0, 2), num_workers=2, prefetch_factor=3) as steps:
+    with loader(even(8, 2, 0, 2), num_workers=2, prefetch_factor=3) as steps:
         read(next(steps))
         before = pids(steps)
-        steps.reshape(EvenShares(8, 2, 2, 4))
+        steps.reshape(even(8, 2, 2, 4))
         step = next(steps)
         indices = step.indices().tolist()
         assert [sample[0] for sample in read(step)] == indices
         assert len(indices) == 2
-        steps.reshape(EvenShares(8, 2, 2, 4), at=Place(0, 0))
+        steps.reshape(even(8, 2, 2, 4), at=Place(0, 0))
         step = next(steps)
         assert (step.number, step.indices().tolist()) == (0, steps.course.order.indices(4, 2).tolist())
         read(step)
@@ -343,12 +344,12 @@ def test_a_plan_that_cannot_be_changes_nothing():
         def slices(self, samples):
             return [(4, 8)]
 
-    with loader(EvenShares(8, 2)) as steps:
+    with loader(even(8, 2)) as steps:
         read(next(steps))
         with pytest.raises(PolicyError):
             steps.reshape(Wrong())
         with pytest.raises(PolicyError, match="nowhere"):
-            steps.reshape(EvenShares(8, 2), at=Place(-1, 0))
+            steps.reshape(even(8, 2), at=Place(-1, 0))
         assert next(steps).indices().tolist() == steps.course.order.indices(8, 8).tolist()
 
 
@@ -368,10 +369,10 @@ class Fatal(Numbers):
 def test_dead_workers_are_said_to_be_dead_and_replaced(tmp_path):
     flag = tmp_path / "flag"
     flag.touch()
-    with loader(EvenShares(6, 2)) as whole:
+    with loader(even(6, 2)) as whole:
         expected = [read(next(whole)) for _ in range(3)]
     victim = expected[1][3][0]
-    with loader(EvenShares(6, 2), Fatal(flag, victim), num_workers=2, prefetch_factor=1) as steps:
+    with loader(even(6, 2), Fatal(flag, victim), num_workers=2, prefetch_factor=1) as steps:
         assert read(next(steps)) == expected[0]
         with pytest.raises(WorkersLostError, match="iterate again"):
             read(next(steps))
@@ -394,7 +395,7 @@ class Broken(Numbers):
 @workers
 def test_what_a_dataset_raises_reaches_the_reader_at_the_step_it_is_about(num_workers):
     order = [sample for step in undisturbed(Job(6, 2), 3) for sample, *_ in step]
-    with loader(EvenShares(6, 2), Broken(order[8]), num_workers=num_workers) as steps:
+    with loader(even(6, 2), Broken(order[8]), num_workers=num_workers) as steps:
         assert len(read(next(steps))) == 6
         step = next(steps)
         assert next(iter(step)).number == 0
@@ -408,15 +409,15 @@ def test_what_a_dataset_raises_reaches_the_reader_at_the_step_it_is_about(num_wo
 @workers
 def test_an_error_in_what_nobody_wants_any_more_is_none(num_workers):
     order = [sample for step in undisturbed(Job(6, 2), 2) for sample, *_ in step]
-    with loader(EvenShares(6, 2), Broken(order[8]), num_workers=num_workers) as steps:
+    with loader(even(6, 2), Broken(order[8]), num_workers=num_workers) as steps:
         read(next(steps))
-        steps.reshape(EvenShares(6, 2, 0, 3))
+        steps.reshape(even(6, 2, 0, 3))
         assert len(read(next(steps))) == 2
 
 
 @workers
 def test_random_numbers_of_a_sample_are_its_own_in_every_epoch(num_workers):
-    with loader(EvenShares(23, 4), num_workers=num_workers) as steps:
+    with loader(even(23, 4), num_workers=num_workers) as steps:
         epochs = [{index: drawn for index, *drawn in read(next(steps))} for _ in range(2)]
     assert epochs == [{index: drawn for index, *drawn in step} for step in undisturbed(Job(23, 7), 2)]
     assert all(epochs[0][index] != epochs[1][index] for index in range(23))
@@ -429,13 +430,13 @@ def test_the_random_numbers_of_the_training_are_left_alone(num_workers):
     expected = torch.rand(3).tolist(), random.random()
     torch.manual_seed(1)
     random.seed(1)
-    with loader(EvenShares(6, 2), num_workers=num_workers) as steps:
+    with loader(even(6, 2), num_workers=num_workers) as steps:
         read(next(steps))
         assert (torch.rand(3).tolist(), random.random()) == expected
 
 
 def test_samples_need_not_be_seeded():
-    with loader(EvenShares(6, 6), seed_samples=False) as steps:
+    with loader(even(6, 6), seed_samples=False) as steps:
         torch.manual_seed(1)
         expected = torch.randint(1 << 30, (6,)).tolist()
         torch.manual_seed(1)
@@ -467,7 +468,7 @@ class Tables(Dataset):
 
 
 def test_samples_may_be_had_by_get():
-    with loader(EvenShares(9, 9), Pages(), collate_fn=list) as steps:
+    with loader(even(9, 9), Pages(), collate_fn=list) as steps:
         (batch,) = next(steps)
     assert sorted(row["page"] for row in batch.data) == list(range(9))
     assert batch.data == [{"page": index} for index in batch.indices]
@@ -478,7 +479,7 @@ def test_samples_may_be_had_many_at_a_time(num_workers):
     def rows(world):
         found = []
         for rank in range(world):
-            with loader(EvenShares(9, 3, rank, world), Tables(), collate_fn=list, num_workers=num_workers) as steps:
+            with loader(even(9, 3, rank, world), Tables(), collate_fn=list, num_workers=num_workers) as steps:
                 found += [row for batch in next(steps) for row in batch.data]
         return found
 
@@ -502,26 +503,26 @@ class Unsized(Dataset):
 )
 def test_data_without_numbers_or_length_is_refused(dataset, words):
     with pytest.raises(PolicyError, match=words):
-        loader(EvenShares(4, 2), dataset)
+        loader(even(4, 2), dataset)
     with pytest.raises(PolicyError, match="1 to"):
-        loader(EvenShares(4, 2), [])
+        loader(even(4, 2), [])
 
 
 def test_a_checkpoint_of_other_data_is_refused():
-    state = loader(EvenShares(4, 2)).state_dict()
+    state = loader(even(4, 2)).state_dict()
     with pytest.raises(CursorError, match="samples was 23 and is 24"):
-        loader(EvenShares(4, 2), Numbers(24)).load_state_dict(state)
-    loader(EvenShares(4, 2), Numbers(24), allow=["samples"]).load_state_dict(state)
+        loader(even(4, 2), Numbers(24)).load_state_dict(state)
+    loader(even(4, 2), Numbers(24), allow=["samples"]).load_state_dict(state)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_it_is_in_the_state_that_dcp_saves(tmp_path):
-    with loader(EvenShares(6, 2)) as steps:
+    with loader(even(6, 2)) as steps:
         read(next(steps))
         dcp.save({"samples": steps}, checkpoint_id=tmp_path, no_dist=True)
         expected = read(next(steps))
     for rank in range(2):
-        with loader(EvenShares(6, 2, rank, 2)) as again:
+        with loader(even(6, 2, rank, 2)) as again:
             dcp.load({"samples": again}, checkpoint_id=tmp_path, no_dist=True)
             assert again.place == (1, 6)
             found = read(next(again))
@@ -531,7 +532,7 @@ def test_it_is_in_the_state_that_dcp_saves(tmp_path):
 
 
 def test_closed_is_closed():
-    steps = loader(EvenShares(4, 2), num_workers=1)
+    steps = loader(even(4, 2), num_workers=1)
     step = next(steps)
     list(step)
     steps.close()
@@ -544,8 +545,8 @@ def test_closed_is_closed():
 
 
 def test_a_loader_that_took_no_step_starts_nobody():
-    steps = loader(EvenShares(4, 2), num_workers=2)
-    steps.reshape(EvenShares(4, 1))
+    steps = loader(even(4, 2), num_workers=2)
+    steps.reshape(even(4, 1))
     assert steps._lines._running is None
 
 
@@ -555,7 +556,7 @@ def test_journals_of_two_worlds(tmp_path):
     for world, ranks, place, steps in [(1, 3, Place(0, 0), 5), (2, 2, Place(4, 24), 4)]:
         for rank in range(ranks):
             files.append(tmp_path / f"{world}-{rank}")
-            share = EvenShares(6, 2, rank, ranks)
+            share = even(6, 2, rank, ranks)
             with Journal(files[-1]) as journal, loader(share) as mine:
                 mine.reshape(share, place)
                 for step, _ in zip(mine, range(steps), strict=False):
@@ -566,11 +567,11 @@ def test_journals_of_two_worlds(tmp_path):
 
 def test_pinned_memory_is_passed_on():
     if torch.accelerator.is_available():
-        with loader(EvenShares(4, 2), pin_memory=True, num_workers=1) as steps:
+        with loader(even(4, 2), pin_memory=True, num_workers=1) as steps:
             assert all(batch.data.is_pinned() for batch in next(steps))
     else:
         with (
             pytest.warns(UserWarning, match="no accelerator"),
-            loader(EvenShares(4, 2), pin_memory=True) as steps,
+            loader(even(4, 2), pin_memory=True) as steps,
         ):
             assert len(read(next(steps))) == 4

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from elastic.errors import PolicyError
-from elastic.samples import ElasticDataLoader, ElasticSampler, EvenShares, Order, Place
+from elastic.samples import ElasticDataLoader, ElasticSampler, Order, Place
 from elastic.samples.errors import CursorError, StepError
 from elastic.samples.stateful import StatefulBatches
+from tests.support.shares import even
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
@@ -20,7 +21,7 @@ DATA = list(range(23))
 
 
 def sampler(world=1, rank=0, batch=6, microbatch=2, **options):
-    return ElasticSampler(DATA, EvenShares(batch, microbatch, rank, world), **{"seed": 5, **options})
+    return ElasticSampler(DATA, even(batch, microbatch, rank, world), **{"seed": 5, **options})
 
 
 def expected(epochs=1):
@@ -54,7 +55,7 @@ def test_all_ranks_together_have_every_sample_once():
 
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 5), st.integers(0, 9), st.sampled_from(["wrap", "short"]))
 def test_lengths_are_told_beforehand(samples, batch, microbatch, step, tail):
-    mine = ElasticSampler(samples, EvenShares(batch, microbatch), seed=1, tail=tail)
+    mine = ElasticSampler(samples, even(batch, microbatch), seed=1, tail=tail)
     mine.reshape(mine.shares, mine.course.at(step))
     batches = list(mine.batches())
     assert (len(mine), len(mine.batches())) == (sum(map(len, batches)), len(batches))
@@ -72,7 +73,7 @@ def test_an_iteration_begins_at_what_is_committed():
     again.load_state_dict(mine.state_dict())
     assert again.place == (1, 6)
     assert list(itertools.islice(again.batches(), 2)) == first[3:]
-    again.reshape(EvenShares(6, 2, 1, 3), at=Place(0, 0))
+    again.reshape(even(6, 2, 1, 3), at=Place(0, 0))
     assert next(iter(again.batches())) == first[1]
 
 
@@ -96,7 +97,7 @@ def test_what_was_not_handed_out_cannot_be_committed():
 
 
 def test_a_rank_without_samples_is_refused():
-    mine = sampler(world=9, rank=0)
+    mine = sampler(world=9, rank=8)
     with pytest.raises(PolicyError, match="no samples at step 0"):
         list(mine.batches())
 
@@ -107,7 +108,7 @@ def test_a_cursor_of_other_samples_is_refused():
 
 
 def test_sampler_and_loader_have_the_same_order():
-    shares = EvenShares(6, 2, 1, 2)
+    shares = even(6, 2, 1, 2)
     with ElasticDataLoader(DATA, shares, seed=5) as loader:
         step = next(loader)
         assert [list(batch.indices) for batch in step] == list(itertools.islice(sampler(2, 1).batches(), len(step)))
@@ -203,7 +204,7 @@ class Stream:
 
 def all_rows(dataset):
     found = []
-    with ElasticDataLoader(dataset, EvenShares(4, 4), seed=1, epochs=1, tail="short") as loader:
+    with ElasticDataLoader(dataset, even(4, 4), seed=1, epochs=1, tail="short") as loader:
         for step in loader:
             for batch in step:
                 assert batch.data["text"] == [f"row {index}" for index in batch.indices]
@@ -215,7 +216,7 @@ def all_rows(dataset):
 def test_rows_of_hugging_face_by_their_interface():
     assert sorted(all_rows(Rows(10))) == list(range(10))
     with pytest.raises(PolicyError, match="Stream can only be read from its beginning"):
-        ElasticDataLoader(Stream(), EvenShares(4, 4), seed=1)
+        ElasticDataLoader(Stream(), even(4, 4), seed=1)
 
 
 def test_rows_of_hugging_face(monkeypatch):
@@ -226,4 +227,4 @@ def test_rows_of_hugging_face(monkeypatch):
     table = datasets.Dataset(datasets.table.InMemoryTable.from_pydict(columns), fingerprint="ten rows")
     assert all_rows(table.with_format("torch")) == all_rows(Rows(10))
     with pytest.raises(PolicyError, match="only be read from its beginning"):
-        ElasticDataLoader(table.to_iterable_dataset(), EvenShares(4, 4), seed=1)
+        ElasticDataLoader(table.to_iterable_dataset(), even(4, 4), seed=1)

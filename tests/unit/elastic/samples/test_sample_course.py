@@ -2,11 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic.batch.plan import BatchPlan
 from elastic.errors import PolicyError
 from elastic.samples.course import CHANGES, START, Course, Place
 from elastic.samples.errors import CursorError
 from elastic.samples.order import Order
-from elastic.samples.shares import EvenShares, checked
+from elastic.samples.shares import PlanShares, checked
+from tests.support.shares import even
 
 
 @st.composite
@@ -150,14 +152,20 @@ def test_a_cursor_has_everything(missing):
         SAVED.place(state, allow=CHANGES)
 
 
-@given(st.integers(1, 50), st.integers(1, 9), st.integers(1, 12), st.integers(1, 50))
-def test_even_shares_cover_a_batch_once_with_the_same_microbatches_in_every_world(batch, microbatch, world, samples):
-    slices = [piece for rank in range(world) for piece in checked(EvenShares(batch, microbatch, rank, world), samples)]
-    assert slices == list(checked(EvenShares(batch, microbatch), samples))
-    covered = [number for first, size in slices for number in range(first, first + size)]
-    assert covered == list(range(samples))
-    counts = [len(EvenShares(batch, microbatch, rank, world).slices(samples)) for rank in range(world)]
-    assert max(counts) - min(counts) <= 1
+@given(st.integers(1, 50), st.none() | st.integers(1, 9), st.integers(1, 12), st.data())
+def test_the_shares_of_a_plan_cover_any_batch_once(batch, microbatch, world, data):
+    plan = BatchPlan(batch, world, microbatch=microbatch, max_microbatch=microbatch, allow_idle=True)
+    samples = data.draw(st.integers(1, batch))
+    slices = [piece for rank in range(world) for piece in checked(PlanShares(plan, rank), samples)]
+    assert [number for first, size in slices for number in range(first, first + size)] == list(range(samples))
+    if microbatch:
+        assert slices == list(checked(even(batch, microbatch), samples))
+
+
+def test_a_plan_that_keeps_all_ranks_busy_still_has_short_batches():
+    shares = [PlanShares(BatchPlan(8, 4, max_microbatch=2), rank) for rank in range(4)]
+    assert [share.slices(8) for share in shares] == [[(0, 2)], [(2, 2)], [(4, 2)], [(6, 2)]]
+    assert [share.slices(3) for share in shares] == [[(0, 1)], [(1, 1)], [(2, 1)], []]
 
 
 class Wrong:
@@ -178,9 +186,7 @@ def test_shares_that_cannot_be_are_refused(shares):
         checked(shares, 8)
 
 
-@pytest.mark.parametrize(
-    ("rank", "world", "batch", "microbatch"), [(2, 2, 8, 1), (-1, 2, 8, 1), (0, 1, 0, 1), (0, 1, 8, 0)]
-)
-def test_even_shares_that_cannot_be_are_refused(rank, world, batch, microbatch):
-    with pytest.raises(PolicyError):
-        EvenShares(batch, microbatch, rank, world)
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_not_in_the_plan_is_refused(rank):
+    with pytest.raises(PolicyError, match="world_size is 2"):
+        even(8, 2, rank, 2)
