@@ -67,7 +67,6 @@ def _averaged(model: DistributedDataParallel, share: Share) -> Callable[[int], N
     """What a loop with DDP does: one all-reduce, in the last backward."""
 
     def step(_: int) -> None:
-        model.zero_grad()
         for id_ in share.mine:
             model.require_backward_grad_sync = id_ == share.mine[-1]
             (_loss(model, id_) / (_ROWS * len(share.mine))).backward()
@@ -78,7 +77,6 @@ def _averaged(model: DistributedDataParallel, share: Share) -> Callable[[int], N
 
 def _unreduced(model: nn.Module, share: Share) -> Callable[[int], None]:
     def step(_: int) -> None:
-        model.zero_grad()
         for id_ in share.mine:
             _loss(model, id_).backward()
 
@@ -93,7 +91,6 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     single = Step(_model(size), Share.even(MICROBATCHES, 1, 0), own, tree=True)
     single(0)
     expected = single.found()
-    del single
     mesh = init_device_mesh("cpu", (scene.ranks,))
 
     def sharded() -> nn.Module:
@@ -104,30 +101,32 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
         return fully_shard(model, mesh=mesh)
 
     tree = Step(_model(size), share, world, tree=True)
+    exact, fsdp_exact = Step(_model(size), share, world), Step(sharded(), share, world, each_turn=True)
     fsdp_tree = Step(sharded(), share, world, tree=True)
     dealt = Step(sharded(), Share.dealt(MICROBATCHES, scene.ranks, rank), world, tree=True)
+    ddp, alone = DistributedDataParallel(_model(size)), _model(size)
     contenders = [
         Contender(OURS, "ours", tree, tree.found, note=f"{MICROBATCHES} microbatches; compared with one rank's"),
-        Contender(EXACT, "ours", Step(_model(size), share, world), None),
-        Contender(DDP, "opponent", _averaged(DistributedDataParallel(_model(size)), share), None),
-        Contender(ALONE, "limit", _unreduced(_model(size), share), None, note="forward and backward alone"),
+        Contender(EXACT, "ours", exact, None),
+        Contender(DDP, "opponent", _averaged(ddp, share), None, before=ddp.zero_grad),
+        Contender(ALONE, "limit", _unreduced(alone, share), None, before=alone.zero_grad, note="forward and backward"),
         Contender(FSDP_OURS, "ours", fsdp_tree, fsdp_tree.found, note="compared with one rank's"),
         Contender(FSDP_DEALT, "ours", dealt, dealt.found, note="compared with one rank's"),
-        Contender(FSDP_EXACT, "ours", Step(sharded(), share, world, each_turn=True), None),
+        Contender(FSDP_EXACT, "ours", fsdp_exact, None),
     ]
     rows = measure(
         contenders, scene.rounds, expected=expected, prepare=lambda _: None, every_round=False, spoil=scene.spoil
     )
-    return rows + [_peak(rank, one) for one in contenders]
+    del single, expected
+    models = [tree.model, exact.model, ddp, alone, fsdp_tree.model, dealt.model, fsdp_exact.model]
+    return rows + [_peak(rank, one, model) for one, model in zip(contenders, models, strict=True)]
 
 
-def _peak(rank: int, contender: Contender) -> dict[str, Any]:
+def _peak(rank: int, contender: Contender, model: nn.Module) -> dict[str, Any]:
     """What one step needs at its worst moment beside what is there without gradients; of rank 0."""
-    model = getattr(contender.run, "model", None)
     grown: list[int] = []
     for _ in range(2):
-        if model is not None:
-            model.zero_grad()
+        model.zero_grad()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         together()

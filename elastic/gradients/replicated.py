@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -15,8 +14,10 @@ from elastic.gradients.share import Share, Slot
 from elastic.gradients.tree import Partials, held
 
 Gradients = list[torch.Tensor]
-WINDOW_BYTES = 32 << 20
+WINDOW_BYTES = 8 << 20
 """Of each partial sum, what is under way at a time."""
+LEAST_BYTES = 64 << 10
+"""Of it, what one rank is sent; with very many ranks windows are larger."""
 
 
 class Replicated:
@@ -106,11 +107,14 @@ class Replicated:
         for same in _alike(into):
             rows = [[one[index].view(-1) for index in same] for one in mine]
             target = [into[index].view(-1) for index in same]
-            for window in _windows([len(one) for one in target], WINDOW_BYTES // target[0].element_size()):
-                flat = [torch.cat([row[index][begin:end] for index, begin, end in window]) for row in rows]
+            most = max(WINDOW_BYTES, LEAST_BYTES * self._group.size()) // target[0].element_size()
+            for window in _windows([len(one) for one in target], most):
+                size = sum(end - begin for _, begin, end in window)
+                flat = target[0].new_empty(len(rows), size)
+                for row, into_row in zip(rows, flat, strict=True):
+                    torch.cat([row[index][begin:end] for index, begin, end in window], out=into_row)
                 if self._tree:
-                    empty = target[0].new_empty(0, sum(end - begin for _, begin, end in window))
-                    result = whole_sum(torch.stack(flat) if flat else empty, nodes, share.microbatches, self._group)
+                    result = whole_sum(flat, nodes, share.microbatches, self._group)
                 else:
                     result = flat[0]
                     dist.all_reduce(result, group=self._group)
@@ -155,11 +159,16 @@ def _alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 def _windows(sizes: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
     """``sizes`` cut into buffers of at most ``most`` elements: which one, from where, to where."""
-    starts = [0, *itertools.accumulate(sizes)]
-    for begin in range(0, starts[-1], most):
-        end = min(begin + most, starts[-1])
-        yield [
-            (index, max(begin - starts[index], 0), min(end - starts[index], size))
-            for index, size in enumerate(sizes)
-            if size and starts[index] < end and starts[index] + size > begin
-        ]
+    window: list[tuple[int, int, int]] = []
+    room = most
+    for index, size in enumerate(sizes):
+        begin = 0
+        while begin < size:
+            end = min(size, begin + room)
+            window.append((index, begin, end))
+            room, begin = room - (end - begin), end
+            if not room:
+                yield window
+                window, room = [], most
+    if window:
+        yield window

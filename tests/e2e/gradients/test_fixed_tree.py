@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
+from elastic.gradients import replicated
 from tests.support.resizable import Seen, Worlds, train
 from tests.support.zygote import Zygote
 
@@ -46,6 +47,8 @@ def _everything(_: object) -> dict[str, Found]:
         by_size = {size: train(kind, [size] * STEPS, worlds, deal=deal, **how) for size in sizes}
         resized = train(kind, RESIZED, worlds, deal=deal, **how) if sizes == SIZES else []
         mine[name] = Found(by_size, resized)
+    replicated.WINDOW_BYTES, replicated.LEAST_BYTES = 300, 4  # this process is forked for this test alone
+    mine["plain, small windows"] = Found({3: train("plain", [3] * STEPS, worlds, tree=True)}, [])
     handed = [mine]
     dist.broadcast_object_list(handed, src=0)  # small worlds have no part for the last ranks
     for name, theirs in handed[0].items():
@@ -77,6 +80,7 @@ def test_replicas_of_shards_are_as_shards(found: dict[str, Found]) -> None:
 def test_neither_the_wrapper_nor_who_got_which_microbatch_matters(found: dict[str, Found]) -> None:
     plain, ddp, fsdp = (found[kind].by_size[3] for kind in ("plain", "ddp", "fsdp"))
     assert ddp == plain
+    assert found["plain, small windows"].by_size[3] == plain
     assert found["fsdp, dealt"].by_size[3] == fsdp
     assert [(seen.loss, seen.norm) for seen in fsdp] == [(seen.loss, seen.norm) for seen in plain]
 

@@ -6,12 +6,15 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.errors import PolicyError
 from elastic.gradients import ExactGradients, Share, Total, norm
+from elastic.gradients.replicated import _windows
 
 
 class Weights(nn.Module):
@@ -139,6 +142,16 @@ def test_a_step_that_was_left_is_forgotten() -> None:
             microbatch.backward(model(3.0), weight=1)
         assert sums.finish().loss == 9.0
         assert torch.equal(model.used.grad, torch.full((3,), 3.0))
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 7))
+def test_windows_are_full_and_have_everything_once(sizes: list[int], most: int) -> None:
+    windows = list(_windows(sizes, most))
+    lengths = [sum(end - begin for _, begin, end in window) for window in windows]
+    assert all(length == most for length in lengths[:-1])
+    assert all(0 < length <= most for length in lengths)
+    found = [(index, place) for window in windows for index, begin, end in window for place in range(begin, end)]
+    assert found == [(index, place) for index, size in enumerate(sizes) for place in range(size)]
 
 
 def test_the_fixed_norm_is_the_norm_and_does_not_see_where_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
