@@ -22,6 +22,12 @@ QUIET = Policy(backend="none", settle_s=0.0)
 PATIENT = Policy(backend="none", settle_s=PATIENCE_S)
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """What is collected between worlds is large only because of everything else that tests have imported."""
+    monkeypatch.setattr("elastic.workers.forgetting.gc.collect", lambda: 0)
+
+
 def job(plane, train, policy=QUIET):
     return at_once(*(lambda s=seat: run(train, plane=s, policy=policy) for seat in plane.seats))
 
@@ -162,17 +168,16 @@ def test_a_loss_while_others_seal_is_handled():
     def train(world):
         def seal(_step):
             if world.rank == 1:
-                plane.lose(plane.seats[1])
-            assert world._gate.wait_broken(PATIENCE_S)
+                plane.lose(plane.members[1])
+            else:
+                assert world._gate.wait_broken(PATIENCE_S)
             raise RuntimeError("gloo: Connection closed by peer")
 
         for step in world.steps(0, 5, seal=seal):
             if world.epoch == 0 and step == 1:
                 plane.resize(1)
 
-    first, second = job(plane, train)
-    assert first.result(PATIENCE_S).how is End.FINISHED
-    assert second.result(PATIENCE_S).how is End.DISMISSED
+    assert sorted(end.how.value for end in results(job(plane, train))) == ["dismissed", "finished"]
     assert plane.restarts == 1
 
 
@@ -218,7 +223,8 @@ def test_a_loss_on_the_last_step_is_heard_before_the_end():
         if world.epoch == 0:
             if world.rank == 1:
                 plane.lose(plane.members[1])
-            assert world._gate.wait_broken(PATIENCE_S)
+            else:
+                assert world._gate.wait_broken(PATIENCE_S)
         return world.epoch
 
     def lonely(world):

@@ -1,0 +1,59 @@
+"""A rank that does not answer and is not dead: whoever waits for it in a collective is woken within moments."""
+
+from __future__ import annotations
+
+import signal
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from elastic.workers.loop import Policy, run
+from tests.support.bridged import BridgedPlane, bridged
+from tests.support.neighbours import until
+
+pytestmark = pytest.mark.e2e
+
+
+def train(say, address, how):
+    """In the first world all wait for rank 1, which waits for the test; each in the way that ``how`` says."""
+    import torch
+
+    def work(world):
+        ones = torch.ones(1000)
+        dist.all_reduce(ones)
+        say(f"world {world.size} sum {int(ones[0])}")
+        if world.size == 2 and world.rank == 1:
+            signal.pause()
+        if world.size == 2 and how == "collective":
+            dist.all_reduce(ones)
+        if world.size == 2 and how == "other group":
+            dist.all_reduce(ones, group=dist.new_group(backend="gloo"))
+        if world.size == 2 and how == "store":
+            dist.distributed_c10d._get_default_store().get("what nobody sets")
+
+    # Nothing here ends by its own time limit before the test is long over.
+    return run(work, plane=BridgedPlane(address), policy=Policy(timeout=timedelta(minutes=30))).how.value
+
+
+@pytest.mark.parametrize("how", ["collective", "other group", "store"])
+def test_who_waits_for_a_hung_rank_is_woken(zygote, how):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with bridged(2, f"127.0.0.1:{store.port}") as bridge:
+        plane = bridge.plane
+        ranks = {seat: zygote.start(train, bridge.address_of(seat), how) for seat in plane.seats}
+        try:
+            for one in ranks.values():
+                one.wait_line("world 2 sum 2")
+            waits, hangs = plane.members
+            ranks[hangs].kill(signal.SIGSTOP)
+            plane.size = 1
+            plane.lose(hangs, "rank 1 does not answer")
+            end = ranks[waits].wait(timeout_s=60)
+            assert (end.result, end.lines[-1]) == ("finished", "world 1 sum 1")
+            assert waits.faults == []
+        finally:
+            for one in ranks.values():
+                one.kill_if_alive()
+                one.wait()
+    assert until(lambda: not waits.is_alive)

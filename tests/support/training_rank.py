@@ -1,0 +1,49 @@
+"""A rank under ``elastic run`` that trains, as slowly as a test wants: ``python training_rank.py FOLDER``.
+
+It prints what happens to it as JSON, a line each. Files in FOLDER: ``finish`` ends the training after the next step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.workers.loop import run
+from tests.support.launched import build
+from tieredckpt import Checkpointer
+
+
+def say(what: str, **more: object) -> None:
+    os.write(1, f"{json.dumps({'what': what, 'pid': os.getpid(), **more})}\n".encode())
+
+
+def train(world: Any) -> int:
+    model, optimizer, state = build()
+    with Checkpointer("tiered://trained") as ckpt:
+        restored = step = ckpt.restore(state)
+        tiers = sorted(ckpt.last_restore.bytes_by_tier) if ckpt.last_restore is not None else []
+        say("in", epoch=world.epoch, rank=world.rank, size=world.size, restored=restored, tiers=tiers)
+        for step in world.steps(restored + 1, checkpoint=(ckpt, state)):
+            loss = model(torch.full((2, 16), float(step % 8))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ckpt.save(state, step)
+            say("step", epoch=world.epoch, rank=world.rank, step=step)
+            ended = torch.tensor(float((Path(sys.argv[1]) / "finish").exists()))
+            dist.all_reduce(ended, op=dist.ReduceOp.MAX)
+            if ended:
+                break
+        return step
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    end = run(train)
+    say("ended", how=end.how.value, worlds=end.worlds)

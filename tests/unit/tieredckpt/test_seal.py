@@ -1,0 +1,85 @@
+"""``Checkpointer.seal``: a step is safe before everybody leaves, whatever became of its save."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tieredckpt import Checkpointer, NullCheckpointer, SaveFailedError, Settings
+from tieredckpt.saved import SaveState
+from tieredckpt.settings import DurableSettings
+from tieredckpt.testing import memory_node
+
+
+@pytest.fixture
+def node():
+    with memory_node() as one:
+        yield one
+
+
+@pytest.fixture
+def state():
+    return {"weight": torch.arange(12.0), "step": 7}
+
+
+def attempts(node, job, step):
+    return sorted(fact.key.attempt for fact in node.store.inventory(job) if fact.key.version == step)
+
+
+def test_what_was_saved_is_not_saved_again(node, state):
+    with Checkpointer("tiered://seal") as ckpt:
+        saved = ckpt.save(state, 8)
+        assert ckpt.seal(state, 8) is saved
+        assert saved.state is SaveState.SEALED
+        assert attempts(node, "seal", 8) == [0]
+
+
+def test_what_was_not_due_is_saved_now(node, state):
+    with Checkpointer("tiered://seal", every=100) as ckpt:
+        assert ckpt.save(state, 7).state is SaveState.NOT_DUE
+        assert ckpt.seal(state, 7).state is SaveState.SEALED
+        assert ckpt.restore({"weight": torch.zeros(12), "step": 0}) == 7
+
+
+def test_what_was_skipped_is_tried_as_the_others_try_it(node, state):
+    with Checkpointer("tiered://seal") as ckpt:
+        ckpt.save(state, 0).wait()
+        ckpt._last_saved = None  # as after a save that was skipped
+        ckpt._from_all = lambda mine: [mine, "1 3"]  # the other rank has tried three times
+        ckpt.seal(state, 8)
+        assert attempts(node, "seal", 8) == [3]
+
+
+def test_it_becomes_durable_where_that_is_wanted(node, state, tmp_path):
+    with Checkpointer("tiered://seal", durable=f"file://{tmp_path}", durable_every=100) as ckpt:
+        ckpt.save(state, 8).wait()
+        assert ckpt.seal(state, 8, durable=True, timeout_s=30).state is SaveState.DURABLE
+        assert [info.tiers for info in ckpt.steps() if info.step == 8 and "durable" in info.tiers]
+
+
+def test_without_a_durable_tier_memory_is_all_there_is(node, state):
+    with Checkpointer("tiered://seal") as ckpt:
+        assert ckpt.seal(state, 8, durable=True).state is SaveState.SEALED
+
+
+def test_a_failure_is_an_error_and_not_a_report(node, state):
+    with Checkpointer("tiered://seal") as ckpt:
+        ckpt.save(state, 0).wait()
+
+        def failing(*_args, **_named):
+            raise SaveFailedError("no slot")
+
+        ckpt.session.stage = failing
+        with pytest.raises(SaveFailedError, match="no slot"):
+            ckpt.seal(state, 8)
+
+
+def test_switched_off_it_writes_a_plain_checkpoint(state, tmp_path):
+    settings = Settings(enabled=False, durable=DurableSettings(url=f"file://{tmp_path}"))
+    with Checkpointer("tiered://seal", settings=settings) as ckpt:
+        assert ckpt.seal(state, 8).state is SaveState.DURABLE
+        assert [info.step for info in ckpt.steps()] == [8]
+
+
+def test_nothing_is_kept_by_one_that_keeps_nothing(state):
+    assert NullCheckpointer().seal(state, 8).state is SaveState.NOT_DUE
