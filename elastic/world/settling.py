@@ -76,11 +76,11 @@ def _run(turn: Turn) -> None:
 
 
 def _possible(turn: Turn, ready: list[Member]) -> int:
-    """The size that those who are ready allow. An offender beside the world is of use only to keep its size."""
+    """The size that those who are ready allow. Offenders are of use only to keep the size it has."""
     avoid = turn.avoided()
-    welcome = [member for member in ready if member.placed or member.node not in avoid]
+    good = [member for member in ready if member.node not in avoid]
     kept = min(turn.world.size, turn.limit, len(ready))
-    return max(turn.policy.at_most(min(turn.limit, len(welcome))), turn.policy.at_most(kept))
+    return max(turn.policy.at_most(min(turn.limit, len(good))), turn.policy.at_most(kept))
 
 
 def _could_be_better(turn: Turn, ready: list[Member]) -> bool:

@@ -651,3 +651,19 @@ def test_who_has_no_rank_is_the_first_to_be_given_back_then_offenders_then_the_l
     job = Told(FOUR, "abcd")
     job.joins("e")
     assert expendable(job.world, 3, {"a"}) == ("e", "a", "d")
+
+
+def test_an_offender_is_no_reason_to_grow_before_it_is_forgiven():
+    job = Told(ScalingPolicy(max_replicas=2, scaling_timeout_s=5, eval_period_s=100, repeat_offender_faults=1), "a")
+    job.tick()
+    job.tell(RankFault("a", 1, 0, 0, "ECC error"))
+    job.ready("a")
+    job.joins("b")
+    job.tick()
+    job.ready("a")
+    assert (job.did(Form).nodes, job.did(Form).how) == (("b",), How.REPLACE)
+    job.tick()
+    job.tick()
+    assert job.now_s == 110
+    job.ready("b")
+    assert job.did(Form).nodes == ("b", "a")
