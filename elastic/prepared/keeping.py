@@ -68,15 +68,9 @@ class Keeping:
         """Write and publish; :class:`CacheFullError` or ``OSError`` where that cannot be, and nothing is left."""
         self._reserve(claim, encoded.laid.size_bytes, reading)
         reach("prepared.reserved")
-        try:
-            _write(claim.fd, encoded)
-            reach("prepared.written")
-            self._folder.publish(claim)
-        except OSError:
-            with tallied(self._folder.fd) as tally:
-                tally.used_bytes = UNKNOWN
-                os.ftruncate(claim.fd, 0)
-            raise
+        _write(claim.fd, encoded)
+        reach("prepared.written")
+        self._folder.publish(claim)
         reach("prepared.published")
 
     def _reserve(self, claim: Claim, size_bytes: int, reading: int) -> None:

@@ -1,12 +1,14 @@
 """Processes that prepare batches beside the trainer; what they make is in the cache before they say so.
 
-A worker ends when its trainer does: its pipe closes. Killed in the middle, it leaves nothing that counts.
+A worker ends when its trainer does, after the batch it is at. That its pipe is closed does not say so where processes
+are forked: others have the trainer's end too. Killed in the middle, a worker leaves nothing that counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pickle
 import signal
 import traceback
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 _GRACE_S = 5.0
+_LOOK_S = 1.0
+"""How often an idle worker looks whether its trainer is there."""
 _UP, _KEPT, _BATCH, _FAILED = b"u", b"k", b"b", b"f"
 
 
@@ -36,9 +40,10 @@ class Worker:
         self._up = False
         self._pipe, theirs = context.Pipe()
         inherited = self._pipe if start_method == "fork" else None
+        parent = None if start_method == "forkserver" else os.getpid()
         # The stubs know no Process of a context of any kind.
         self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-            target=_serve, args=(theirs, inherited, cache, prepare), name="elastic-prepare", daemon=True
+            target=_serve, args=(theirs, inherited, parent, cache, prepare), name="elastic-prepare", daemon=True
         )
         try:
             self._process.start()
@@ -84,6 +89,8 @@ class Worker:
         self._process.kill()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
         self._pipe.close()
         self._process.join(_GRACE_S)
         if self._process.exitcode is None:
@@ -92,16 +99,22 @@ class Worker:
         self._process.close()
 
 
-def _serve(pipe: Connection, inherited: Connection | None, cache: BatchCache, prepare: Prepare) -> None:
+def _serve(
+    pipe: Connection, inherited: Connection | None, parent: int | None, cache: BatchCache, prepare: Prepare
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to decide
     if inherited is not None:
-        inherited.close()  # else it would not be seen that the trainer's end is closed
+        inherited.close()
         cache = cache.again()
     with cache, contextlib.suppress(EOFError, ConnectionError):  # the trainer's end is closed, perhaps in mid-word
         pipe.send_bytes(_UP)
-        while True:
-            index, reading = pipe.recv()
-            pipe.send_bytes(_made(cache, prepare, index, reading))
+        while parent is None or os.getppid() == parent:
+            if not pipe.poll(_LOOK_S):
+                continue
+            asked = pipe.recv()
+            if asked is None:
+                return
+            pipe.send_bytes(_made(cache, prepare, *asked))
 
 
 def _made(cache: BatchCache, prepare: Prepare, index: int, reading: int) -> bytes:

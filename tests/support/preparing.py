@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.prepared import BatchCache, Prefetched
+from elastic.prepared.workers import Worker
 
 FINGERPRINT = "preparing"
 
@@ -102,6 +103,19 @@ def read_tensors(say: Callable[[str], None], directory: Path, end: int, max_byte
         assert os.getpid() not in {batch["pid"] for batch in found}
         assert cache.counts.prepared == 0
         return {"first": [batch["ids"].add_(1)[0].item() for batch in found], "mapped": cache.counts.mapped}
+
+
+def work_beside_another_child(say: Callable[[str], None], directory: Path) -> None:
+    """A worker that was forked, and a child of another kind that has all its pipes."""
+    with open_cache(directory) as cache:
+        worker = Worker(cache, batch_of, "fork")
+        worker.make(0, 0)
+        (pid,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        other = os.fork()
+        if not other:
+            signal.pause()
+        say(f"{pid} {other}")
+        signal.pause()
 
 
 def read_ahead(

@@ -1,5 +1,6 @@
 """Processes that share a cache and are killed at any time: what is there is whole, nothing is prepared twice for it."""
 
+import os
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from tests.support.preparing import (
     read,
     read_ahead,
     read_tensors,
+    work_beside_another_child,
 )
 
 pytestmark = pytest.mark.e2e
@@ -126,6 +128,20 @@ def test_a_trainer_that_died_finds_all_that_was_prepared(zygote, directory, log,
     more = logged(log) - before
     assert set(more) == set(range(_BATCHES)) - set(there)
     assert set(more.values()) == {1}
+
+
+def test_a_forked_worker_ends_with_its_trainer_whoever_has_its_pipe(zygote, directory):
+    running = zygote.start(work_beside_another_child, directory)
+    running.wait_lines(1)
+    worker, other = map(int, running.lines()[0].split())
+    try:
+        running.kill()
+        running.wait()
+        gone([worker])
+        assert started_at(other) >= 0
+    finally:
+        os.kill(other, signal.SIGKILL)
+        gone([other])
 
 
 def test_after_a_death_a_whole_stream_is_mapped_and_no_process_is_started(zygote, directory, log):

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from elastic.errors import PolicyError
-from elastic.prepared import BatchCache, BatchKindError, CacheFullError, CachePlaceError, forget_job
+from elastic.prepared import BatchCache, BatchKindError, CacheFullError, CachePlaceError, folder, forget_job, locks
 from elastic.prepared import keeping as keeping_module
+from elastic.prepared.folder import remove_if_unused
 from peerstore.errors import InvalidNameError
 from tests.support.bits import assert_same
 from tests.support.preparing import names
@@ -324,6 +325,59 @@ def test_of_many_threads_one_prepares(opened):
     for batch in found:
         assert_same(Prepare()(3), batch)
     assert not list(caches[0].directory.glob("*.making"))
+
+
+def test_who_waits_for_one_that_fails_prepares_and_keeps(opened):
+    failing, other, prepare = opened(), opened(), Prepare()
+    waiting, found = threading.Event(), []
+
+    def stop():
+        waiting.set()
+        return False
+
+    thread = threading.Thread(target=lambda: found.append(other.get(3, prepare, stop=stop)))
+
+    def broken(index):
+        thread.start()
+        waiting.wait()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing.get(3, broken)
+    thread.join()
+    assert_same(Prepare()(3), found[0])
+    assert other.holds() == [3]
+    assert (prepare.asked, other.counts.kept) == ([3], 1)
+
+
+def test_who_opens_what_is_being_swept_has_a_directory(opened, monkeypatch):
+    swept = []
+
+    def acquire(fd, **options):
+        if options.get("shared") and not swept:
+            swept.append(None)
+            swept.append(remove_if_unused(cache_name, stream))
+        return locks.acquire(fd, **options)
+
+    first = opened()
+    first.close()
+    cache_name, stream = first.directory.name, os.open(first.directory.parent, os.O_RDONLY)
+    monkeypatch.setattr(folder, "acquire", acquire)
+    cache = opened()
+    os.close(stream)
+    cache.get(0, Prepare())
+    assert swept == [None, True]
+    assert names(first.directory) == ["00000000000000000000.batch", "tally"]
+
+
+def test_a_lock_is_let_go_although_a_forked_process_has_it_too(tmp_path):
+    with (tmp_path / "lock").open("w") as one, (tmp_path / "lock").open() as other:
+        copy = os.dup(one.fileno())
+        assert locks.acquire(one.fileno(), wait_s=0)
+        with locks.released(one.fileno()):
+            assert not locks.acquire(other.fileno(), wait_s=0)
+        assert locks.acquire(other.fileno(), wait_s=0)
+        os.close(copy)
 
 
 def test_who_waited_long_enough_prepares_for_himself(opened):
