@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from elastic.batch.plan import BatchPlan
 from elastic.gradients import ExactGradients, Share
 from elastic.reshard.checksum import checksum
-from elastic.samples import ElasticDataLoader, PlannedShares, seeded
+from elastic.samples import ElasticDataLoader, PlanShares, seeded
 from elastic.workers.loop import recoverable
 from elastic.workers.world import World
 from tieredckpt import Checkpointer
@@ -74,7 +74,7 @@ def main(folder: str, total: int, how: str) -> None:
         share = Share.planned(plan, world.rank)
         sums = ExactGradients(model, tree=how == "tree")
         place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
-        loader = ElasticDataLoader(Numbers(), PlannedShares(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(Numbers(), PlanShares(plan, world.rank), seed=SEED)
         state = {"model": model, "optim": optimizer, "data": loader}
         with Checkpointer("tiered://whole", every=1) as ckpt, loader:
             first = ckpt.restore(state) + 1
