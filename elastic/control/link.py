@@ -133,6 +133,9 @@ class Link:
                 continue
             pause_s = _FIRST_PAUSE_S
             with self._changed:
+                if self._stopping:
+                    channel.close()
+                    return
                 self._channel, self._sent = channel, 0
                 self._changed.notify_all()
             try:
