@@ -98,6 +98,17 @@ def test_a_node_that_was_given_up_comes_back_with_its_processes():
     assert {token for node in table.nodes.values() for token in node.ranks} == ranks
 
 
+def test_every_rank_that_is_lost_finds_a_spare_that_had_time_to_get_warm():
+    table = Table(1, nproc=2, spares=1)
+    table.settle(15)
+    for _ in range(3):
+        (spare,) = table.nodes["n0"].seats.spares()
+        table.lose_rank(0)
+        table.settle(8)
+        assert spare.seat is not None
+        assert spare.placed == table.desk.world.epoch
+
+
 def test_an_older_supervisor_of_a_node_is_refused():
     table = Table(1)
     table.settle(5)
