@@ -112,6 +112,7 @@ class Desk:
         if not self.is_past(says):
             self._surpass(self._epoch_of(says), now)
             self._take(list(happened.between(before if self._is_member(says) else None, says, now)), now)
+            self._count_spares(seen)
             self._hear_requests(seen, now)
         self._keep_store(now)
         self._agree()
@@ -197,6 +198,13 @@ class Desk:
         self.broken = self.pause = self.target = None
         self.movement = Movement()
         self.wanted = 0
+
+    def _count_spares(self, seen: Seen) -> None:
+        """Spares get warm while a world runs, too, and nothing follows from that but what they are good for."""
+        member = self.world.members.get(seen.says.node)
+        if member is not None and member.spares != seen.says.spares and not seen.commands:
+            member = replace(member, spares=seen.says.spares)
+            self.world = replace(self.world, members={**self.world.members, member.node: member})
 
     def _command(self, node: str, do: Do, local_ranks: tuple[int, ...] = ()) -> None:
         self._numbers += 1

@@ -667,3 +667,13 @@ def test_an_offender_is_no_reason_to_grow_before_it_is_forgiven():
     assert job.now_s == 110
     job.ready("b")
     assert job.did(Form).nodes == ("b", "a")
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_asked_to_stop_when_the_time_for_that_is_over_it_stops_at_once(changing):
+    job = Told(FOUR, "abcd")
+    if changing:
+        job.tell(CapacityAskedBack(("b",), 500.0))
+    job.tell(StopAsked("maintenance", -5.0), at_s=10)
+    assert job.did(Pause).deadline_s == 10
+    assert "not all was saved" in job.did(Stop).reason
