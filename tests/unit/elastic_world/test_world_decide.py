@@ -547,6 +547,16 @@ def test_it_has_finished_when_all_say_so_and_nobody_minds_who_ends_then():
     assert job.world.phase is Phase.FINISHED
 
 
+def test_it_has_finished_also_when_its_last_step_is_where_all_were_to_stop_for_another_world():
+    job = Told(FOUR, "abcd")
+    job.tell(CapacityAskedBack(("b",), 100.0))
+    assert job.did(Pause)
+    for node in "abc":
+        assert job.tell(NodeFinished(node, 1, 0)) == ()
+    assert job.tell(NodeFinished("d", 1, 0)) == (Finish(),)
+    assert job.world.phase is Phase.FINISHED
+
+
 # -- too often --------------------------------------------------------------------------------------------------------
 
 
