@@ -45,7 +45,7 @@ def play(table: Table, script: list[tuple[str, int]]) -> None:
     table.check_whole()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(steps, st.integers(1, 4), st.integers(0, 1))
 def test_whatever_happens_the_ranks_end_up_in_one_world(script, nodes, spares):
     table = Table(nodes, spares=spares)
