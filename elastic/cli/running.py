@@ -232,6 +232,7 @@ def _coordinator_task(place: RunPlace, record: Run, options: dict[str, Any]) -> 
         fresh=True,
         store=options["store"],
         address_file=str(place.address_file),
+        epoch_file=str(place.epoch_file),
         hang_s=options["hang_timeout"],
         verbose=options["verbose"],
     )

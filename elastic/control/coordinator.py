@@ -13,12 +13,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
+from elastic.control import showing
 from elastic.control.desk import Desk, DeskSettings
 from elastic.control.link import COORDINATOR
 from elastic.control.messages import MAX_NODE_BYTES, Answer, NodeHears, NodeSays, Over, Question, Said
+from elastic.control.ordering import for_node, refusal
+from elastic.control.runs import write_private
 from peerstore.errors import PeerRefusedError, PeerStoreError, ProtocolError
 from peerstore.frames import decode
 from peerstore.transport.handshake import admit
@@ -44,10 +48,13 @@ class Coordinator:
         *,
         listen: str = "127.0.0.1:0",
         fresh: bool = True,
+        epoch_file: Path | None = None,
         farewell_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.desk = Desk(settings, incarnation=secrets.token_hex(8), now=clock(), fresh=fresh)
+        floor = -1 if fresh else _epoch_in(epoch_file)
+        self.desk = Desk(settings, incarnation=secrets.token_hex(8), now=clock(), fresh=fresh, floor=floor)
+        self._epoch_file, self._epoch = epoch_file, floor
         self._secret, self._clock, self._farewell_s = secret, clock, farewell_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wires: dict[str, _Wire] = {}
@@ -86,9 +93,16 @@ class Coordinator:
             pass
         now = self._clock()
         self.desk.tick(now)
+        self._note_epoch()
         for node in self.desk.due():
             if node in self._wires:
-                self._wires[node].say(self.desk.orders(node, now))
+                self._wires[node].say(for_node(self.desk, node, now))
+
+    def _note_epoch(self) -> None:
+        """Before anybody hears of it: whatever happens to everybody, no two worlds have the same number."""
+        if self._epoch_file is not None and self.desk.world.epoch > self._epoch:
+            self._epoch = self.desk.world.epoch
+            write_private(self._epoch_file, str(self._epoch).encode())
 
     # -- on a connection's own thread -----------------------------------------------------------------------------
 
@@ -110,7 +124,10 @@ class Coordinator:
         future: Future[Answer] = Future()
 
         def answer() -> None:
-            future.set_result(self.desk.asked(question, self._clock()))
+            now, refused = self._clock(), refusal(self.desk, question)
+            if not refused:
+                self.desk.asked(question, now)
+            future.set_result(showing.answer(self.desk, now, refused=refused))
 
         self._inbox.put(answer)
         return future.result(_ANSWER_S)
@@ -159,6 +176,13 @@ class Coordinator:
         if self._wires.get(node) is wire:
             del self._wires[node]
             self.desk.gone(node, life, self._clock())
+
+
+def _epoch_in(file: Path | None) -> int:
+    try:
+        return -1 if file is None else int(file.read_text())
+    except (OSError, ValueError):
+        return -1
 
 
 class _Wire:

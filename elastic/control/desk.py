@@ -14,12 +14,10 @@ import msgspec
 
 from elastic.control import happened
 from elastic.control.messages import (
-    Answer,
     Command,
     Do,
     Formed,
     Leave,
-    NodeHears,
     NodeSays,
     Over,
     Pausing,
@@ -28,7 +26,7 @@ from elastic.control.messages import (
     Stop,
     Wish,
 )
-from elastic.control.showing import answer
+from elastic.control.movement import Movement
 from elastic.world import actions as act
 from elastic.world import events as happen
 from elastic.world.decide import begun, decide, rebuilt
@@ -51,7 +49,7 @@ class DeskSettings:
     return_s: float = 2.0
     """How long a supervisor whose connection has ended may take to come back."""
     gather_s: float = 5.0
-    """How long a coordinator that starts again waits for the nodes of the world it finds."""
+    """How long a coordinator that starts again waits for other nodes, from the first one on that it hears of."""
     hang_s: float | None = None
     """How long no rank may get on."""
 
@@ -70,10 +68,13 @@ class Seen:
 
 
 class Desk:
-    def __init__(self, settings: DeskSettings, *, incarnation: str, now: float, fresh: bool) -> None:
+    """``floor`` is an epoch that no world may have any more, as far as is known from before."""
+
+    def __init__(self, settings: DeskSettings, *, incarnation: str, now: float, fresh: bool, floor: int = -1) -> None:
         self.settings = settings
         self.incarnation = incarnation
         self.world: World = begun(settings.policy, nproc=settings.nproc, now_s=now)
+        self.floor = floor
         self.nodes: dict[str, Seen] = {}
         self.formed: Formed | None = None
         self.broken: str | None = None
@@ -85,10 +86,11 @@ class Desk:
         self.wanted = 0
         self.released: dict[str, act.Release] = {}
         self.keeper = ""
-        self.gathering_until = None if fresh else now + settings.gather_s
+        self.gathering = not fresh
+        self._gather_by: float | None = None
         self._due: set[str] = set()
         self._numbers = 0
-        self._moved_at: float | None = None
+        self.movement = Movement()
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -104,15 +106,17 @@ class Desk:
         if says.coordinator == self.incarnation:
             seen.commands = [command for command in seen.commands if command.number > says.done]
         self._due.add(says.node)
-        if self.gathering_until is not None:
+        if self.gathering:
             self._gather(now)
             return ""
-        if not self._is_past(says):
-            self._take(list(happened.between(before, says, now)), now)
+        if not self.is_past(says):
+            self._surpass(self._epoch_of(says), now)
+            self._take(list(happened.between(before if self._is_member(says) else None, says, now)), now)
+            self._count_spares(seen)
             self._hear_requests(seen, now)
         self._keep_store(now)
         self._agree()
-        self._watch_steps(before, says, now)
+        self.movement.said(before, says, now)
         return ""
 
     def gone(self, node: str, life: int, now: float) -> None:
@@ -121,30 +125,30 @@ class Desk:
         if seen is not None and seen.says.life == life:
             seen.connected, seen.heard_at = False, now
 
-    def asked(self, question: Question, now: float) -> Answer:
-        refused = self._refusal(question)
-        if not refused and isinstance(question, Resize):
+    def asked(self, question: Question, now: float) -> None:
+        """What a person wants, and :func:`elastic.control.ordering.refusal` has nothing against."""
+        if isinstance(question, Resize):
             self._resize(question.nodes, question.reason, now)
-        elif not refused and isinstance(question, Stop):
+        elif isinstance(question, Stop):
             until = None if question.deadline_s is None else now + question.deadline_s
             self._take([happen.StopAsked(question.reason, until)], now)
-        elif not refused and isinstance(question, Leave):
+        elif isinstance(question, Leave):
             until = now + question.deadline_s
             for node in question.nodes:
                 self.nodes[node].leave_by, self.nodes[node].leave_reason = until, question.reason
             self._take([happen.CapacityAskedBack(question.nodes, until, question.reason)], now)
-        return replace(answer(self, now), refused=refused)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        if self.gathering_until is not None:
+        if self.gathering:
             self._gather(now)
             return
         events: list[happen.Event] = [
             self._lost(seen, now) for seen in self.nodes.values() if self._is_silent(seen, now)
         ]
-        if (hang := self._hang(now)) is not None:
-            events.append(hang)
+        if self.settings.hang_s is not None and self.formed is not None and self.world.phase is Phase.RUNNING:
+            reports = {node: seen.says for node, seen in self.nodes.items()}
+            events += self.movement.hangs(self.formed, reports, self.settings.hang_s, now)
         tick_s = self.world.tick_s
         if events or (tick_s is not None and tick_s <= now) or self._late(now):
             self._take([*events, happen.Tick()], now)
@@ -191,8 +195,16 @@ class Desk:
 
     def _form(self, form: act.Form) -> None:
         self.formed = Formed(form.epoch, form.nodes, form.restarts, form.reason, self._store())
-        self.broken = self.pause = self.target = self._moved_at = None
+        self.broken = self.pause = self.target = None
+        self.movement = Movement()
         self.wanted = 0
+
+    def _count_spares(self, seen: Seen) -> None:
+        """Spares get warm while a world runs, too, and nothing follows from that but what they are good for."""
+        member = self.world.members.get(seen.says.node)
+        if member is not None and member.spares != seen.says.spares and not seen.commands:
+            member = replace(member, spares=seen.says.spares)
+            self.world = replace(self.world, members={**self.world.members, member.node: member})
 
     def _command(self, node: str, do: Do, local_ranks: tuple[int, ...] = ()) -> None:
         self._numbers += 1
@@ -217,20 +229,6 @@ class Desk:
             self.pause = replace(self.pause, reason=f"{reason}: {self.pause.reason}")
         self._due.update(self.nodes)
 
-    def _refusal(self, question: Question) -> str:
-        policy = self.settings.policy
-        if self.gathering_until is not None and not isinstance(question, Stop):
-            return "" if type(question).__name__ == "Status" else "the coordinator has just started: ask again"
-        if self.over is not None and isinstance(question, Resize | Leave):
-            return f"the job is over: {self.reason}"
-        if isinstance(question, Resize) and question.nodes is not None and policy.at_most(question.nodes) == 0:
-            return f"{question.nodes} nodes are too few: this job runs on {', '.join(map(str, policy.sizes))}"
-        if isinstance(question, Leave):
-            unknown = [node for node in question.nodes if node not in self.nodes]
-            if unknown:
-                return f"there is no node {', '.join(unknown)}: the job has {', '.join(self.nodes) or 'none'}"
-        return ""
-
     # -- a step for all -----------------------------------------------------------------------------------------------
 
     def _agree(self) -> None:
@@ -238,8 +236,7 @@ class Desk:
         formed = self.formed
         if self.pause is None or self.target is not None or formed is None:
             return
-        said = [seen.says for node in formed.places if (seen := self.nodes.get(node)) is not None]
-        said = [says for says in said if says.formed is not None and says.formed.epoch == formed.epoch]
+        said = self._said_in(formed)
         steps = [says.paused for says in said if not says.finished]
         known = [step for step in steps if step is not None]
         if len(said) == len(formed.places) and known and len(known) == len(steps):
@@ -247,11 +244,16 @@ class Desk:
             log.info("epoch %d: all stop after step %d", formed.epoch, self.target)
             self._due.update(self.nodes)
 
+    def _said_in(self, formed: Formed) -> list[NodeSays]:
+        """What the nodes of this world say that know of it."""
+        said = [seen.says for node in formed.places if (seen := self.nodes.get(node)) is not None]
+        return [says for says in said if says.formed is not None and says.formed.epoch == formed.epoch]
+
     def _late(self, now: float) -> list[happen.Event]:
         """Ranks that are behind when time is up are lost; those that only waited for them are not."""
         if self.pause is None or self.formed is None or now < self.pause.deadline_s:
             return []
-        said = [seen.says for node in self.formed.places if (seen := self.nodes.get(node)) is not None]
+        said = self._said_in(self.formed)
         return [
             happen.RankLost(says.node, says.life, says.births, local_rank, "it did not stop in time")
             for says in said
@@ -260,8 +262,31 @@ class Desk:
 
     # -- who is not there ---------------------------------------------------------------------------------------------
 
-    def _is_past(self, says: NodeSays) -> bool:
-        return self.world.gone.get(says.node, -1) >= says.life
+    def is_past(self, says: NodeSays) -> bool:
+        """Whether its life is over: it was given up, or is in a world that this coordinator never heard of."""
+        if self.world.gone.get(says.node, -1) >= says.life:
+            return True
+        inside = says.formed is not None and says.broken is None
+        return inside and not self._is_member(says) and not self.gathering
+
+    def _is_member(self, says: NodeSays) -> bool:
+        member = self.world.members.get(says.node)
+        return member is not None and member.life == says.life
+
+    @staticmethod
+    def _epoch_of(says: NodeSays) -> int:
+        return -1 if says.formed is None else says.formed.epoch
+
+    def _surpass(self, epoch: int, now: float) -> None:
+        """Worlds have numbers above this one: a world that was thought to be the newest is not."""
+        if epoch <= self.world.epoch:
+            return
+        placed = next((member for member in self.world.members.values() if member.placed), None)
+        if self.world.phase.alive and placed is not None:
+            why = "there has been a newer world"
+            self._take([happen.RankFault(placed.node, placed.life, self.world.epoch, 0, why)], now)
+        wait_until_s = self.world.wait_until_s or now + self.settings.policy.scaling_timeout_s
+        self.world = replace(self.world, epoch=epoch, wait_until_s=wait_until_s, tick_s=now)
 
     def _is_forgotten(self, seen: Seen) -> bool:
         """It is gone, and not expected back."""
@@ -277,28 +302,6 @@ class Desk:
         how = "has been silent" if seen.connected else "has been cut off"
         return happen.NodeLost(seen.says.node, seen.says.life, f"{how} for {now - seen.heard_at:.1f} s")
 
-    def _watch_steps(self, before: NodeSays | None, says: NodeSays, now: float) -> None:
-        if before is None or [step and step.step for step in before.steps] != [s and s.step for s in says.steps]:
-            self._moved_at = now
-
-    def _hang(self, now: float) -> happen.Hang | None:
-        limit_s, formed = self.settings.hang_s, self.formed
-        if limit_s is None or formed is None or self._moved_at is None or self.world.phase is not Phase.RUNNING:
-            return None
-        if now - self._moved_at <= limit_s:
-            return None
-        self._moved_at = None
-        places = [
-            (progress.step, node, local_rank)
-            for node in formed.places
-            if node in self.nodes
-            for local_rank, progress in enumerate(self.nodes[node].says.steps)
-            if progress is not None
-        ]
-        least = [one for one in places if one[0] == min(places)[0]]
-        _, node, local_rank = least[0] if len(least) == 1 else (0, "", -1)
-        return happen.Hang(formed.epoch, f"no rank has got on for {limit_s:g} s", node, local_rank)
-
     # -- the store ----------------------------------------------------------------------------------------------------
 
     def _store(self) -> str:
@@ -311,8 +314,8 @@ class Desk:
         """Some node keeps it; the ranks of a world that was formed while there was none are waiting for it."""
         if self.settings.store == "":
             keeper = self.nodes.get(self.keeper)
-            if keeper is None or self._is_past(keeper.says) or self._is_silent(keeper, now):
-                here = [node for node, seen in self.nodes.items() if seen.connected and not self._is_past(seen.says)]
+            if keeper is None or self.is_past(keeper.says) or self._is_silent(keeper, now):
+                here = [node for node, seen in self.nodes.items() if seen.connected and not self.is_past(seen.says)]
                 having = [node for node in here if self.nodes[node].says.store]
                 placed = [node for node in here if self.formed is not None and node in self.formed.places]
                 self.keeper = next(iter((*having, *placed, *here)), "")
@@ -328,8 +331,10 @@ class Desk:
         says = [seen.says for seen in self.nodes.values() if seen.connected]
         newest = max((one.formed for one in says if one.formed is not None), key=lambda one: one.epoch, default=None)
         complete = newest is not None and {one.node for one in says}.issuperset(newest.places)
-        if complete or (self.gathering_until is not None and now >= self.gathering_until):
-            self.gathering_until = None
+        if says and self._gather_by is None:
+            self._gather_by = now + self.settings.gather_s
+        if complete or (self._gather_by is not None and now >= self._gather_by):
+            self.gathering = False
             self._resume(says, newest, now)
 
     def _resume(self, says: list[NodeSays], newest: Formed | None, now: float) -> None:
@@ -338,19 +343,19 @@ class Desk:
         self.formed = newest
         self.world, actions = rebuilt(reports, policy, nproc=self.settings.nproc, now_s=now)
         self._do(actions)
-        inside = [one for one in says if newest is not None and one.formed is not None]
-        inside = [one for one in inside if newest is not None and one.formed and one.formed.epoch == newest.epoch]
+        self._surpass(self.floor, now)
+        inside = [] if newest is None else [one for one in says if self._epoch_of(one) == newest.epoch]
         self._resume_pause([one.pausing for one in inside if one.pausing is not None], now)
         wishes = [one.wish for one in says if one.wish is not None]
         if wishes:
             self.wish = max(wishes, key=lambda wish: wish.number)
             self._take([happen.ResizeAsked(self.wish.nodes, self.wish.reason)], now)
         for one in inside:
-            if one.broken is not None and self.world.phase.alive:
-                self._take([happen.RankFault(one.node, one.life, self.world.epoch, 0, one.broken)], now)
+            if one.broken is not None:
+                self._take([happen.RankFault(one.node, one.life, self._epoch_of(one), 0, one.broken)], now)
         self._keep_store(now)
         for one in says:  # it has joined already
-            said_before = replace(one, sealed=None, finished=False, ready=False, leaving_s=None, faults=(), goodbye="")
+            said_before = replace(one, sealed=None, finished=False, ready=False, leaving_s=None, lost=(), faults=())
             self._take(list(happened.between(said_before, one, now)), now)
         self._agree()
         self._due.update(self.nodes)
@@ -375,40 +380,7 @@ class Desk:
 
     def due(self) -> list[str]:
         """Nodes that are to be told something, since this was last asked; nobody while this desk is still listening."""
-        if self.gathering_until is not None:
+        if self.gathering:
             return []
         due, self._due = sorted(self._due & self.nodes.keys()), set()
         return due
-
-    def orders(self, node: str, now: float) -> NodeHears:
-        """All that is wanted of a node."""
-        seen = self.nodes[node]
-        life, number = seen.says.life, seen.says.number
-        released = self.released.get(node)
-        is_released = released is not None and released.life >= life
-        formed = self.formed if self.formed is not None and node in self.formed.places else None
-        pause = self.pause if formed is not None else None
-        return NodeHears(
-            coordinator=self.incarnation,
-            life=life,
-            heard=number,
-            formed=formed,
-            broken=self.broken if formed is not None else None,
-            pausing=None if pause is None else self.pausing(now),
-            target=self.target if pause is not None else None,
-            wish=self.wish,
-            commands=tuple(seen.commands),
-            keep_store=node == self.keeper and not self.settings.store,
-            release=released.reason if released is not None and is_released else None,
-            cut=released.cut if released is not None and is_released else False,
-            leave_s=None if seen.leave_by is None else max(0.0, seen.leave_by - now),
-            life_over=self._is_past(seen.says) and not is_released,
-            over=self.over,
-            reason=self.reason or seen.leave_reason,
-        )
-
-    def pausing(self, now: float) -> Pausing | None:
-        pause = self.pause
-        if pause is None:
-            return None
-        return Pausing(pause.epoch, pause.reason, max(0.0, pause.deadline_s - now), pause.stop)

@@ -56,9 +56,8 @@ def asked(request: Request, says: NodeSays, now: float) -> Event:
 
 
 def remembered(says: NodeSays) -> NodeReport:
-    """What a coordinator that starts again learns from a node. Ranks that were asked to come back are no news."""
-    formed, asked_to = says.formed, says.pausing
-    is_asked = asked_to is not None and formed is not None and asked_to.epoch == formed.epoch and says.broken is None
+    """What a coordinator that starts again learns from a node, but for what it is to decide upon: that comes after."""
+    formed = says.formed
     return NodeReport(
         node=says.node,
         life=says.life,
@@ -68,8 +67,6 @@ def remembered(says: NodeSays) -> NodeReport:
         epoch=_epoch(formed),
         places=() if formed is None else formed.places,
         restarts=0 if formed is None else formed.restarts,
-        ready=says.ready and not is_asked,
-        lost=tuple(lost.local_rank for lost in says.lost),
     )
 
 

@@ -49,6 +49,7 @@ class RunPlace:
         self.file = self.directory / "run.json"
         self.secret_file = self.directory / "secret"
         self.address_file = self.directory / "address"
+        self.epoch_file = self.directory / "epoch"
 
     def node(self, name: str) -> Path:
         """A node's directory; its socket must not have too long a name for the kernel."""
@@ -89,7 +90,7 @@ class RunPlace:
         write_private(self.file, msgspec.json.encode(run))
 
     def remove(self) -> None:
-        for path in (self.file, self.secret_file, self.address_file):
+        for path in (self.file, self.secret_file, self.address_file, self.epoch_file):
             path.unlink(missing_ok=True)
 
     def read(self) -> Run:

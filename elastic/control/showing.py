@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from elastic.control.desk import Desk, Seen
 from elastic.control.messages import Answer, NodeStatus
+from elastic.control.ordering import pausing
 from elastic.control.plane import Progress
 
-if TYPE_CHECKING:
-    from elastic.control.desk import Desk, Seen
 
-
-def answer(desk: Desk, now: float) -> Answer:
+def answer(desk: Desk, now: float, *, refused: str = "") -> Answer:
     """All there is to say about the job."""
     world = desk.world
     nodes = tuple(_node(desk, seen, now) for _, seen in sorted(desk.nodes.items()))
@@ -30,7 +27,8 @@ def answer(desk: Desk, now: float) -> Answer:
         sealed=min((node.sealed for node in placed), default=-1),
         store=desk.formed.store if desk.formed is not None else "",
         wanted=desk.wanted,
-        pausing=desk.pausing(now),
+        pausing=pausing(desk, now),
+        refused=refused,
     )
 
 

@@ -37,6 +37,8 @@ class CoordinatorTask(msgspec.Struct, frozen=True, tag="coordinator"):
     store: str = ""
     address_file: str = ""
     """Where it writes under which address it can be reached."""
+    epoch_file: str = ""
+    """Where it notes the newest world's number, which is all it could not always learn again."""
     dead_after_s: float = 10.0
     return_s: float = 2.0
     gather_s: float = 5.0
@@ -93,7 +95,8 @@ def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
     settings = DeskSettings(
         task.job, task.policy, task.nproc, task.store, task.dead_after_s, task.return_s, task.gather_s, task.hang_s
     )
-    coordinator = Coordinator(settings, secret, listen=task.listen, fresh=task.fresh)
+    epoch_file = Path(task.epoch_file) if task.epoch_file else None
+    coordinator = Coordinator(settings, secret, listen=task.listen, fresh=task.fresh, epoch_file=epoch_file)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: coordinator.end())
     log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)

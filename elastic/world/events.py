@@ -190,10 +190,12 @@ class NodeReport(msgspec.Struct, frozen=True):
     epoch: int = -1
     """The newest world it was told of."""
     places: tuple[str, ...] = ()
-    """The nodes of that world, in order of rank."""
+    """The nodes of that world, in order of rank; it is enough that one of them says so."""
     restarts: int = 0
     """As that world was formed with."""
     ready: bool = False
     """All its ranks wait for a place: they have left that world, or never entered."""
     lost: tuple[int, ...] = ()
-    """Local ranks whose process has ended."""
+    """Local ranks whose process has ended, and was not to."""
+    finished: bool = False
+    """All its ranks have nothing left to do."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -78,8 +77,8 @@ def _ready(turn: Turn, event: NodeReady) -> None:
     member = turn.known(event.node, event.life)
     if member is None or event.births < member.births + len(member.owed):
         return
-    if member.placed and event.epoch < turn.world.epoch:
-        if event.births > member.births:
+    if event.epoch < member.epoch:
+        if member.placed and event.births > member.births:
             turn.fault(f"processes of {member.node} were replaced, and nobody was told", member.node)
         return
     if member.placed and turn.world.phase is Phase.RUNNING:
@@ -137,7 +136,7 @@ def _is_replaced(member: Member, local_rank: int, births: int) -> bool:
 
 def _lost_again(turn: Turn, member: Member, event: RankLost, what: str) -> None:
     """A process ended before its node was ready: nothing was broken by that, but it may go on for ever."""
-    tries = 1 + Counter(owed.local_rank for owed in member.owed)[event.local_rank]
+    tries = 1 + sum(owed.local_rank == event.local_rank and not owed.whole for owed in member.owed)
     if not turn.world.phase.alive and (member.placed or turn.world.epoch < 0):
         if tries > turn.world.tries:
             turn.set(tries=tries)
@@ -200,13 +199,15 @@ def _resize_asked(turn: Turn, event: ResizeAsked) -> None:
 
 
 def _stop_asked(turn: Turn, event: StopAsked) -> None:
-    if turn.world.stopping:
+    known_s = turn.world.pause_until_s
+    until_s = known_s if event.deadline_s is None else max(event.deadline_s, turn.now_s)
+    if until_s is not None and known_s is not None:
+        until_s = min(until_s, known_s)
+    if turn.world.stopping and until_s == known_s:
         return
-    turn.set(stopping=True, reason=event.reason)
-    known_s = [until_s for until_s in (event.deadline_s, turn.world.pause_until_s) if until_s is not None]
-    turn.set(pause_until_s=min(known_s, default=None))
-    if turn.world.phase is Phase.CHANGING:
-        turn.do(Pause(turn.world.epoch, event.reason, min(known_s), stop=True))
+    turn.set(stopping=True, reason=event.reason, pause_until_s=until_s)
+    if turn.world.phase is Phase.CHANGING and until_s is not None:
+        turn.do(Pause(turn.world.epoch, event.reason, until_s, stop=True))
 
 
 def _tick(turn: Turn, event: Tick) -> None:

@@ -48,6 +48,8 @@ class Owed(msgspec.Struct, frozen=True):
     """How many processes the node had started when the old one was lost."""
     spare: bool = False
     """A warm spare takes it: it is there in no time."""
+    whole: bool = False
+    """Nobody lost it: all processes were started anew."""
 
 
 class Member(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -60,6 +62,8 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     joined_s: float = 0.0
     placed: bool = False
     """It has ranks in the newest world, also when that is broken."""
+    epoch: int = -1
+    """The last world it had ranks in."""
     births: int = 0
     """How many processes it had started when it last was ready."""
     spares: int = 0

@@ -72,6 +72,11 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return nodes - (nodes - self.min_replicas) % (self.replica_increment_step or 1)
 
     @property
+    def least(self) -> int:
+        """The smallest size there is."""
+        return min(self.replica_discrete_values, default=self.min_replicas)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(size for size in range(self.min_replicas, self.max_replicas + 1) if self.allows(size))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic.world.actions import Action
-from elastic.world.events import NodeReady, NodeReport, RankLost
+from elastic.world.actions import Action, Break
+from elastic.world.events import NodeFinished, NodeReady, NodeReport, RankLost
 from elastic.world.happenings import happen
 from elastic.world.members import Member, Phase, World
 from elastic.world.policy import ScalingPolicy
@@ -29,9 +29,13 @@ def rebuilt(
     missing = sorted(set(turn.world.places) - {member.node for member in turn.placed})
     if missing:
         turn.fault(f"the new coordinator found nobody of {', '.join(missing)} in the world")
+    for epoch in sorted({report.epoch for report in known if not report.ready} - {-1, turn.world.epoch}):
+        turn.do(Break(epoch, "it was left behind"))
     for report in known:
         for local_rank in report.lost:
             happen(turn, RankLost(report.node, report.life, report.births, local_rank, "reported to be lost"))
+        if report.finished:
+            happen(turn, NodeFinished(report.node, report.life, report.epoch))
         if report.ready:
             happen(turn, NodeReady(report.node, report.life, report.births, report.epoch, report.spares))
     if not turn.world.phase.over:
@@ -42,14 +46,16 @@ def rebuilt(
 def _as_reported(known: list[NodeReport], nproc: int, now_s: float, policy: ScalingPolicy) -> World:
     """The newest world any of them was told of, as if it was running."""
     newest = max((report.epoch for report in known), default=-1)
-    places = next((report.places for report in known if report.epoch == newest and newest >= 0), ())
+    places = next((report.places for report in known if report.epoch == newest >= 0 and report.places), ())
+    inside = frozenset(places)
     members = {
         report.node: Member(
             node=report.node,
             life=report.life,
             joined=number,
             joined_s=now_s,
-            placed=report.epoch == newest and report.node in places,
+            epoch=report.epoch,
+            placed=report.epoch == newest and report.node in inside,
             births=max(report.births, nproc),
             spares=report.spares,
         )

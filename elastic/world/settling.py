@@ -76,11 +76,11 @@ def _run(turn: Turn) -> None:
 
 
 def _possible(turn: Turn, ready: list[Member]) -> int:
-    """The size that those who are ready allow. An offender beside the world is of use only to keep its size."""
+    """The size that those who are ready allow. Offenders are of use only to keep the size it has."""
     avoid = turn.avoided()
-    welcome = [member for member in ready if member.placed or member.node not in avoid]
+    good = [member for member in ready if member.node not in avoid]
     kept = min(turn.world.size, turn.limit, len(ready))
-    return max(turn.policy.at_most(min(turn.limit, len(welcome))), turn.policy.at_most(kept))
+    return max(turn.policy.at_most(min(turn.limit, len(good))), turn.policy.at_most(kept))
 
 
 def _could_be_better(turn: Turn, ready: list[Member]) -> bool:
@@ -95,7 +95,7 @@ def _give_back(turn: Turn, leaving: list[Member], possible: int) -> None:
     if possible:
         _pause(turn, f"{names} asked back")
         return
-    least = turn.policy.sizes[0]
+    least = turn.policy.least
     _ask(turn, least, f"{names} asked back, too few are left")
     if first_s - turn.policy.graceful_shutdown_timeout_s <= turn.now_s:
         rest = len(turn.placed) - len(leaving)
@@ -194,7 +194,7 @@ def _gather(turn: Turn) -> None:
 
 def _goal(turn: Turn) -> int:
     """What is worth waiting for."""
-    return turn.policy.at_most(min(turn.limit, turn.world.goal)) or turn.policy.sizes[0]
+    return turn.policy.at_most(min(turn.limit, turn.world.goal)) or turn.policy.least
 
 
 def _ceiling(turn: Turn) -> int:
@@ -221,7 +221,7 @@ def _begin(turn: Turn, ready: list[Member]) -> None:
     if not policy.at_most(min(turn.limit, len(ready))):
         turn.set(phase=Phase.FORMING, wait_until_s=None)
         if policy.startup_timeout_s is not None and world.began_s + policy.startup_timeout_s <= turn.now_s:
-            came = f"{len(ready)} of the {policy.sizes[0]} nodes needed were ready"
+            came = f"{len(ready)} of the {policy.least} nodes needed were ready"
             turn.give_up(f"gave up before the first world: within {policy.startup_timeout_s:g} s, {came}")
         return
     if world.wait_until_s is None:
@@ -239,7 +239,7 @@ def _wait(turn: Turn, ready: list[Member], missed: list[Member]) -> None:
     elif not _is_past(turn.world.wait_until_s, turn):
         turn.set(phase=Phase.WAITING)
     elif not _form(turn, ready, at_least=1):
-        least = policy.sizes[0]
+        least = policy.least
         if len(here) >= least:
             turn.set(phase=Phase.WAITING)
         else:

@@ -143,7 +143,7 @@ class Turn:
             for member in list(self.world.members.values()):
                 if member.placed or self.world.epoch < 0:
                     known = max(self.births_of(member), births if member.node == node else 0)
-                    self.replace_ranks(member, tuple(range(self.world.nproc)), known)
+                    self.replace_ranks(member, tuple(range(self.world.nproc)), known, whole=True)
 
     def blame(self, node: str) -> None:
         if node:
@@ -157,9 +157,11 @@ class Turn:
         """How many processes a node has started, as far as is known here."""
         return max((owed.births for owed in member.owed), default=member.births)
 
-    def replace_ranks(self, member: Member, local_ranks: tuple[int, ...], births: int) -> Member:
+    def replace_ranks(
+        self, member: Member, local_ranks: tuple[int, ...], births: int, *, whole: bool = False
+    ) -> Member:
         """Others in the place of these processes, lost when there had been so many of the node's."""
-        spare = member.spares > 0 and len(local_ranks) == 1
+        spare = member.spares > 0 and not whole
         if spare:
             self.do(PromoteSpare(member.node, member.life, *local_ranks))
         else:
@@ -167,7 +169,7 @@ class Turn:
         self.set(respawned=True)
         return self.put(
             member,
-            owed=(*member.owed, *(Owed(local_rank, births, spare) for local_rank in local_ranks)),
+            owed=(*member.owed, *(Owed(local_rank, births, spare, whole) for local_rank in local_ranks)),
             spares=member.spares - spare,
             ready=False,
             due_s=self.now_s + self.policy.restart_timeout_s,
@@ -184,7 +186,7 @@ class Turn:
             else:
                 self.put(member, placed=False, sealed=False)
         for member in chosen:
-            self.put(member, placed=True, ready=False, sealed=False, prodded=False, due_s=None)
+            self.put(member, placed=True, epoch=old.epoch + 1, ready=False, sealed=False, prodded=False, due_s=None)
         shrunk = old.faulty and len(nodes) < old.size
         self.set(
             phase=Phase.RUNNING,

@@ -49,7 +49,7 @@ class Cluster:
         self.stops: set[int] = set()
         self.coordinator = self.heard = 0
         self.tick_s: float | None = None
-        self.calm = False
+        self.calm = self.done = False
         self.world = begun(policy, nproc=nproc, now_s=0.0)
         self.judge = Judge(policy)
         for _ in range(nodes):
@@ -224,6 +224,13 @@ class Cluster:
         self.say("    another coordinator")
         self._heed(actions, lambda: self.judge.rebuilt(self.world, actions, self.now_s))
 
+    def all_finish(self) -> None:
+        """There is nothing left to train, for whoever is in a world."""
+        self.done = True
+        for machine in self.machines.values():
+            if machine.up:
+                machine.finish()
+
     # -- steps that all agree on --------------------------------------------------------------------------------------
 
     def stand(self, machine: Supervisor, seat: Seat) -> None:
@@ -242,9 +249,8 @@ class Cluster:
 
     def finish(self) -> None:
         self.come_to_rest()
-        if any(seat.state is State.DONE for machine in self.machines.values() for seat in machine.seats):
-            for machine in self.machines.values():
-                machine.finish()
+        if self.done:
+            self.all_finish()
             self.come_to_rest()
         world = self.world
         if world.phase.over:

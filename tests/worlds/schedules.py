@@ -227,9 +227,7 @@ def _curse(cluster: Cluster, happening: Happening) -> None:
 
 
 def _finish(cluster: Cluster, happening: Happening) -> None:
-    for machine in cluster.machines.values():
-        if machine.up:
-            machine.finish()
+    cluster.all_finish()
 
 
 def _wait(cluster: Cluster, happening: Happening) -> None:

@@ -88,6 +88,7 @@ class Supervisor:
             self.restarts,
             ready,
             lost,
+            all(seat.state is State.DONE for seat in self.seats),
         )
 
     # -- what it is told ----------------------------------------------------------------------------------------------

@@ -1,0 +1,57 @@
+"""What the coordinator tells a node: all that is wanted of it, as it is by now; and what it takes from nobody."""
+
+from __future__ import annotations
+
+from elastic.control.desk import Desk
+from elastic.control.messages import Leave, NodeHears, Pausing, Question, Resize, Status
+
+
+def for_node(desk: Desk, node: str, now: float) -> NodeHears:
+    """All that is wanted of a node."""
+    seen = desk.nodes[node]
+    life, number = seen.says.life, seen.says.number
+    released = desk.released.get(node)
+    is_released = released is not None and released.life >= life
+    formed = desk.formed if desk.formed is not None and node in desk.formed.places else None
+    pause = desk.pause if formed is not None else None
+    return NodeHears(
+        coordinator=desk.incarnation,
+        life=life,
+        heard=number,
+        formed=formed,
+        broken=desk.broken if formed is not None else None,
+        pausing=None if pause is None else pausing(desk, now),
+        target=desk.target if pause is not None else None,
+        wish=desk.wish,
+        commands=tuple(seen.commands),
+        keep_store=node == desk.keeper and not desk.settings.store,
+        release=released.reason if released is not None and is_released else None,
+        cut=released.cut if released is not None and is_released else False,
+        leave_s=None if seen.leave_by is None else max(0.0, seen.leave_by - now),
+        life_over=desk.is_past(seen.says) and not is_released,
+        over=desk.over,
+        reason=desk.reason or seen.leave_reason,
+    )
+
+
+def pausing(desk: Desk, now: float) -> Pausing | None:
+    pause = desk.pause
+    if pause is None:
+        return None
+    return Pausing(pause.epoch, pause.reason, max(0.0, pause.deadline_s - now), pause.stop)
+
+
+def refusal(desk: Desk, question: Question) -> str:
+    """Why this cannot be had, or ""."""
+    policy = desk.settings.policy
+    if desk.gathering and not isinstance(question, Status):
+        return "the coordinator has just started and listens to the nodes: ask again"
+    if desk.over is not None and isinstance(question, Resize | Leave):
+        return f"the job is over: {desk.reason}"
+    if isinstance(question, Resize) and question.nodes is not None and policy.at_most(question.nodes) == 0:
+        return f"{question.nodes} nodes are too few: this job runs on {', '.join(map(str, policy.sizes))}"
+    if isinstance(question, Leave):
+        unknown = [node for node in question.nodes if node not in desk.nodes]
+        if unknown:
+            return f"there is no node {', '.join(unknown)}: the job has {', '.join(desk.nodes) or 'none'}"
+    return ""

@@ -1,0 +1,266 @@
+"""A coordinator's desk and some nodes' seats at one table: no socket, no process, no clock, and every message by hand.
+
+Whatever is said is said as a whole: messages may be late, dropped or repeated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from elastic.control import tidings
+from elastic.control.desk import Desk, DeskSettings
+from elastic.control.messages import Over, RankHears, RankSays, Resize, Stand
+from elastic.control.ordering import for_node, refusal
+from elastic.control.plane import Want
+from elastic.control.seats import End, Seats, Start
+from elastic.world.policy import ScalingPolicy
+
+HEARTBEAT_S = 1.0
+STORE_TURNS = 3
+"""How long a store takes to start."""
+
+
+class Rank:
+    """What a rank's client and its loop do, without either."""
+
+    def __init__(self, table: Table, node: str, token: str) -> None:
+        self.table, self.node, self.token = table, node, token
+        self.stand, self.epoch, self.step = Stand.READY, -1, 0
+        self.paused: int | None = None
+        self.sealed: int | None = None
+        self.ignores = False
+        self.number = 0
+
+    def says(self) -> RankSays:
+        self.number += 1
+        return RankSays(self.number, self.stand, self.epoch, self.paused, self.sealed)
+
+    def hears(self, hears: RankHears) -> None:
+        place, notice = hears.assignment, hears.notice
+        if hears.over is not None:
+            self.table.ends(self, "it was told to")
+        elif self.stand is Stand.READY:
+            if place is not None and place.epoch > self.epoch:
+                self.epoch, self.paused, self.sealed = place.epoch, None, None
+                if notice is None or notice.want is not Want.RESTART:
+                    self.stand = Stand.INSIDE
+                    self.table.entered(self, place)
+        elif self.ignores:
+            pass
+        elif (place is not None and place.epoch > self.epoch) or (notice and notice.want is Want.RESTART):
+            self.stand = Stand.READY
+        elif notice is not None:
+            if self.paused is None:
+                self.paused = self.step
+            if hears.target is not None:
+                self.step = self.sealed = hears.target
+                self.stand = Stand.READY
+                self.table.stopped(self)
+
+
+class Node:
+    def __init__(self, table: Table, name: str, nproc: int, spares: int) -> None:
+        self.table, self.name = table, name
+        self.seats = Seats(name, nproc, table.new_token, table.new_life, spares)
+        self.ranks: dict[str, Rank] = {}
+        self.linked = True
+        self.kept = 0
+        self.seats.begin()
+        self.act()
+
+    def act(self) -> None:
+        for effect in self.seats.effects_due():
+            if isinstance(effect, Start):
+                self.ranks[effect.token] = Rank(self.table, self.name, effect.token)
+            elif isinstance(effect, End):
+                self.ranks.pop(effect.token, None)
+
+    def turn(self) -> None:
+        """Its ranks say what they have to say, and hear what there is to hear."""
+        now = self.table.now
+        self.kept = self.kept + 1 if self.seats.keep_store else 0
+        self.seats.store = f"{self.name}:1" if self.kept > STORE_TURNS else ""
+        for token, rank in list(self.ranks.items()):
+            self.seats.said(token, rank.says(), now)
+        self.act()
+        for token, rank in list(self.ranks.items()):
+            rank.step += rank.stand is Stand.INSIDE and rank.paused is None
+            rank.hears(tidings.for_rank(self.seats, token, now))
+        if self.seats.over is not None and not self.ranks:
+            self.table.left(self)
+
+    def report(self) -> None:
+        report = tidings.for_coordinator(self.seats, self.table.now)
+        self.seats.number = report.number
+        assert self.table.desk.said(report, self.table.now) == ""
+
+
+class Table:
+    def __init__(self, nodes: int, *, nproc: int = 2, spares: int = 0, most: int = 6) -> None:
+        self.now = 1000.0
+        self.policy = ScalingPolicy(
+            min_replicas=1,
+            max_replicas=most,
+            scaling_timeout_s=5.0,
+            faulty_scale_down_timeout_s=5.0,
+            graceful_shutdown_timeout_s=20.0,
+            restart_timeout_s=30.0,
+            num_restart_before_full_job_restart=None,
+            max_num_repeat_offenders_to_avoid=0,
+        )
+        self.nproc, self.spares = nproc, spares
+        self._lives, self._tokens, self._names = itertools.count(1), itertools.count(1), itertools.count(0)
+        self.places: dict[tuple[int, int], str] = {}
+        """Who has had which rank of which epoch."""
+        self.sizes: dict[int, int] = {}
+        self.targets: dict[int, int] = {}
+        self.desks = 0
+        self.desk = self._desk(fresh=True)
+        self.nodes: dict[str, Node] = {}
+        for _ in range(nodes):
+            self.add()
+
+    def new_life(self) -> int:
+        return next(self._lives)
+
+    def new_token(self) -> str:
+        return f"t{next(self._tokens)}"
+
+    def _desk(self, *, fresh: bool) -> Desk:
+        self.desks += 1
+        settings = DeskSettings("job", self.policy, self.nproc, gather_s=3.0)
+        floor = -1 if fresh else max(self.desk.floor, self.desk.world.epoch)
+        return Desk(settings, incarnation=f"c{self.desks}", now=self.now, fresh=fresh, floor=floor)
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def add(self) -> None:
+        name = f"n{next(self._names)}"
+        self.nodes[name] = Node(self, name, self.nproc, self.spares)
+
+    def restart_coordinator(self) -> None:
+        self.desk = self._desk(fresh=False)
+
+    def lose_node(self, number: int) -> None:
+        if self.nodes:
+            node = self._pick(number)
+            del self.nodes[node.name]
+            self.desk.gone(node.name, node.seats.life, self.now)
+
+    def lose_rank(self, number: int) -> None:
+        if self.nodes and (node := self._pick(number)).ranks:
+            ranks = list(node.ranks)
+            self.ends(node.ranks[ranks[number % len(ranks)]], "it was killed")
+
+    def cut(self, number: int) -> None:
+        if self.nodes:
+            node = self._pick(number)
+            node.linked = False
+            self.desk.gone(node.name, node.seats.life, self.now)
+
+    def heal(self) -> None:
+        for node in self.nodes.values():
+            node.linked = True
+            for rank in node.ranks.values():
+                rank.ignores = False
+
+    def ignore(self, number: int) -> None:
+        if self.nodes and (node := self._pick(number)).ranks:
+            next(iter(node.ranks.values())).ignores = True
+
+    def ask_back(self, number: int) -> None:
+        if len(self.nodes) > 1:
+            self._pick(number).seats.asked_back(self.now + 10.0, "asked back")
+
+    def resize(self, nodes: int) -> None:
+        question = Resize(nodes, "resized")
+        if not refusal(self.desk, question):
+            self.desk.asked(question, self.now)
+
+    def fault(self, number: int) -> None:
+        """A rank leaves its world without being asked."""
+        if self.nodes:
+            for rank in self._pick(number).ranks.values():
+                if rank.stand is Stand.INSIDE:
+                    rank.stand = Stand.READY
+
+    def deliver(self, number: int) -> None:
+        """One node's turn, and a report of it with its answer."""
+        if self.nodes:
+            self._exchange(self._pick(number))
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.desk.tick(self.now)
+
+    def settle(self, turns: int = 300) -> None:
+        """Everything is well from now on, and time passes."""
+        self.heal()
+        for _ in range(turns):
+            for node in list(self.nodes.values()):
+                self._exchange(node)
+            self.wait(HEARTBEAT_S)
+
+    def _exchange(self, node: Node) -> None:
+        node.turn()
+        if node.linked and node.name in self.nodes:
+            node.report()
+            if not self.desk.gathering:
+                self.desk.due()
+                orders = for_node(self.desk, node.name, self.now)
+                if orders.life_over and node.seats.over is None:
+                    node.seats.reborn()
+                else:
+                    node.seats.ordered(orders, self.now)
+                node.act()
+            node.turn()
+
+    def _pick(self, number: int) -> Node:
+        names = sorted(self.nodes)
+        return self.nodes[names[number % len(names)]]
+
+    # -- what ranks do ------------------------------------------------------------------------------------------------
+
+    def ends(self, rank: Rank, reason: str) -> None:
+        node = self.nodes.get(rank.node)
+        if node is not None and node.ranks.pop(rank.token, None) is not None:
+            node.seats.ended(rank.token, reason)
+            node.act()
+
+    def left(self, node: Node) -> None:
+        if self.nodes.pop(node.name, None) is not None:
+            if node.linked:
+                node.report()
+            self.desk.gone(node.name, node.seats.life, self.now)
+
+    def entered(self, rank: Rank, place: Any) -> None:
+        before = self.places.setdefault((place.epoch, place.rank), rank.token)
+        assert before == rank.token, f"rank {place.rank} of epoch {place.epoch} was given twice"
+        assert self.sizes.setdefault(place.epoch, place.world_size) == place.world_size
+        assert 0 <= place.rank < place.world_size
+
+    def stopped(self, rank: Rank) -> None:
+        target = self.targets.setdefault(rank.epoch, rank.step)
+        assert target == rank.step, f"epoch {rank.epoch} stopped at {target} and at {rank.step}"
+        assert rank.paused is not None
+        assert rank.paused <= target
+
+    # -- what must hold -----------------------------------------------------------------------------------------------
+
+    def check_whole(self) -> None:
+        """Everybody who is left is in one world, or stands by."""
+        desk = self.desk
+        if desk.over is not None:
+            assert desk.over in (Over.STOPPED, Over.GAVE_UP)
+            return
+        size = self.policy.at_most(min(len(self.nodes), desk.world.cap or self.policy.max_replicas))
+        if size == 0:
+            return
+        inside = [
+            rank
+            for node in self.nodes.values()
+            for rank in node.ranks.values()
+            if rank.stand is Stand.INSIDE and rank.epoch == desk.world.epoch
+        ]
+        assert len(inside) == size * self.nproc, f"{desk.world}"

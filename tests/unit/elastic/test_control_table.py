@@ -1,0 +1,168 @@
+"""Desk and seats, message by message: whatever is lost, late or repeated, the ranks end up in one world."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.control.messages import Formed, Leave, NodeSays, Resize
+from elastic.control.movement import Movement
+from elastic.control.ordering import refusal
+from elastic.control.plane import Progress
+from elastic.control.tidings import for_coordinator
+from tests.support.control_table import Table
+
+HAPPENINGS = (
+    "add", "restart_coordinator", "lose_node", "lose_rank", "cut", "heal", "ignore", "ask_back", "resize", "fault",
+    "deliver", "deliver", "deliver", "deliver", "wait",
+)  # fmt: skip
+steps = st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 11)), max_size=50)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_log():
+    logger = logging.getLogger("elastic.control.desk")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    yield
+    logger.setLevel(before)
+
+
+def play(table: Table, script: list[tuple[str, int]]) -> None:
+    for name, number in script:
+        if name in ("add", "restart_coordinator", "heal"):
+            if name != "add" or len(table.nodes) < 6:
+                getattr(table, name)()
+        elif name == "resize":
+            table.resize(1 + number % 6)
+        else:
+            getattr(table, name)(number)
+    table.settle()
+    table.check_whole()
+
+
+@settings(max_examples=40)
+@given(steps, st.integers(1, 4), st.integers(0, 1))
+def test_whatever_happens_the_ranks_end_up_in_one_world(script, nodes, spares):
+    table = Table(nodes, spares=spares)
+    table.settle(15)
+    play(table, script)
+
+
+@pytest.mark.soak
+@settings(max_examples=4000)
+@given(steps, st.integers(1, 4), st.integers(0, 1))
+def test_whatever_happens_for_long(script, nodes, spares):
+    table = Table(nodes, spares=spares)
+    table.settle(15)
+    play(table, script)
+
+
+def test_a_coordinator_that_starts_again_changes_nothing():
+    table = Table(3)
+    table.settle(15)
+    worlds = dict(table.places)
+    table.restart_coordinator()
+    table.settle(15)
+    assert table.places == worlds
+    assert table.desk.world.restarts == 0
+
+
+def test_what_somebody_asked_for_outlives_the_coordinator():
+    table = Table(3)
+    table.settle(15)
+    table.resize(2)
+    table.deliver(0)
+    table.restart_coordinator()
+    table.settle(30)
+    assert table.desk.world.cap == 2
+    assert table.desk.world.size == 2
+    assert table.desk.world.restarts == 0
+
+
+def test_a_node_that_was_given_up_comes_back_with_its_processes():
+    table = Table(2)
+    table.settle(15)
+    ranks = {token for node in table.nodes.values() for token in node.ranks}
+    table.cut(1)
+    for _ in range(20):
+        table.deliver(0)
+        table.wait(1.0)
+    assert table.desk.world.size == 1
+    table.settle(30)
+    assert table.desk.world.size == 2
+    assert {token for node in table.nodes.values() for token in node.ranks} == ranks
+
+
+def test_every_rank_that_is_lost_finds_a_spare_that_had_time_to_get_warm():
+    table = Table(1, nproc=2, spares=1)
+    table.settle(15)
+    for _ in range(3):
+        (spare,) = table.nodes["n0"].seats.spares()
+        table.lose_rank(0)
+        table.settle(8)
+        assert spare.seat is not None
+        assert spare.placed == table.desk.world.epoch
+
+
+def test_an_older_supervisor_of_a_node_is_refused():
+    table = Table(1)
+    table.settle(5)
+    old = for_coordinator(table.nodes["n0"].seats, table.now)
+    table.nodes["n0"].seats.life = table.new_life()
+    table.deliver(0)
+    assert "newer supervisor" in table.desk.said(old, table.now)
+
+
+def test_a_report_that_comes_again_changes_nothing():
+    table = Table(2)
+    table.settle(15)
+    world = table.desk.world
+    again = for_coordinator(table.nodes["n0"].seats, table.now)
+    for _ in range(3):
+        table.desk.said(again, table.now)
+    assert table.desk.world == world
+
+
+def test_somebody_who_asks_for_what_cannot_be_had_is_told_why():
+    table = Table(2)
+    table.policy = msgspec.structs.replace(table.policy, min_replicas=2)
+    table.desk = table._desk(fresh=True)
+    table.settle(15)
+    assert "too few" in refusal(table.desk, Resize(1, "less"))
+    assert "no node n9" in refusal(table.desk, Leave(("n9",), 1.0, "gone"))
+    assert refusal(table.desk, Resize(3, "more")) == ""
+
+
+def _report(node: str, *steps: int | None) -> NodeSays:
+    return NodeSays(1, node, 1, len(steps), steps=tuple(None if step is None else Progress(step) for step in steps))
+
+
+WORLD = Formed(7, ("n0", "n1"), 0, "")
+
+
+def test_a_hang_names_the_rank_that_is_behind_all_others():
+    movement = Movement()
+    movement.said(_report("n0", 3, 3), _report("n0", 4, 4), 10.0)
+    reports = {"n0": _report("n0", 4, 4), "n1": _report("n1", 4, 3)}
+    assert movement.hangs(WORLD, reports, 5.0, 15.0) == []
+    (hang,) = movement.hangs(WORLD, reports, 5.0, 15.1)
+    assert (hang.epoch, hang.node, hang.local_rank) == (7, "n1", 1)
+    assert movement.hangs(WORLD, reports, 5.0, 99.0) == []  # once is enough
+
+
+def test_a_hang_of_several_ranks_is_nobodys():
+    movement = Movement()
+    movement.said(_report("n0", 3), _report("n0", 4), 10.0)
+    (hang,) = movement.hangs(WORLD, {"n0": _report("n0", 4), "n1": _report("n1", 4)}, 5.0, 99.0)
+    assert (hang.node, hang.local_rank) == ("", -1)
+
+
+def test_before_the_first_step_nothing_hangs():
+    movement = Movement()
+    movement.said(_report("n0", None), _report("n0", None), 10.0)
+    assert movement.hangs(WORLD, {"n0": _report("n0", None)}, 5.0, 9999.0) == []

@@ -1,0 +1,151 @@
+"""Any event at any time, also those that no supervisor would send: the world stays one that can be."""
+
+from __future__ import annotations
+
+import copy
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from elastic.world.actions import Action, Break, Form, Pause
+from elastic.world.decide import begun, decide
+from elastic.world.events import (
+    CapacityAskedBack,
+    CapacityOffered,
+    Event,
+    Hang,
+    NodeFinished,
+    NodeJoined,
+    NodeLeft,
+    NodeLost,
+    NodeReady,
+    NodeSealed,
+    Offender,
+    RankFault,
+    RankLost,
+    ResizeAsked,
+    Several,
+    StopAsked,
+    Tick,
+)
+from elastic.world.members import Phase, World
+from elastic.world.policy import ScalingPolicy
+
+NODES = st.sampled_from("abcde")
+LIVES = st.integers(1, 3)
+BIRTHS = st.integers(0, 6)
+EPOCHS = st.integers(-1, 4)
+RANKS = st.integers(0, 1)
+
+EVENTS = st.one_of(
+    st.builds(NodeJoined, NODES, LIVES, st.sampled_from((2, 2, 2, 3)), BIRTHS, st.integers(0, 1)),
+    st.builds(NodeReady, NODES, LIVES, BIRTHS, EPOCHS, st.integers(0, 1)),
+    st.builds(NodeSealed, NODES, LIVES, EPOCHS),
+    st.builds(NodeFinished, NODES, LIVES, EPOCHS),
+    st.builds(NodeLost, NODES, LIVES, st.just("x")),
+    st.builds(NodeLeft, NODES, LIVES),
+    st.builds(RankLost, NODES, LIVES, BIRTHS, RANKS, st.just("x")),
+    st.builds(RankFault, NODES, LIVES, EPOCHS, RANKS, st.just("x")),
+    st.builds(Hang, EPOCHS, st.just("x"), st.sampled_from(("", "a", "b")), st.integers(-1, 2)),
+    st.builds(Offender, NODES, st.just("x")),
+    st.builds(CapacityOffered, st.integers(0, 3)),
+    st.builds(CapacityAskedBack, st.tuples(NODES), st.floats(0, 500)),
+    st.builds(ResizeAsked, st.none() | st.integers(0, 5)),
+    st.builds(StopAsked, st.just("x"), st.none() | st.floats(0, 500)),
+    st.builds(Tick),
+)
+POLICIES = st.sampled_from(
+    [
+        ScalingPolicy(min_replicas=1, max_replicas=3, scaling_timeout_s=0),
+        ScalingPolicy(min_replicas=2, max_replicas=4, replica_increment_step=2, scaling_timeout_s=10),
+        ScalingPolicy(min_replicas=1, max_replicas=5, replica_discrete_values=(1, 3, 5), graceful_shutdown_timeout_s=0),
+        ScalingPolicy(max_replicas=2, num_restart_before_full_job_restart=0, faulty_scale_down_timeout_s=0),
+    ]
+)
+
+
+class AnyWorld(RuleBasedStateMachine):
+    @initialize(policy=POLICIES, nodes=st.integers(0, 5))
+    def begin(self, policy, nodes):
+        self.policy, self.now_s = policy, 0.0
+        self.world = begun(policy, nproc=2, now_s=0.0)
+        self.epoch, self.runs = -1, False
+        for node in "abcde"[:nodes]:
+            self.tell(NodeJoined(node, 1, 2))
+            self.tell(NodeReady(node, 1, 2))
+
+    @rule(event=EVENTS)
+    def hear(self, event):
+        self.tell(event)
+
+    @rule(events=st.lists(EVENTS, max_size=4))
+    def hear_several(self, events):
+        self.tell(Several(tuple(events)))
+
+    @rule(data=st.data())
+    def a_member_is_ready(self, data):
+        if self.world.members:
+            member = data.draw(st.sampled_from(sorted(self.world.members.values(), key=lambda one: one.node)))
+            births = member.births + len(member.owed)
+            self.tell(NodeReady(member.node, member.life, births, self.world.epoch))
+
+    @rule(seconds=st.sampled_from((0.1, 5.0, 40.0, 400.0)))
+    def wait(self, seconds):
+        self.now_s += seconds
+        self.tell(Tick())
+
+    @rule()
+    def tick(self):
+        if self.world.tick_s is not None:
+            self.now_s = max(self.now_s, self.world.tick_s)
+            self.tell(Tick())
+
+    def tell(self, event: Event) -> None:
+        before, kept = self.world, copy.deepcopy(self.world)
+        event = msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event)
+        self.world, actions = decide(before, event, self.policy, self.now_s)
+        assert before == kept
+        assert decide(before, event, self.policy, self.now_s) == (self.world, actions)
+        if before.phase.over:
+            assert (self.world, actions) == (before, ())
+        for action in actions:
+            assert msgspec.msgpack.decode(msgspec.msgpack.encode(action), type=Action) == action
+            self.follow(action, before)
+
+    def follow(self, action: Action, before: World) -> None:
+        if isinstance(action, Form):
+            assert action.epoch == self.epoch + 1
+            assert self.policy.allows(len(action.nodes))
+            assert len(set(action.nodes)) == len(action.nodes)
+            stay = [node for node in before.places if node in action.nodes]
+            assert stay == [node for node in action.nodes if node in before.places]
+            self.epoch, self.runs = action.epoch, True
+        elif isinstance(action, Break):
+            assert (self.runs, action.epoch) == (True, self.epoch)
+            self.runs = False
+        elif isinstance(action, Pause):
+            assert (self.runs, action.epoch) == (True, self.epoch)
+            assert action.deadline_s >= self.now_s
+
+    @invariant()
+    def it_is_one_that_can_be(self):
+        world = self.world
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(world), type=World) == world
+        assert world.epoch == self.epoch
+        assert {member.node for member in world.members.values() if member.placed} <= set(world.places)
+        assert all(world.gone.get(node, -1) < member.life for node, member in world.members.items())
+        assert world.tick_s is None or world.tick_s > self.now_s
+        if world.phase.over:
+            assert world.tick_s is None
+        if world.phase is Phase.RUNNING:
+            assert self.policy.allows(world.size)
+            assert all(node in world.members or node in world.done for node in world.places)
+            assert not any(member.ready for member in world.members.values() if member.placed)
+        if world.phase is Phase.WAITING:
+            assert world.tick_s is not None
+
+
+TestAnyWorld = AnyWorld.TestCase
+TestAnyWorld.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,54 @@
+"""A world that is told what happens, one thing after the other: for tests that read like a story."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from elastic.world.actions import Action
+from elastic.world.decide import begun, decide
+from elastic.world.events import Event, NodeJoined, NodeReady, NodeSealed, Tick
+from elastic.world.policy import ScalingPolicy
+
+A = TypeVar("A")
+
+
+class Told:
+    def __init__(self, policy: ScalingPolicy, nodes: str = "", *, nproc: int = 2, spares: int = 0) -> None:
+        """``nodes`` ("abc": three of them) are in the first world."""
+        self.policy, self.now_s = policy, 0.0
+        self.world = begun(policy, nproc=nproc, now_s=0.0)
+        self.actions: tuple[Action, ...] = ()
+        for node in nodes:
+            self.tell(NodeJoined(node, 1, nproc, spares=spares))
+        for node in nodes:
+            self.ready(node, spares=spares)
+
+    def tell(self, event: Event, *, at_s: float | None = None) -> tuple[Action, ...]:
+        self.now_s = self.now_s if at_s is None else at_s
+        self.world, self.actions = decide(self.world, event, self.policy, self.now_s)
+        return self.actions
+
+    def ready(self, *nodes: str, births: int | None = None, spares: int = 0, life: int | None = None) -> None:
+        """All ranks of these nodes wait for a place, whoever was to be replaced has been."""
+        for node in nodes:
+            member = self.world.members[node]
+            come = member.births + len(member.owed) if births is None else births
+            self.tell(NodeReady(node, life or member.life, come, self.world.epoch, spares))
+
+    def sealed(self, *nodes: str) -> None:
+        for node in nodes:
+            self.tell(NodeSealed(node, self.world.members[node].life, self.world.epoch, 7))
+
+    def joins(self, node: str, *, life: int = 1) -> None:
+        self.tell(NodeJoined(node, life, self.world.nproc))
+        self.ready(node)
+
+    def tick(self) -> tuple[Action, ...]:
+        """Nothing happens until the world wants a tick."""
+        assert self.world.tick_s is not None
+        return self.tell(Tick(), at_s=self.world.tick_s)
+
+    def did(self, kind: type[A]) -> A:
+        """The one action of this kind among those of the last event."""
+        (action,) = (action for action in self.actions if isinstance(action, kind))
+        return action
