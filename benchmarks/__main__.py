@@ -23,6 +23,7 @@ from benchmarks import (
     agent_start,
     blocked,
     drain,
+    fixed_tree,
     hydrate,
     load,
     memory,
@@ -95,6 +96,7 @@ _SCENES = (
         worlds=((1, 2),),
         prepare=hydrate.save,
     ),
+    Subject("P12", fixed_tree.run, share=16, worlds=((0, 2), (0, 4))),
 )
 
 

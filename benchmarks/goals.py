@@ -12,6 +12,7 @@ from benchmarks import (
     blocked,
     drain,
     fetchers,
+    fixed_tree,
     hydrate,
     load,
     memory,
@@ -179,6 +180,12 @@ def _p11(group: Group) -> Iterator[Verdict]:
             yield Verdict("P11", setting(group), what, most, 64, False, "MiB")
 
 
+def _p12(group: Group) -> Iterator[Verdict]:
+    value = ratio(group, fixed_tree.OURS, fixed_tree.DDP)
+    yield Verdict("P12", setting(group), "a step, beside DDP's", value, 1.5, False, "times")
+
+
 _JUDGES: dict[str, Callable[[Group], Iterator[Verdict]]] = {
     "P1": _p1, "P2": _p2, "P3": _p3, "P4": _p4, "P5": _p5, "P6": _p6, "P7": _p7, "P8": _p8, "P10": _p10, "P11": _p11,
+    "P12": _p12,
 }  # fmt: skip

@@ -27,6 +27,7 @@ SUBJECTS = {
     "P8": "Planning in steady state",
     "P10": "The node agent",
     "P11": "Memory beside state and slots",
+    "P12": "Gradients whose bits no number of ranks changes",
 }
 Cells = tuple[str, ...]
 

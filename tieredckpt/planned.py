@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,7 @@ def entry_of(item: WriteItem, tensor: torch.Tensor) -> TensorEntry:
     if plan is None:
         raise UsageError(f"the plan's item {item.index.fqn} has no tensor data")
     sizes = tuple(plan.chunk.sizes)
-    if tuple(tensor.shape) != sizes:
+    if not _fits(tensor, sizes):
         raise UsageError(f"{item.index.fqn}: the planner planned {sizes} and gave {tuple(tensor.shape)}")
     return TensorEntry(
         fqn=item.index.fqn,
@@ -100,6 +101,11 @@ def entry_of(item: WriteItem, tensor: torch.Tensor) -> TensorEntry:
         sharded=item.type is WriteItemType.SHARD,
         requires_grad=bool(plan.properties.requires_grad),
     )
+
+
+def _fits(tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
+    """Whether it has these sizes. An empty one may be empty in another way: FSDP2's own are, over an empty TP shard."""
+    return tuple(tensor.shape) == sizes or tensor.numel() == math.prod(sizes) == 0
 
 
 class Work:
@@ -148,7 +154,7 @@ class Work:
         if kept is not None:
             return kept
         tensor: torch.Tensor = resolve(self._planner, self._by_place[_place(entry)])
-        if dtype_name(tensor.dtype) != entry.dtype or tuple(tensor.shape) != entry.box.sizes:
+        if dtype_name(tensor.dtype) != entry.dtype or not _fits(tensor, entry.box.sizes):
             raise SaveFailedError(
                 f"{entry.fqn}: the planner gave {entry.dtype} {entry.box.sizes} at first and then "
                 f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"

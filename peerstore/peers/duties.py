@@ -263,8 +263,14 @@ class Reports:
         """A node says which parts are kept as they are to be."""
         self._tally.add(note)
 
-    def complete(self, *, living: Collection[str], life: Callable[[str], int], settled: Group | None) -> Group | None:
-        """The newest version of which all parts are kept as they are to be, when that is news."""
+    def complete(
+        self, *, living: Collection[str], life: Callable[[str], int], settled: Group | None, quorum: bool
+    ) -> Group | None:
+        """The newest version of which all parts are kept as they are to be, when that is news.
+
+        Without a quorum there is none: the other side of a partition may have gone on from a version that this one
+        would give up. What was told is kept until the others are back.
+        """
         if settled is not None:
             self._tally.forget_until(settled)
-        return self._tally.complete(me=self._me, living=living, life=life)
+        return self._tally.complete(me=self._me, living=living, life=life) if quorum else None

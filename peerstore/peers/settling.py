@@ -109,8 +109,9 @@ class Settlement:
     def _look(self) -> bool:
         """Whether a version is settled by what was told so far. Then all hear of it."""
         living, settled = self._tending.living, self._store.copies.settled(self._job)
+        quorum = self._tending.quorum
         with self._changed:
-            group = self._reports.complete(living=living, life=self._tending.life, settled=settled)
+            group = self._reports.complete(living=living, life=self._tending.life, settled=settled, quorum=quorum)
         if group is None:
             return False
         self.settled(group)

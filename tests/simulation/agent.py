@@ -248,7 +248,10 @@ class Agent:
 
     def _tally(self) -> None:
         group = self.accounts.reports.complete(
-            living=self.living, life=self.members.life, settled=self.copies.settled(JOB)
+            living=self.living,
+            life=self.members.life,
+            settled=self.copies.settled(JOB),
+            quorum=self.members.quorum,
         )
         if group is None:
             return

@@ -19,9 +19,9 @@ from peerstore.errors import FencedError
 from peerstore.jobs import Jobs
 from peerstore.peers import duties
 from peerstore.peers.accounts import Accounts
-from peerstore.peers.duties import Held, Tally
+from peerstore.peers.duties import Held, Reports, Tally
 from peerstore.peers.messages import Settling
-from peerstore.records import ShardKey
+from peerstore.records import Group, ShardKey
 from tests.simulation import agent, memory, restoring, transfers
 from tests.simulation.schedule import Schedule, schedule_of
 from tests.simulation.world import Shape
@@ -48,7 +48,7 @@ class Broken:
         return schedule_of(seed, self.kinds, self.shape)
 
 
-_add, _check_fence, _plan = Tally.add, Jobs.check_fence, duties.plan
+_add, _check_fence, _complete, _plan = Tally.add, Jobs.check_fence, Reports.complete, duties.plan
 
 
 def _what_one_tells_is_all(tally: Tally, note: Settling) -> None:
@@ -58,6 +58,10 @@ def _what_one_tells_is_all(tally: Tally, note: Settling) -> None:
 def _all_may_write(jobs: Jobs, key: ShardKey) -> None:
     with contextlib.suppress(FencedError):
         _check_fence(jobs, key)
+
+
+def _settle_alone(reports: Reports, *, quorum: bool, **known: Any) -> Group | None:
+    return _complete(reports, quorum=True, **known)
 
 
 def _no_new_partner(held: Held, *, partners: Any, **known: Any) -> tuple[str, ...]:
@@ -87,9 +91,17 @@ BROKEN = {
         Membership,
         "_objection",
         lambda _: "",
-        "both halves",
+        "let an incarnation begin",
         ("save", "wait", "part", *["wait"] * 2, *["restart all"] * 2, "wait", *["save"] * 3, "wait"),
         _FEW_RANKS,
+    ),
+    "settle without a quorum": Broken(
+        Reports,
+        "complete",
+        _settle_alone,
+        "both halves of a partition settle",
+        ("save", "wait", "part", *["wait"] * 2, "restart all", "wait", *["save"] * 3, "wait", *["save"] * 2, "wait"),
+        Shape(nodes=3, copies=2, parts=1),
     ),
     "settle with what one tells": Broken(Tally, "add", _what_one_tells_is_all, "is settled, but part"),
     "ignore racks": Broken(memory, "_placed", _as_if_without_racks, "in one rack"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,8 @@ class Truth(Holdings):
         self._owner: dict[str, tuple[tuple[int, str], float]] = {}
         """The newest incarnation that each machine has let write in its memory's life, and since when."""
         self._accepted: dict[tuple[int, str], dict[str, float]] = {}
+        self._declared: list[tuple[float, str, Group]] = []
+        """Who said of which version that it is settled, and when."""
         self._went_back: list[_WentBack] = []
         self._unsaid: set[tuple[int, Group]] = set()
         """Incarnations that may say what they went on from only once they are let write."""
@@ -190,6 +192,7 @@ class Truth(Holdings):
         """The scribe says that all parts of a version have their copies."""
         self.settled.append(group)
         world = self._world
+        self._on_one_side_only(agent.name, group)
         living = self.living()
         if self.calm and self._roomy:
             wanted = min(world.copies, len(living))
@@ -213,6 +216,27 @@ class Truth(Holdings):
             and (self.floor is None or self._floor_lost or group > self.floor)
         ):
             self._set_floor(group)
+
+    def _on_one_side_only(self, scribe: str, group: Group) -> None:
+        """What is settled makes older versions superfluous: never may both halves of a partition say it."""
+        began = self._parted_since()
+        here = self._side_of(scribe)
+        if here is None or self._world.now < began:
+            return
+        for at, other, settled in self._declared:
+            if at >= began and other not in here:
+                raise Violation(
+                    f"both halves of a partition settle versions, and may give up older ones: {scribe} "
+                    f"{self._world.short(group)}, {other} {self._world.short(settled)}"
+                )
+        self._declared.append((self._world.now, scribe, group))
+
+    def _parted_since(self) -> float:
+        """Since when both sides of the partition there is have had the time to notice it."""
+        return self._world.network.parted_at + self._world.window_s
+
+    def _side_of(self, machine: str) -> Collection[str] | None:
+        return next((side for side in self._world.network.sides if machine in side), None)
 
     def _crowded(self, group: Group, part: int) -> bool:
         """Whether one rack has all copies of a part although every node could have a partner in another one."""
@@ -336,8 +360,7 @@ class Truth(Holdings):
         if machine in known:
             return
         known[machine] = self._world.now
-        sides, since = self._world.network.sides, self._world.network.parted_at + self._world.window_s
-        here = next((side for side in sides if machine in side), None)
+        here, since = self._side_of(machine), self._parted_since()
         if here is None or self._world.now < since:
             return
         for other, where in self._accepted.items():

@@ -32,7 +32,9 @@ class Ended(NamedTuple):
 
 def _zygote(pipe: Connection) -> None:
     import torch
+    import torch._dynamo  # what every optimizer imports when it is made
     import torch.distributed.checkpoint
+    import torch.distributed.fsdp
 
     import tieredckpt.checkpointer  # noqa: F401 - warm
 
@@ -175,6 +177,15 @@ class Zygote:
             self.start(function, *args, environ=(environ or {}).get(rank), world=(rank, size, store))
             for rank in range(size)
         ]
+
+    def run_world(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """What each of ``size`` gloo ranks returned; where one failed the others are not waited for."""
+        running = self.start_world(size, function, *args)
+        try:
+            return [one.wait().result for one in running]
+        finally:
+            for one in running:
+                one.kill_if_alive()
 
     def close(self) -> None:
         self._pipe.close()

@@ -81,7 +81,7 @@ def export(
     from tieredckpt.export.source import StepSource, wanted_names
 
     began = time.monotonic()
-    _give_memory_back()
+    give_memory_back()
     wish = Wish(destination, kind, _most_bytes(max_shard_size), force, allow_pickle)
     with open_sight(settings_for(agent_dir, durable)) as sight:
         location = parse_location(target)
@@ -144,7 +144,7 @@ def _write(source: StepSource, names: dict[str, str], wish: Wish, advance: Advan
         return write_folder(folder, source, tensors, wish.most_bytes, advance)
 
 
-def _give_memory_back() -> None:
+def give_memory_back() -> None:
     """Have large buffers returned when they are freed: glibc by itself keeps and fragments them, up to the model."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)

@@ -26,7 +26,9 @@ Advance = Callable[[int], None]
 class Screen:
     """Where one command's output goes. JSON, when asked for, is the only thing on standard output."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str = "tieredckpt") -> None:
+        self.program = program
+        """Begins its error messages."""
         self.as_json = False
         self.debug = False
         # A pipe has no width: a program that reads it wants whole values.
@@ -51,9 +53,9 @@ class Screen:
         if self.debug:
             traceback.print_exception(error)
         text = str(error) or type(error).__name__
-        self.err.print(f"[bold red]tieredckpt:[/] {escape(text)}")
+        self.err.print(f"[bold red]{self.program}:[/] {escape(text)}")
         if advice:
-            self.err.print(f"            {escape(advice)}")
+            self.err.print(f"{'':{len(self.program) + 2}}{escape(advice)}")
         if self.as_json:
             said = {"kind": type(error).__name__, "message": text, "advice": advice, "exit": int(code)}
             sys.stdout.write(json.dumps({"error": said}, indent=2) + "\n")

@@ -162,15 +162,18 @@ class Sight:
 
 
 @contextlib.contextmanager
-def open_sight(settings: Settings) -> Iterator[Sight]:
-    """Look through this node's agent where one answers, and directly where not."""
+def open_sight(settings: Settings, *, memory: bool = True) -> Iterator[Sight]:
+    """Look through this node's agent where one answers, and directly where not, or where memory is not to be asked."""
     place = AgentPlace(settings.agent_directory)
     arena = MemfdArena()
     with contextlib.ExitStack() as cleanup:
         agent, why = None, ""
         try:
-            connect(place.socket).close()
-            agent = AgentNode(override(settings, agent={"embedded": False}), "")
+            if memory:
+                connect(place.socket).close()
+                agent = AgentNode(override(settings, agent={"embedded": False}), "")
+            else:
+                why = "memory is not asked"
         except AgentUnreachableError:
             why = f"no agent answers in {place.directory}"
         except PeerStoreError as error:

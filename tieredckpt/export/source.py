@@ -44,16 +44,19 @@ class StepSource:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor, put together from its pieces."""
-        entry = self.entry(name)
-        pieces = list(self.step.pieces(name, whole(entry.shape)))
+        box = whole(self.entry(name).shape)
+        pieces = list(self.step.pieces(name, box))
         if len(pieces) == 1 and pieces[0].item >= 0:
             return self._archived(pieces[0])
+        return self.part(name, box)
+
+    def part(self, name: str, box: Box) -> torch.Tensor:
+        """What lies in ``box``, put together from its pieces."""
+        entry = self.entry(name)
         # Copied as integers: some element types are only stored by torch, and none is to be interpreted.
-        out = torch.empty(entry.shape, dtype=_carrier(entry.itemsize))
-        for piece in pieces:
-            target = out
-            for axis, (start, size) in enumerate(zip(piece.box.offsets, piece.box.sizes, strict=True)):
-                target = target.narrow(axis, start, size)
+        out = torch.empty(box.sizes, dtype=_carrier(entry.itemsize))
+        for piece in self.step.pieces(name, box):
+            target = _cut(out, relative(piece.box, box))
             if piece.item >= 0:
                 saved = self._archived(piece)
                 target.copy_(_cut(saved.to_dense(), relative(piece.box, piece.entry.box)).view(out.dtype))

@@ -182,6 +182,34 @@ def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
         expect(nodes, newer, copies=2)
 
 
+def test_the_smaller_side_of_a_partition_gives_up_nothing_also_where_it_has_all_parts():
+    """A job on one node, which is cut off: it could settle what it writes all by itself."""
+    with neighbours("n1", "n2", "n3", copies=2) as nodes:
+        n1 = nodes["n1"]
+        n1.write(key(1), SIZE)
+        nodes.settle(1)
+        for other in ("n2", "n3"):
+            nodes.network.cut("n1", other)
+        until(lambda: not n1.team.tending.quorum and n1.sees("n1"), "n1 knows that it is alone")
+        until(lambda: nodes["n2"].sees("n2", "n3") and nodes["n3"].sees("n2", "n3"))
+        epoch = nodes["n2"].store.claim(JOB, "b")
+        for version in (2, 3):
+            nodes["n2"].write(key(version, epoch=epoch, name="b"), SIZE)
+            nodes.settle(version, "n2", "n3")
+        for version in (2, 3):  # it has two slots, and one more
+            n1.write(key(version), SIZE)
+        until(lambda: not n1.team.protecting.busy)
+        with pytest.raises(ArenaBusyError, match="not yet whole"):
+            n1.store.lease(key(4), SIZE, 1)
+        assert n1.settled == 1
+        assert n1.is_good(key(1))
+        for other in ("n2", "n3"):
+            nodes.network.heal("n1", other)
+        until(lambda: n1.store.copies.owner_of(JOB) == (epoch, "b"), "n1 is fenced")
+        nodes.settle(3)
+        expect(nodes, [key(3, epoch=epoch, name="b")], copies=2)
+
+
 def test_a_node_that_is_left_alone_goes_on_with_one_copy_and_says_so():
     with neighbours("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(key(1), SIZE)

@@ -1,0 +1,241 @@
+"""One step's gradients: summed with exact weights over uneven ranks, divided once by the global count, then clipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.errors import PolicyError
+from elastic.gradients import norm
+from elastic.gradients.part import Part
+from elastic.gradients.replicated import Replicated
+from elastic.gradients.share import Share, Slot
+from elastic.gradients.tree import fold
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """What a step came to; the same on every rank."""
+
+    loss: float
+    """The sum of all microbatches' losses, divided by ``weight``."""
+    weight: float
+    """Samples or tokens of the whole step."""
+    norm: float | None
+    """Of the gradients before they were clipped; ``None`` where nobody asked for it."""
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and (self.norm is None or math.isfinite(self.norm))
+
+
+class Microbatch:
+    """One forward and backward of this rank."""
+
+    def __init__(self, slot: Slot, done: Callable[[Slot, torch.Tensor, torch.Tensor | float], None]) -> None:
+        self.id = slot.stand_in
+        """What to compute with."""
+        self.empty = slot.id is None
+        """Whether it counts for nothing, and only keeps this rank in step with those that have more microbatches."""
+        self.finished = False
+        self._slot = slot
+        self._done = done
+
+    def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float) -> None:
+        """``loss`` is a sum, no mean, over ``weight`` samples or tokens."""
+        if self.finished:
+            raise PolicyError(f"backward was called twice for microbatch {self.id}")
+        torch.autograd.backward([loss], [torch.zeros_like(loss)] if self.empty else None)
+        self._done(self._slot, loss.detach(), weight)
+        self.finished = True
+
+
+class ExactGradients:
+    """What ``loss.backward()`` and averaging over ranks leave to chance, for one model.
+
+    ::
+
+        sums = ExactGradients(model, tree=True)
+        for mb in sums.step(share):
+            x, y = batch(mb.id)
+            mb.backward(loss_sum(model(x), y), weight=y.numel())
+        total = sums.finish(clip=1.0)           # p.grad is what one rank with all microbatches would have
+        optimizer.step()
+
+    ``model`` is a plain module, or one wrapped by DDP or ``fully_shard``; after a change of the world it is wrapped
+    anew, and this is made anew. ``group`` has the ranks that share the step; by default DDP's group, or all ranks.
+
+    With ``tree`` every bit of loss and gradients is independent of how many ranks there are. ``dtype`` is what
+    gradients of less precision are summed in (``None``: their own); DDP and FSDP2 without the tree sum in the type
+    that they were told. Without the tree, FSDP2 reduces once per step and keeps whole gradients until then; with
+    ``each_turn`` after each microbatch, and keeps pieces.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        tree: bool = False,
+        group: dist.ProcessGroup | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        each_turn: bool = False,
+        on_nonfinite: Callable[[Total], object] | None = None,
+    ) -> None:
+        if group is None and dist.is_initialized():
+            group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD
+        self._group = group
+        self._tree = tree
+        self._on_nonfinite = on_nonfinite
+        self._parts = _parts(model, group, tree=tree, dtype=dtype, each_turn=each_turn)
+        self._model = model
+        self._share: Share | None = None
+
+    def step(self, share: Share) -> Iterator[Microbatch]:
+        """This rank's microbatches, one after the other; drops what gradients there are.
+
+        FSDP2's collectives need all ranks the same number of times: a rank with fewer microbatches gets empty ones
+        first, which compute with one of its own.
+        """
+        ranks = 1 if self._group is None else self._group.size()
+        if len(share.by_rank) != ranks:
+            raise PolicyError(f"the microbatches are shared by {len(share.by_rank)} ranks, the group has {ranks}")
+        if self._group is not None and share.rank != self._group.rank():
+            raise PolicyError(f"this is rank {self._group.rank()} of the group, not {share.rank}")
+        self._share = share
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor | float]] = {}
+        for part in self._parts:
+            part.begin(share)
+        for turn, slot in enumerate(share.slots(max(part.turns for part in self._parts))):
+            for part in self._parts:
+                part.before(slot, turn)
+            microbatch = Microbatch(slot, self._done)
+            yield microbatch
+            if not microbatch.finished:
+                raise PolicyError(f"microbatch {microbatch.id} was left without a backward")
+
+    def finish(self, *, clip: float | None = None) -> Total:
+        """Sum over all ranks, divide by the global count, clip; waits for the device.
+
+        Where loss or norm is not finite ``on_nonfinite`` is called, on every rank, before this returns; it may raise.
+        """
+        share = self._share
+        if share is None or len(self._seen) != len(share.mine):
+            raise PolicyError("finish() before all microbatches of step() had their backward")
+        self._share = None
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.require_backward_grad_sync = True
+        losses, weights, used = self._exchange(share)
+        weight = fold(weights)
+        if weight == 0:
+            raise PolicyError(f"none of the {share.microbatches} microbatches of this step counts: all weights are 0")
+        begin = 0
+        for part in self._parts:
+            part.finish(weight, used[begin : begin + len(part.parameters)])
+            begin += len(part.parameters)
+        found = self._norm(clip)
+        total = Total(fold(losses) / weight, weight, found)
+        if self._on_nonfinite is not None and not total.finite:
+            self._on_nonfinite(total)
+        return total
+
+    def _done(self, slot: Slot, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
+        if slot.id is not None:
+            self._seen[slot.id] = (loss, weight)
+        for part in self._parts:
+            part.after(slot)
+
+    def _exchange(self, share: Share) -> tuple[list[float], list[float], list[bool]]:
+        """Losses and weights by microbatch, and which parameters have a gradient: one small all-reduce.
+
+        Everything but one rank's value is a zero, so that its order does not matter.
+        """
+        many = share.microbatches
+        used = [flag for part in self._parts for flag in part.seen()]
+        device = next((loss.device for loss, _ in self._seen.values()), self._parts[0].parameters[0].device)
+        values = torch.zeros(3 * many + len(used), dtype=torch.float64, device=device)
+        for id_, (loss, weight) in self._seen.items():
+            values[id_], values[many + id_], values[2 * many + id_] = loss, weight, 1
+        values[3 * many :] = torch.tensor(used, dtype=torch.float64)
+        if self._group is not None:
+            dist.all_reduce(values, group=self._group)
+        found: list[float] = values.tolist()
+        times = found[2 * many : 3 * many]
+        wrong = [id_ for id_, count in enumerate(times) if count != 1]
+        if wrong:
+            raise PolicyError(f"the ranks do not agree who computes what: microbatches {wrong[:5]} not exactly once")
+        return found[:many], found[many : 2 * many], [count > 0 for count in found[3 * many :]]
+
+    def _norm(self, clip: float | None) -> float | None:
+        if clip is None and self._on_nonfinite is None:
+            return None
+        parameters = [one for part in self._parts for one in part.parameters]
+        found = norm.fixed_norm(parameters) if self._tree else norm.fast_norm(parameters)
+        if clip is not None:
+            norm.clip_by(parameters, found, clip)
+        return found
+
+
+def _parts(
+    model: nn.Module, group: dist.ProcessGroup | None, *, tree: bool, dtype: torch.dtype | None, each_turn: bool
+) -> list[Part]:
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    if not parameters:
+        raise PolicyError("the model has no parameter that requires a gradient")
+    _refuse(model)
+    if isinstance(model, DistributedDataParallel):
+        if not tree:
+            from elastic.gradients.hooked import Hooked
+
+            return [Hooked(model, parameters)]
+
+        def alone() -> None:
+            model.require_backward_grad_sync = False  # as no_sync() does, over a loop's body
+
+        return [Replicated(parameters, group, tree=True, dtype=dtype, prepare=alone, least_turns=1)]
+    spread = [one for one in parameters if isinstance(one.data, DTensor)]
+    plain = [one for one in parameters if not isinstance(one.data, DTensor)]
+    parts: list[Part] = []
+    if spread:
+        parts.append(_of_fsdp(model, spread, group, tree=tree, dtype=dtype, each_turn=each_turn))
+    if plain:
+        parts.append(Replicated(plain, group, tree=tree, dtype=dtype))
+    return parts
+
+
+def _refuse(model: nn.Module) -> None:
+    """What averages or cuts gradients where this does not see it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody can have wrapped anything otherwise
+    for name, inside in model.named_modules():
+        if fsdp is not None and isinstance(inside, fsdp.FullyShardedDataParallel):
+            raise PolicyError(f"module {name!r} is wrapped by FSDP1: use fully_shard, or DDP")
+        if inside is not model and isinstance(inside, DistributedDataParallel):
+            raise PolicyError(f"only module {name!r} is wrapped by DDP: wrap the whole model, or nothing of it")
+
+
+def _of_fsdp(
+    model: nn.Module,
+    parameters: list[nn.Parameter],
+    group: dist.ProcessGroup | None,
+    *,
+    tree: bool,
+    dtype: torch.dtype | None,
+    each_turn: bool,
+) -> Part:
+    from torch.distributed.fsdp import FSDPModule
+
+    from elastic.gradients.sharded import Sharded
+
+    modules = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    if group is None or not modules:
+        raise PolicyError("the model has DTensor parameters that no fully_shard manages: sum their gradients yourself")
+    if tree and group.size() == 1:  # FSDP2 reduces nothing on one rank: its gradients are those of one microbatch
+        return Replicated(parameters, group, tree=True, dtype=dtype)
+    return Sharded(modules, parameters, group, tree=tree, dtype=dtype, each_turn=each_turn)

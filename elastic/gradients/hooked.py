@@ -1,0 +1,52 @@
+"""DDP without the tree: its own buckets, during the last backward, that are summed and not averaged.
+
+DDP reads the hook's annotations, so they are not postponed here.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.gradients.share import Share, Slot
+
+
+class Hooked:
+    """One all-reduce per step, overlapped with the backward. A rank with no microbatch takes part with zeros."""
+
+    turns = 1
+
+    def __init__(self, module: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self._module = module
+        self._empty = False
+        module.register_comm_hook(None, self._sum)
+
+    def begin(self, share: Share) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def before(self, slot: Slot, turn: int) -> None:
+        self._empty = slot.id is None
+        self._module.require_backward_grad_sync = slot.last  # as no_sync() does, over a loop's body
+
+    def after(self, slot: Slot) -> None:
+        """The reducer has done it."""
+
+    def seen(self) -> list[bool]:
+        return [one.grad is not None for one in self.parameters]
+
+    def finish(self, count: float, used: list[bool]) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                gradient.div_(torch.tensor(count, dtype=gradient.dtype, device=gradient.device))
+
+    def _sum(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        if self._empty:
+            buffer.zero_()
+        work = dist.all_reduce(buffer, group=self._module.process_group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])

@@ -1,0 +1,172 @@
+"""Every layout of every world into every other, optimizer included: real ranks, out of the nodes' memory, bit for bit.
+
+A world saves each of its layouts into a job of its own; then each world loads what all the others saved. What was
+loaded is compared twice: by the checksum, which both sides work out without gathering anything and which is that of
+values known without any sharding; and bit for bit with those values as torch itself shards them.
+"""
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+from elastic.reshard.checksum import checksum
+from tests.support.bits import assert_same
+from tests.support.layouts import Variant, build, known, poison, variants
+from tests.support.models import put_back, state_of
+from tieredckpt import Checkpointer, TieredReader, TieredWriter
+
+pytestmark = pytest.mark.e2e
+
+FEW = [
+    *(Variant("ddp", (3,)), Variant("fsdp", (5,)), Variant("tp", (3,))),
+    *(Variant("hsdp", (2, 2)), Variant("2d", (2, 3))),
+]
+
+
+def save_all(chosen):
+    """Each of these variants, which all have this world's size; the checksum of each, as every rank has it."""
+    found = {}
+    for variant in chosen:
+        state = state_of(*build(variant, blank=False))
+        dcp.save(state, storage_writer=TieredWriter(f"tiered://{variant}", 1))
+        found[str(variant)] = checksum(state).combined()
+    return found
+
+
+def load_all(variant, sources):
+    """Everything that was saved, one after the other into the same model."""
+    expected = state_of(*build(variant, blank=False))
+    model, optimizer = build(variant, blank=True)
+    found = {}
+    for source in sources:
+        state = state_of(model, optimizer)
+        poison(state)
+        reader = TieredReader(f"tiered://{source}")
+        dcp.load(state, storage_reader=reader)
+        put_back(model, optimizer, state)
+        loaded = state_of(model, optimizer)
+        found[str(source)] = checksum(loaded).combined()
+        assert_same(expected, loaded, f"{source} -> {variant}")
+        assert set(reader.report.bytes_by_tier) <= {"memory"}
+    return found
+
+
+def every_pair(ranks, sources, targets):
+    """What was saved and what was loaded, by pair."""
+    saved = {}
+    for world, group in itertools.groupby(sorted(sources, key=lambda v: v.world), key=lambda v: v.world):
+        saved |= agreed(ranks.run(world, save_all, list(group)))
+    (reference, *others) = saved.values()
+    for other in others:  # whatever the layout, it is the same state
+        other.must_equal(reference)
+    expected = checksum(known()).combined()
+    reference.must_equal(expected)
+    pairs = 0
+    for target in targets:
+        for found in agreed(ranks.run(target.world, load_all, target, sources)).values():
+            found.must_equal(expected)
+            pairs += 1
+    return pairs
+
+
+def agreed(answers):
+    """All ranks say the same."""
+    for answer in answers[1:]:
+        assert answer == answers[0]
+    return answers[0]
+
+
+@pytest.fixture
+def patient(agent_dir, monkeypatch):
+    """A step may be begun from any number of times."""
+    monkeypatch.setenv("TIEREDCKPT_MEMORY_QUARANTINE_AFTER", "0")
+
+
+def test_layouts_into_each_other(patient, ranks):
+    assert every_pair(ranks, FEW, FEW) == len(FEW) ** 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_every_layout_of_every_world_into_every_other(patient, ranks):
+    """About 2,000 pairs of real worlds, six minutes on two cores."""
+    chosen, began = variants(8), time.monotonic()
+    pairs = every_pair(ranks, chosen, chosen)
+    print(f"{pairs} pairs of {len(chosen)} layouts in {time.monotonic() - began:.0f} s")
+    assert pairs == len(chosen) ** 2
+    one_dimensional = {(v.kind, v.world) for v in chosen if len(v.mesh) == 1}
+    assert one_dimensional == {(kind, world) for kind in ("ddp", "fsdp", "tp") for world in range(1, 9)}
+
+
+def save_damaged(variant):
+    model, optimizer = build(variant, blank=False)
+    before = checksum(state_of(model, optimizer)).combined()
+    with torch.no_grad():
+        victim = next(iter(model.parameters()))
+        local = victim.to_local() if hasattr(victim, "to_local") else victim
+        if torch.distributed.get_rank() == 1:
+            local.view(-1).view(torch.int32)[0] ^= 1
+    return before, checksum(state_of(model, optimizer)).combined()
+
+
+@pytest.mark.parametrize(
+    ("variant", "diverged"),
+    [(Variant("fsdp", (2,)), False), (Variant("ddp", (2,)), True), (Variant("hsdp", (2, 2)), False)],
+)
+def test_one_bit_of_one_rank_is_seen_by_all(agent_dir, ranks, variant, diverged):
+    for before, after in ranks.run(variant.world, save_damaged, variant):
+        name = "model.up.weight"
+        if diverged:  # its own copy is not the one that counts
+            assert after.diverged == (name,)
+            assert not before.differences(after)
+        else:
+            assert set(before.differences(after)) | set(after.diverged) == {name}
+
+
+def share(names):
+    return checksum({name: torch.arange(4.0) for name in names[torch.distributed.get_rank()]}).combined()
+
+
+def test_ranks_with_names_of_their_own(ranks):
+    """As in pipeline stages: the shares are gathered, and each name counts once."""
+    whole = checksum({name: torch.arange(4.0) for name in "abc"}).combined()
+    for found in ranks.run(3, share, (["a", "b"], ["b"], ["c", "b"])):
+        assert found == whole
+
+
+def row_parallel(value):
+    """FSDP2 over tensor parallelism that leaves the last rank nothing: it holds a shard of shape (0, 0)."""
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5, bias=False))
+    torch.nn.init.constant_(model[0].weight, value)
+    parallelize_module(model, mesh["tp"], {"0": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"]).state_dict()
+
+
+def save_and_load_empty(how):
+    state, found = row_parallel(3.0), row_parallel(0.0)
+    if torch.distributed.get_rank() == 2:
+        assert tuple(state["0.weight"].to_local().shape) == (0, 0)
+    if how == "dcp":
+        dcp.save(state, storage_writer=TieredWriter("tiered://empty", 1))
+        dcp.load(found, storage_reader=TieredReader("tiered://empty"))
+    else:
+        with Checkpointer("tiered://empty", on_sigterm="ignore") as ckpt:
+            for step in range(3):
+                assert ckpt.save(state, step).ok
+            assert ckpt.restore(found) == 2
+    assert_same(state, found)
+    return checksum(found).combined()
+
+
+@pytest.mark.parametrize("how", ["dcp", "checkpointer"])
+def test_a_shard_that_is_empty_in_its_own_way(agent_dir, ranks, how):
+    expected = checksum({"0.weight": torch.full((5, 4), 3.0)}).combined()
+    for found in ranks.run(3, save_and_load_empty, how):
+        found.must_equal(expected)

@@ -1,0 +1,157 @@
+"""Gradients of uneven ranks are those of one process that has all microbatches; averages of averages are not."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.errors import PolicyError
+from elastic.gradients import ExactGradients, Share
+from tests.support.resizable import MICROBATCHES, Model, Worlds, loss_sum, whole, wrap
+from tests.support.zygote import Zygote
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+RANKS = 4
+QUOTAS = (4, 3, 0, 3)
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("plain", {}),
+    "ddp": ("ddp", {}),
+    "fsdp, once a step": ("fsdp", {}),
+    "fsdp, each turn": ("fsdp", {"each_turn": True}),
+    "hsdp, once a step": ("hsdp", {}),
+    "hsdp, each turn": ("hsdp", {"each_turn": True}),
+    "plain, tree": ("plain", {"tree": True}),
+    "ddp, tree": ("ddp", {"tree": True}),
+    "fsdp, tree": ("fsdp", {"tree": True}),
+    "hsdp, tree": ("hsdp", {"tree": True}),
+}
+
+
+def everything(_: object) -> dict[str, float]:
+    """How far each way is from the gradients of one process, relative to the largest of them."""
+    worlds = Worlds((RANKS,), (RANKS,))
+    share = Share.contiguous(QUOTAS, dist.get_rank())
+    expected, expected_loss, norm = reference(torch.float64)
+    single, _, _ = reference(torch.float32)
+    found = {"one process, fp32": distance(single, expected), "mean of means": distance(mean_of_means(share), expected)}
+    for name, (kind, how) in WAYS.items():
+        for dtype in (torch.float64, torch.float32):
+            model = wrap(Model(dtype), kind, worlds, RANKS)
+            sums = ExactGradients(model, group=worlds.groups[RANKS], **how)
+            for again in range(2 if dtype is torch.float64 else 1):  # the second starts from what the first left
+                for microbatch in sums.step(share):
+                    loss, tokens = loss_sum(model, again, microbatch.id)
+                    if microbatch.empty and not share.mine:
+                        loss = loss * math.nan  # nobody's business
+                    microbatch.backward(loss, weight=tokens)
+                total = sums.finish(clip=None if again else 1e9)
+                if not again:
+                    found[f"{name}, {dtype}"] = distance([one.grad for one in model.parameters()], expected)
+                    found[f"{name}, {dtype}, loss"] = abs(total.loss / expected_loss - 1)
+                    assert total.norm is not None
+                    found[f"{name}, {dtype}, norm"] = abs(total.norm / norm - 1)
+            assert math.isfinite(total.loss)
+    found["refused"] = refusals(worlds, share)
+    return found
+
+
+def reference(dtype: torch.dtype) -> tuple[list[torch.Tensor | None], float, float]:
+    model = Model(dtype)
+    losses = [loss_sum(model, 0, id_) for id_ in range(MICROBATCHES)]
+    count = sum(int(tokens) for _, tokens in losses)
+    (sum(loss for loss, _ in losses) / count).backward()
+    gradients = [one.grad for one in model.parameters()]
+    norm = math.sqrt(sum(one.double().square().sum().item() for one in gradients if one is not None))
+    return gradients, sum(loss.item() for loss, _ in losses) / count, norm
+
+
+def mean_of_means(share: Share) -> list[torch.Tensor | None]:
+    """What a loop with DDP does that divides each microbatch by its own tokens, and by its own microbatches."""
+    model = Model(torch.float64)
+    for id_ in share.mine:
+        loss, tokens = loss_sum(model, 0, id_)
+        (loss / tokens / len(share.mine)).backward()
+    for one in model.parameters():
+        if one.grad is None:
+            one.grad = torch.zeros_like(one)
+        dist.all_reduce(one.grad)
+        one.grad /= RANKS
+    return [one.grad for one in model.parameters()]
+
+
+def distance(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> float:
+    """Where nothing is expected zeros will do: FSDP2 reduces them."""
+    most = max(one.abs().max().item() for one in expected if one is not None)
+    differences = [
+        (0.0 if mine is None else whole(mine).abs().max().item())
+        if theirs is None
+        else (whole(mine).double() - theirs).abs().max().item()
+        for mine, theirs in zip(found, expected, strict=True)
+    ]
+    return torch.tensor(differences, dtype=torch.float64).max().item() / most  # which does not hide a NaN
+
+
+def refusals(worlds: Worlds, share: Share) -> float:
+    """What cannot be is said on every rank."""
+    group = worlds.groups[RANKS]
+    plain = ExactGradients(Model(), group=group)
+    other = Share(share.by_rank, (share.rank + 1) % RANKS)
+    with pytest.raises(PolicyError, match=f"this is rank {share.rank} of the group, not"):
+        next(plain.step(other))
+    wrong = copy.copy(share) if share.rank else Share.contiguous((3, 4, 0, 3), 0)  # rank 0 has another plan
+    for microbatch in plain.step(wrong):
+        microbatch.backward(loss_sum(plain._model, 0, microbatch.id)[0], weight=1)
+    with pytest.raises(PolicyError, match=r"microbatches \[3\] not exactly once"):
+        plain.finish()
+    model = wrap(Model(torch.bfloat16), "fsdp", worlds, RANKS)
+    sums = ExactGradients(model, tree=True, group=group)
+    microbatch = next(sums.step(share))
+    with pytest.raises(PolicyError, match=r"reduce_dtype=torch\.float32"):
+        microbatch.backward(loss_sum(model, 0, microbatch.id)[0], weight=1)
+    twice = wrap(Twice(), "fsdp", worlds, RANKS)
+    sums = ExactGradients(twice, tree=True, group=group)
+    microbatch = next(sums.step(share))
+    with pytest.raises(PolicyError, match="run twice in one forward"):
+        microbatch.backward(loss_sum(twice, 0, microbatch.id)[0], weight=1)
+    return 1.0
+
+
+class Twice(Model):
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        inside = self.hidden(self.hidden(self.words(words)))
+        return self.out(self.norm(inside))
+
+
+@pytest.fixture(scope="module")
+def found(zygote: Zygote) -> dict[str, float]:
+    return zygote.run_world(RANKS, everything)[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_double_precision_it_is_what_one_process_has(found: dict[str, float], way: str) -> None:
+    assert found[f"{way}, torch.float64"] < 1e-13
+    assert found[f"{way}, torch.float64, loss"] < 1e-13
+    assert found[f"{way}, torch.float64, norm"] < 1e-12
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_single_precision_it_is_as_near_as_one_process_is(found: dict[str, float], way: str) -> None:
+    near = found["one process, fp32"]
+    assert 0 < near < 1e-6
+    assert found[f"{way}, torch.float32"] < 4 * near
+    assert found[f"{way}, torch.float32, loss"] < 1e-6
+    assert found[f"{way}, torch.float32, norm"] < 1e-6
+
+
+def test_a_mean_of_means_is_something_else(found: dict[str, float]) -> None:
+    assert found["mean of means"] > 1e-2
+
+
+def test_what_cannot_be_is_refused(found: dict[str, float]) -> None:
+    assert found["refused"] == 1.0

@@ -1,0 +1,94 @@
+"""The same bits whoever computed them: hex losses, norms, hashes of parameters and optimizer, at every step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from elastic.gradients import replicated
+from tests.support.resizable import Seen, Worlds, train
+from tests.support.zygote import Zygote
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+SIZES = (1, 2, 3, 4, 6, 8)
+GRIDS = (4, 6)
+STEPS = 4
+RESIZED = (8, 3, 1, 6)
+
+
+class Found(NamedTuple):
+    by_size: dict[int, list[Seen]]
+    resized: list[Seen]
+
+
+@pytest.fixture(scope="module")
+def found(zygote: Zygote) -> dict[str, Found]:
+    by_rank = zygote.run_world(8, _everything)
+    assert all(one == by_rank[0] for one in by_rank)  # each of them saw the same
+    return by_rank[0]
+
+
+def _everything(_: object) -> dict[str, Found]:
+    import torch.distributed as dist
+
+    worlds = Worlds(SIZES, GRIDS)
+    runs = {
+        "plain": ("plain", SIZES, "even", {"tree": True}),
+        "ddp": ("ddp", SIZES, "even", {"tree": True}),
+        "fsdp": ("fsdp", SIZES, "even", {"tree": True}),
+        "fsdp, dealt": ("fsdp", (3,), "dealt", {"tree": True}),
+        "hsdp": ("hsdp", GRIDS, "even", {"tree": True}),
+        "all-reduce": ("plain", SIZES, "even", {"tree": False}),
+    }
+    mine = {}
+    for name, (kind, sizes, deal, how) in runs.items():
+        by_size = {size: train(kind, [size] * STEPS, worlds, deal=deal, **how) for size in sizes}
+        resized = train(kind, RESIZED, worlds, deal=deal, **how) if sizes == SIZES else []
+        mine[name] = Found(by_size, resized)
+    replicated.WINDOW_BYTES, replicated.LEAST_BYTES = 300, 4  # this process is forked for this test alone
+    mine["plain, small windows"] = Found({3: train("plain", [3] * STEPS, worlds, tree=True)}, [])
+    handed = [mine]
+    dist.broadcast_object_list(handed, src=0)  # small worlds have no part for the last ranks
+    for name, theirs in handed[0].items():
+        for size, seen in theirs.by_size.items():
+            if dist.get_rank() < size:
+                assert mine[name].by_size[size] == seen, f"rank {dist.get_rank()} of {size} saw something else: {name}"
+    return handed[0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+def test_every_step_is_the_same_at_any_number_of_ranks(found: dict[str, Found], kind: str) -> None:
+    by_size = found[kind].by_size
+    assert set(by_size) == set(SIZES)
+    for step in range(STEPS):
+        assert len({seen[step] for seen in by_size.values()}) == 1, {size: seen[step] for size, seen in by_size.items()}
+    assert len({seen.parameters for seen in by_size[1]}) == STEPS  # it learns
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+def test_a_run_that_changes_its_size_is_the_same_too(found: dict[str, Found], kind: str) -> None:
+    assert found[kind].resized == found[kind].by_size[1]
+
+
+def test_replicas_of_shards_are_as_shards(found: dict[str, Found]) -> None:
+    for seen in found["hsdp"].by_size.values():
+        assert seen == found["fsdp"].by_size[1]
+
+
+def test_neither_the_wrapper_nor_who_got_which_microbatch_matters(found: dict[str, Found]) -> None:
+    plain, ddp, fsdp = (found[kind].by_size[3] for kind in ("plain", "ddp", "fsdp"))
+    assert ddp == plain
+    assert found["plain, small windows"].by_size[3] == plain
+    assert found["fsdp, dealt"].by_size[3] == fsdp
+    assert [(seen.loss, seen.norm) for seen in fsdp] == [(seen.loss, seen.norm) for seen in plain]
+
+
+def test_a_plain_all_reduce_is_not(found: dict[str, Found]) -> None:
+    """So that the tests above can fail: the same sums, in the order of the ranks."""
+    by_size = found["all-reduce"].by_size
+    assert len({seen[-1].loss for seen in by_size.values()}) > 1
+    assert len({seen[-1].parameters for seen in by_size.values()}) > 1
+    assert found["all-reduce"].resized[-1].parameters != by_size[1][-1].parameters
+    assert by_size[1][0].loss == found["plain"].by_size[1][0].loss  # before anything was summed in any order

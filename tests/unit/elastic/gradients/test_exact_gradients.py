@@ -1,0 +1,172 @@
+"""One process: types of sums, what is missing, what is not finite, what is misuse. Several: ``tests/e2e/gradients``."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.errors import PolicyError
+from elastic.gradients import ExactGradients, Share, Total, norm
+from elastic.gradients.replicated import _windows
+
+
+class Weights(nn.Module):
+    """Its loss is a product with what it is given: the gradient is that."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(3, dtype=dtype))
+        self.never = nn.Parameter(torch.ones(2, dtype=dtype))
+        self.frozen = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False)
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return (self.used * factor).sum()
+
+
+def run(model: Weights, factors: list[float], *, weight: float = 2, clip: float | None = None, **how: object) -> Total:
+    sums = ExactGradients(model, **how)
+    for microbatch in sums.step(Share.even(len(factors), 1, 0)):
+        microbatch.backward(model(factors[microbatch.id]), weight=weight)
+    return sums.finish(clip=clip)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_one_division_by_the_whole_weight(tree: bool) -> None:
+    model = Weights()
+    model.used.grad = torch.full((3,), 99.0)  # of an earlier step
+    total = run(model, [1.0, 2.0, 4.0], tree=tree)
+    assert torch.equal(model.used.grad, torch.full((3,), 7 / 6))
+    assert total == Total(loss=3.5, weight=6, norm=None)
+    assert model.never.grad is None  # so that an optimizer leaves it alone
+
+
+def test_weights_may_be_tensors() -> None:
+    assert run(Weights(), [1.0], weight=torch.tensor(3)) == Total(1.0, 3.0, None)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_summed_in_fp32_unless_told_otherwise(tree: bool, dtype: torch.dtype) -> None:
+    factors = [512.0] + [0.125] * 63
+    model = Weights(dtype)
+    run(model, factors, weight=1, tree=tree)
+    expected = torch.tensor(sum(factors) / 64).to(dtype)
+    assert model.used.grad is not None
+    assert model.used.grad.dtype is dtype
+    assert torch.equal(model.used.grad, expected.expand(3))
+    if not tree:  # which loses less
+        run(model, factors, weight=1, dtype=None)
+        assert not torch.equal(model.used.grad, expected.expand(3))
+
+
+def test_clipping_is_after_the_sum_and_says_what_was_clipped() -> None:
+    for tree in (False, True):
+        model = Weights()
+        total = run(model, [3.0, -1.0], clip=0.5, weight=1, tree=tree)
+        assert total.norm == pytest.approx(math.sqrt(3))  # clipped one by one they would cancel
+        assert model.used.grad is not None
+        assert model.used.grad.norm().item() == pytest.approx(0.5, rel=1e-5)
+        small = run(model, [0.1, 0.0], clip=0.5, weight=1, tree=tree)
+        assert small.norm == pytest.approx(0.05 * math.sqrt(3))
+        assert torch.equal(model.used.grad, torch.full((3,), 0.1) / 2)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_what_is_not_finite_is_told_once(tree: bool) -> None:
+    told: list[Total] = []
+    run(Weights(), [1.0, 2.0], tree=tree, on_nonfinite=told.append)
+    assert told == []
+    total = run(Weights(), [1.0, math.inf], tree=tree, on_nonfinite=told.append)
+    assert told == [total]
+    assert not total.finite
+    with pytest.raises(FloatingPointError):
+        run(Weights(), [math.nan], tree=tree, on_nonfinite=_stop)
+
+
+def _stop(total: Total) -> None:
+    raise FloatingPointError(total)
+
+
+def test_misuse_is_named() -> None:
+    model = Weights()
+    sums = ExactGradients(model)
+    with pytest.raises(PolicyError, match="before all microbatches"):
+        sums.finish()
+    with pytest.raises(PolicyError, match="shared by 2 ranks, the group has 1"):
+        next(sums.step(Share.even(2, 2, 0)))
+    steps = sums.step(Share.even(2, 1, 0))
+    first = next(steps)
+    first.backward(model(1.0), weight=1)
+    with pytest.raises(PolicyError, match="twice for microbatch 0"):
+        first.backward(model(1.0), weight=1)
+    next(steps)
+    with pytest.raises(PolicyError, match="microbatch 1 was left without"):
+        next(steps)
+    with pytest.raises(PolicyError, match="before all microbatches"):
+        sums.finish()
+    with pytest.raises(PolicyError, match="all weights are 0"):
+        run(model, [1.0], weight=0)
+    with pytest.raises(PolicyError, match="no parameter that requires"):
+        ExactGradients(nn.Linear(2, 2).requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "words"),
+    [
+        (FullyShardedDataParallel, "'0' is wrapped by FSDP1"),
+        (DistributedDataParallel, "only module '0' is wrapped by DDP"),
+    ],
+)
+def test_wrappers_that_reduce_behind_its_back_are_refused(wrapper: type[nn.Module], words: str) -> None:
+    inside = wrapper.__new__(wrapper)  # a real one needs a process group
+    nn.Module.__init__(inside)
+    with pytest.raises(PolicyError, match=words):
+        ExactGradients(nn.Sequential(inside, nn.Linear(2, 2)))
+
+
+def test_a_step_that_was_left_is_forgotten() -> None:
+    model = Weights()
+    for tree in (False, True):
+        sums = ExactGradients(model, tree=tree)
+        for microbatch in sums.step(Share.even(4, 1, 0)):
+            microbatch.backward(model(100.0), weight=1)
+            break
+        for microbatch in sums.step(Share.even(1, 1, 0)):
+            microbatch.backward(model(3.0), weight=1)
+        assert sums.finish().loss == 9.0
+        assert torch.equal(model.used.grad, torch.full((3,), 3.0))
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 7))
+def test_windows_are_full_and_have_everything_once(sizes: list[int], most: int) -> None:
+    windows = list(_windows(sizes, most))
+    lengths = [sum(end - begin for _, begin, end in window) for window in windows]
+    assert all(length == most for length in lengths[:-1])
+    assert all(0 < length <= most for length in lengths)
+    found = [(index, place) for window in windows for index, begin, end in window for place in range(begin, end)]
+    assert found == [(index, place) for index, size in enumerate(sizes) for place in range(size)]
+
+
+def test_the_fixed_norm_is_the_norm_and_does_not_see_where_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((), (1,), (37,), (23, 129), (5, 3, 7), (0, 4), (2,))]
+    for one in parameters[:-1]:
+        one.grad = torch.randn(one.shape) * 10 ** torch.randn(()).item()
+    exact = math.sqrt(sum(one.grad.double().square().sum().item() for one in parameters[:-1]))
+    found = norm.fixed_norm(parameters)
+    assert found == pytest.approx(exact, rel=1e-6)
+    assert norm.fast_norm(parameters) == pytest.approx(exact, rel=1e-6)
+    matrix = parameters[3].grad
+    whole = norm._row_sums(matrix)
+    for rows in (1, 2, 10, 23):
+        assert torch.equal(torch.cat([norm._row_sums(part) for part in matrix.split(rows)]), whole)
+    monkeypatch.setattr(norm, "BLOCK_ELEMENTS", 300)
+    assert norm.fixed_norm(parameters) == found
+    assert norm.fixed_norm([parameters[-1]]) == norm.fast_norm([parameters[-1]]) == 0.0

@@ -1,0 +1,122 @@
+"""The tree over microbatch ids: one expression, whoever holds which ids."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.errors import PolicyError
+from elastic.gradients.share import Share
+from elastic.gradients.tree import Node, Partials, fold, held
+
+
+def written(left: str, right: str) -> str:
+    return f"({left}{right})"
+
+
+def expression(ids_by_rank: list[list[int]], leaves: int) -> str:
+    """What is summed with what when ranks sum what they can, and somebody the rest, last ranks first."""
+    whole = Partials[str](leaves, written)
+    for ids in reversed(ids_by_rank):
+        own = Partials[str](leaves, written)
+        for id_ in ids:
+            own.leaf(id_, f" {id_} ")
+        for node, value in zip(own.nodes, own.values(), strict=True):
+            whole.put(node, value)
+    return whole.root
+
+
+@given(st.data(), st.integers(1, 40))
+def test_the_sum_is_the_same_expression_however_ids_are_spread(data: st.DataObject, leaves: int) -> None:
+    ranks = data.draw(st.integers(1, 6))
+    owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=leaves, max_size=leaves))
+    order = data.draw(st.permutations(range(leaves)))
+    spread = [[id_ for id_ in order if owners[id_] == rank] for rank in range(ranks)]
+    assert expression(spread, leaves) == expression([list(range(leaves))], leaves)
+
+
+def test_it_is_a_balanced_tree_in_the_order_of_ids() -> None:
+    assert expression([[0, 1, 2, 3, 4, 5, 6]], 7).replace(" ", "") == "(((01)(23))((45)6))"
+    assert expression([[0]], 1).strip() == "0"
+
+
+@given(st.integers(1, 200), st.data())
+def test_a_run_of_ids_leaves_few_sums(leaves: int, data: st.DataObject) -> None:
+    begin, end = sorted(data.draw(st.tuples(st.integers(0, leaves), st.integers(0, leaves))))
+    partials = Partials[list[int]](leaves, lambda left, right: left + right)
+    most = 0
+    for id_ in range(begin, end):
+        partials.leaf(id_, [id_])
+        most = max(most, len(partials.nodes))
+    assert [id_ for value in partials.values() for id_ in value] == [*range(begin, end)]
+    assert most <= 2 * math.log2(max(1, end - begin)) + 1
+    assert partials.nodes == held(range(begin, end), leaves)
+
+
+def test_an_aligned_run_leaves_one() -> None:
+    assert held(range(8, 16), 32) == (Node(3, 1),)
+    assert held(range(4, 6), 6) == (Node(2, 1),)  # nobody comes after 5
+    assert len(held(range(12, 24), 24)) == 2
+
+
+def test_the_sum_is_not_there_before_all_are() -> None:
+    partials = Partials[int](3, lambda left, right: left + right)
+    partials.leaf(2, 4)
+    partials.leaf(0, 1)
+    with pytest.raises(KeyError):
+        _ = partials.root
+    partials.leaf(1, 2)
+    assert partials.root == 7
+
+
+def test_numbers_are_summed_by_the_tree() -> None:
+    values = [1e16, 1.0, -1e16, 1.0]
+    assert fold(values) == (1e16 + 1.0) + (-1e16 + 1.0) != math.fsum(values)
+
+
+@pytest.mark.parametrize(
+    ("made", "by_rank"),
+    [
+        (Share.even(10, 3, 0), ((0, 1, 2, 3), (4, 5, 6), (7, 8, 9))),
+        (Share.even(2, 3, 0), ((0,), (1,), ())),
+        (Share.contiguous([1, 0, 3], 2), ((0,), (), (1, 2, 3))),
+        (Share.dealt(5, 2, 1), ((0, 2, 4), (1, 3))),
+    ],
+)
+def test_shares(made: Share, by_rank: tuple[tuple[int, ...], ...]) -> None:
+    assert made.by_rank == by_rank
+    assert made.mine == by_rank[made.rank]
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "rank", "words"),
+    [
+        (((0, 1), (1,)), 0, "each of them once"),
+        (((0,), (2,)), 0, "are not 0 to 1"),
+        (((), ()), 1, "are not 0 to"),
+        (((0,), (1,)), 2, "rank 2 is not one of the 2 ranks"),
+    ],
+)
+def test_a_share_that_cannot_be_is_refused(by_rank: tuple[tuple[int, ...], ...], rank: int, words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        Share(by_rank, rank)
+
+
+@given(st.integers(1, 30), st.integers(1, 9))
+def test_empty_turns_come_first_and_everybody_knows_them(microbatches: int, ranks: int) -> None:
+    for rank in range(ranks):
+        share = Share.even(microbatches, ranks, rank)
+        slots = share.slots(share.most)
+        assert len(slots) == share.most
+        assert tuple(slot.id for slot in slots if slot.id is not None) == share.mine
+        assert not any(before.id is not None and after.id is None for before, after in pairwise(slots))
+        assert [slot.last for slot in slots] == [False] * (len(slots) - 1) + [True]
+        assert all(slot.stand_in == slot.id for slot in slots if slot.id is not None)
+        assert all(slot.stand_in in (share.mine or (0,)) for slot in slots)
+        for other in range(ranks):
+            elsewhere = Share.even(microbatches, ranks, other)
+            assert [elsewhere.id_in(rank, turn, share.most) for turn in range(share.most)] == [s.id for s in slots]

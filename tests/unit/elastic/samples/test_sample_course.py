@@ -1,0 +1,192 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.batch.plan import BatchPlan
+from elastic.errors import PolicyError
+from elastic.samples.course import CHANGES, START, Course, Place
+from elastic.samples.errors import CursorError
+from elastic.samples.order import Order
+from elastic.samples.shares import PlanShares, checked
+from tests.support.shares import even
+
+
+@st.composite
+def courses(draw):
+    samples = draw(st.integers(1, 40))
+    tail = draw(st.sampled_from(["wrap", "drop", "short"]))
+    batch = draw(st.integers(1, samples if tail == "drop" else 60))
+    return Course(Order(samples, draw(st.integers(-5, 5))), batch, tail)
+
+
+def walked(course, steps):
+    """Positions of each of so many steps, and the place behind them."""
+    cursor, taken = 0, []
+    for _ in range(steps):
+        batch = course.batch(cursor)
+        taken.append(range(batch.first, batch.first + batch.size))
+        cursor = batch.after
+    return taken, Place(steps, cursor)
+
+
+@pytest.mark.parametrize(
+    ("tail", "steps"),
+    [
+        ("wrap", [range(4), range(4, 8), range(8, 12), range(12, 16)]),
+        ("drop", [range(4), range(4, 8), range(10, 14), range(14, 18)]),
+        ("short", [range(4), range(4, 8), range(8, 10), range(10, 14)]),
+    ],
+)
+def test_where_an_epoch_ends(tail, steps):
+    assert walked(Course(Order(10, 1), 4, tail), 4)[0] == steps
+
+
+@given(courses(), st.integers(0, 50))
+def test_the_place_of_a_step_needs_no_walking(course, steps):
+    assert course.at(steps) == walked(course, steps)[1]
+
+
+@given(courses(), st.integers(0, 50))
+def test_what_was_taken_is_what_steps_took(course, steps):
+    taken, place = walked(course, steps)
+    positions = [position for batch in taken for position in batch]
+    samples = course.order.samples
+    said = [
+        epoch * samples + first + number for epoch, first, size in course.taken(place.cursor) for number in range(size)
+    ]
+    assert said == positions
+    if course.tail != "drop":
+        assert positions == list(range(place.cursor))
+
+
+@given(courses(), st.integers(0, 50))
+def test_what_is_left_of_an_epoch(course, steps):
+    cursor = course.at(steps).cursor
+    epoch = course.epoch(cursor)
+    sizes = []
+    while course.epoch(cursor) == epoch:
+        batch = course.batch(cursor)
+        sizes.append(batch.size)
+        cursor = batch.after
+    whole, short = course.until(course.at(steps).cursor, epoch + 1)
+    assert sizes == [course.global_batch] * whole + [short] * bool(short)
+    assert course.until(cursor, epoch + 1) == (0, 0)
+
+
+def test_a_batch_may_be_larger_than_the_dataset():
+    course = Course(Order(3, 1), 8)
+    batch = course.batch(8)
+    assert (batch.first, batch.size, course.epoch(batch.first)) == (8, 8, 2)
+    assert Course(Order(3, 1), 8, "short").batch(3).size == 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "tail", "words"),
+    [(0, "wrap", "at least 1"), (1, "cut", "known are wrap"), (11, "drop", "every sample out")],
+)
+def test_impossible_courses_are_refused(batch, tail, words):
+    with pytest.raises(PolicyError, match=words):
+        Course(Order(10, 1), batch, tail)
+
+
+@given(courses(), st.integers(0, 50))
+def test_a_place_is_found_again(course, steps):
+    place = course.at(steps)
+    assert course.place(course.state(place)) == place
+
+
+SAVED = Course(Order(10, 1, "blocks:2"), 4)
+OTHERS = {
+    "samples": Course(Order(12, 1, "blocks:2"), 4),
+    "seed": Course(Order(10, 2, "blocks:2"), 4),
+    "shuffle": Course(Order(10, 1), 4),
+    "tail": Course(Order(10, 1, "blocks:2"), 4, "short"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_cursor_of_other_samples_is_refused_unless_that_is_meant(name):
+    state = SAVED.state(Place(3, 12))
+    with pytest.raises(CursorError, match=f"{name} was .* and is .*allow=\\('{name}',\\)"):
+        OTHERS[name].place(state)
+    with pytest.raises(CursorError):
+        OTHERS[name].place(state, allow=[other for other in CHANGES if other != name])
+    # What the order is made of has changed: the next whole epoch; otherwise the same place.
+    expected = {"samples": 24, "seed": 20, "shuffle": 20, "tail": 12}[name]
+    assert OTHERS[name].place(state, allow=[name]) == (3, expected)
+    assert OTHERS[name].place(SAVED.state(START), allow=[name]) == START
+
+
+def test_another_batch_size_goes_on_at_the_same_sample():
+    other = Course(SAVED.order, 5)
+    assert other.place(SAVED.state(Place(3, 12))) == (3, 12)
+    dropping = Course(Order(10, 1), 4, "drop")
+    assert Course(dropping.order, 7, "drop").place(dropping.state(Place(1, 4))) == (1, 10)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"version": 2},
+        {"version": None},
+        {"cursor": -1},
+        {"cursor": 1.5},
+        {"cursor": True},
+        {"step": "3"},
+        {"samples": 0},
+        {"seed": None},
+        {"shuffle": 4},
+        {"tail": None},
+    ],
+)
+def test_what_is_no_cursor_is_refused(wrong):
+    with pytest.raises(CursorError):
+        SAVED.place({**SAVED.state(START), **wrong}, allow=CHANGES)
+
+
+@pytest.mark.parametrize("missing", ["version", "step", "cursor", "samples", "seed", "shuffle", "tail"])
+def test_a_cursor_has_everything(missing):
+    state = SAVED.state(START)
+    del state[missing]
+    with pytest.raises(CursorError):
+        SAVED.place(state, allow=CHANGES)
+
+
+@given(st.integers(1, 50), st.none() | st.integers(1, 9), st.integers(1, 12), st.data())
+def test_the_shares_of_a_plan_cover_any_batch_once(batch, microbatch, world, data):
+    plan = BatchPlan(batch, world, microbatch=microbatch, max_microbatch=microbatch, allow_idle=True)
+    samples = data.draw(st.integers(1, batch))
+    slices = [piece for rank in range(world) for piece in checked(PlanShares(plan, rank), samples)]
+    assert [number for first, size in slices for number in range(first, first + size)] == list(range(samples))
+    if microbatch:
+        assert slices == list(checked(even(batch, microbatch), samples))
+
+
+def test_a_plan_that_keeps_all_ranks_busy_still_has_short_batches():
+    shares = [PlanShares(BatchPlan(8, 4, max_microbatch=2), rank) for rank in range(4)]
+    assert [share.slices(8) for share in shares] == [[(0, 2)], [(2, 2)], [(4, 2)], [(6, 2)]]
+    assert [share.slices(3) for share in shares] == [[(0, 1)], [(1, 1)], [(2, 1)], []]
+
+
+class Wrong:
+    global_batch = 8
+
+    def __init__(self, *slices):
+        self._slices = slices
+
+    def slices(self, samples):
+        return self._slices
+
+
+@pytest.mark.parametrize(
+    "shares", [Wrong((4, 2), (0, 2)), Wrong((0, 3), (2, 2)), Wrong((0, 0)), Wrong((7, 2)), Wrong((-1, 2))]
+)
+def test_shares_that_cannot_be_are_refused(shares):
+    with pytest.raises(PolicyError, match="of a batch of 8"):
+        checked(shares, 8)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_not_in_the_plan_is_refused(rank):
+    with pytest.raises(PolicyError, match="world_size is 2"):
+        even(8, 2, rank, 2)

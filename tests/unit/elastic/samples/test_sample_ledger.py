@@ -1,0 +1,130 @@
+import json
+
+import numpy as np
+import pytest
+
+from elastic.samples.course import Course
+from elastic.samples.ledger import Journal, Ledger, sum_of, verify
+from elastic.samples.order import Order
+
+COURSE = Course(Order(10, 3), 4)
+DROPPING = Course(Order(10, 3), 4, "drop")
+
+
+def batch(step, course=COURSE):
+    """Epochs and indices of a step."""
+    stretch = course.batch(course.at(step).cursor)
+    order = course.order
+    return order.epochs(stretch.first, stretch.size), order.indices(stretch.first, stretch.size)
+
+
+def full(steps, course=COURSE):
+    ledger = Ledger()
+    for step in range(steps):
+        ledger.record(step, *batch(step, course))
+    return ledger
+
+
+@pytest.mark.parametrize("course", [COURSE, DROPPING, Course(Order(10, 3), 4, "short"), Course(Order(3, 3), 8)])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
+def test_a_job_without_faults_is_in_order(course, steps):
+    assert full(steps, course).verify(course, course.at(steps).cursor) == []
+
+
+def test_a_sum_is_of_a_set():
+    one = np.array([5, 2**40, 7])
+    assert sum_of(one) == sum_of(one[::-1]) == sum_of(one[:1]).plus(sum_of(one[1:]))
+    assert sum_of(one) != sum_of(np.array([5, 2**40, 8]))
+    assert sum_of(np.array([1, 4])) != sum_of(np.array([2, 3]))
+
+
+def test_ranks_add_up():
+    ranks = Ledger(), Ledger(), Ledger()
+    for step in range(5):
+        epochs, indices = batch(step)
+        for number, ledger in enumerate(ranks):
+            ledger.record(step, epochs[number::3], indices[number::3])
+    total = Ledger()
+    for ledger in ranks:
+        total.merge(Ledger.of(json.loads(json.dumps(ledger.state()))))
+    assert total.verify(COURSE, COURSE.at(5).cursor) == []
+    total.merge(ranks[1])
+    assert total.verify(COURSE, COURSE.at(5).cursor) == [
+        "epoch 0: samples used are 13 of 10",
+        "epoch 1: samples used are 12 of 10",
+    ]
+
+
+def test_a_gap_a_repeat_and_a_wrong_sample_are_seen():
+    cursor = COURSE.at(2).cursor
+    assert full(1).verify(COURSE, cursor) == ["epoch 0: samples used are 4 of 8"]
+    assert full(3).verify(COURSE, cursor) == ["epoch 0: samples used are 10 of 8", "epoch 1: samples used are 2 of 0"]
+    wrong = full(2)
+    epochs, indices = batch(1)
+    wrong.record(1, epochs, np.roll(np.append(indices[:-1], indices[0]), 1))
+    assert wrong.verify(COURSE, cursor) == ["epoch 0: samples used are 8, but not the right ones"]
+
+
+def test_steps_that_did_not_happen_are_forgotten_and_steps_that_are_done_anew_replaced():
+    ledger = full(7)
+    ledger.rewind(3)
+    assert ledger.verify(COURSE, COURSE.at(3).cursor) == []
+    ledger.record(2, *batch(2))
+    ledger.record(3, *batch(3))
+    assert ledger.verify(COURSE, COURSE.at(4).cursor) == []
+
+
+def test_what_is_for_good_is_one_sum():
+    ledger = full(7)
+    ledger.fold(5)
+    assert ledger.verify(COURSE, COURSE.at(7).cursor) == []
+    assert [step for step, *_ in ledger.state()["steps"]] == [5, 6]
+    again = Ledger.of(ledger.state())
+    assert again.state() == ledger.state()
+    again.rewind(5)
+    assert again.verify(COURSE, COURSE.at(5).cursor) == []
+    for late in (lambda: again.rewind(4), lambda: again.record(4, *batch(4))):
+        with pytest.raises(ValueError, match="folded"):
+            late()
+
+
+@pytest.fixture
+def journals(tmp_path):
+    """Two ranks, of which one is killed in step 2; another world does steps 1 and 2 again and goes on."""
+    paths = [tmp_path / name for name in ("0.jsonl", "1.jsonl", "2.jsonl")]
+    first, killed, new = (Journal(path) for path in paths)
+    for step in range(3):
+        epochs, indices = batch(step)
+        first.record(1, step, epochs[:2], indices[:2])
+        if step < 2:
+            killed.record(1, step, epochs[2:], indices[2:])
+    for step in range(1, 5):
+        epochs, indices = batch(step)
+        first.record(2, step, epochs[:1], indices[:1])
+        new.record(2, step, epochs[1:], indices[1:])
+    for journal in (first, killed, new):
+        journal.close()
+    return paths
+
+
+def test_journals_of_a_job_with_a_fault_are_in_order(journals):
+    for steps in range(6):
+        assert verify(journals, COURSE, steps, COURSE.at(steps).cursor) == []
+
+
+def test_journals_say_what_is_wrong(journals):
+    cursor = COURSE.at(5).cursor
+    with Journal(journals[0]) as journal:
+        epochs, indices = batch(0)
+        journal.record(2, 4, epochs[:1], indices[:1])
+    assert verify(journals, COURSE, 5, cursor) == [f"sample {indices[0]} of epoch 0 was used 2 times, at steps [0, 4]"]
+    assert verify(journals[:2], COURSE, 5, cursor)[0].endswith("was never used")
+    undue = verify(journals, COURSE, 4, COURSE.at(3).cursor)
+    assert len(undue) == 4
+    assert all("was used at step 3, and is not due yet" in words for words in undue)
+
+
+def test_half_a_line_is_none(journals):
+    with journals[1].open("ab") as file:
+        file.write(b'{"world": 9, "step": 0, "epo')
+    assert verify(journals, COURSE, 5, COURSE.at(5).cursor) == []
