@@ -55,6 +55,12 @@ class Story(Job):
         script = (str(TRAINER), str(self.diary), str(TOTAL), self.how)
         return self.start("run", "-v", *words, *simulated, *options, *script)
 
+    def change(self, nodes: str) -> None:
+        """Ask for another world, and wait until the ranks are told: they stop after the step they are in."""
+        before = self.output().count("Pause(")
+        self.ask("resize", "--nodes", nodes)
+        until(lambda: self.output().count("Pause(") > before, "the ranks are to stop")
+
     def lines(self, what: str):
         found = []
         for path in sorted(self.diary.glob("*.jsonl")):
@@ -102,19 +108,19 @@ def test_worlds_of_all_sizes_and_a_killed_rank_leave_no_trace(story) -> None:
     until(lambda: job.ask("resize", "--nodes", "2").get("cap") == 2, "the job has a coordinator")
     job.allow(4)
     job.in_world(2, 3)
-    job.ask("resize", "--nodes", "max")
+    job.change("max")
     job.allow(8)
     job.in_world(4, 7)
-    job.ask("resize", "--nodes", "3")
+    job.change("3")
     job.allow(12)
     three = job.in_world(3, 11)
     kill(three[1]["pid"])
     job.allow(16)
     job.in_world(3, 15)
-    job.ask("resize", "--nodes", "1")
+    job.change("1")
     job.allow(20)
     job.in_world(1, 19)
-    job.ask("resize", "--nodes", "max")
+    job.change("max")
     job.allow(TOTAL)
     job.finished(run)
     alone = quiet.begin(1)
