@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from peerstore.errors import PeerStoreError
 from peerstore.records import Group, ShardKey, ShardRecord
-from tieredckpt.board import Board, board_for
+from tieredckpt.board import Board, Skips, board_for, skips_for
 from tieredckpt.copying import Piece
 from tieredckpt.errors import (
     CheckpointDamagedError,
@@ -121,6 +121,11 @@ class Checkpointer:
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-seal")
         self._sealing: Future[ShardRecord] | None = None
         self._board: Board | None = None
+        self._skips: Skips | None = None
+        self._torn: set[int] = set()
+        """Steps that some rank left out, and that are not given up here yet."""
+        self._sealed_anew: set[int] = set()
+        """Steps that some rank left out first, and of which all ranks then made another attempt."""
         self._planned_before = False
         self._preparing: threading.Thread | None = None
         self._joined = False
@@ -176,6 +181,8 @@ class Checkpointer:
             log.error("step %d of %s was not saved: %s", step, self._location.job, saved.error)
         if self.settings.enabled:
             self._observe(saved, time.perf_counter() - began)
+            if saved.state in (SaveState.SKIPPED, SaveState.FAILED) and self._skips is not None:
+                self._sealer.submit(self._left_out, step)
         self._last_saved = saved
         if self._preemption is not None and last:
             self._preemption.finish()
@@ -245,6 +252,8 @@ class Checkpointer:
         ]
         if all(answer.good for answer in answers):
             return saved
+        self._sealed_anew.add(step)
+        self._torn.discard(step)
         # Some may have tried more often than others, and parts of different attempts make no step.
         session.skip_attempts(step, max(answer.attempts for answer in answers))
         # Where each skipped other steps than the rest, their slots hold what can never be whole: nobody would get one.
@@ -293,6 +302,26 @@ class Checkpointer:
             staged.memory.fill(pieces, session.copier, warm_bytes=staged.lease.warm_bytes)
         return staged, items
 
+    def _left_out(self, step: int) -> None:
+        """In the background: the others are not to keep what they have of this step."""
+        if self._skips is not None:
+            self._skips.tell(step)
+            self._give_up_torn(before=step)
+
+    def _give_up_torn(self, *, before: int) -> None:
+        """Give up what some rank has left out: it can never be whole, and takes the room of what can."""
+        if self._skips is None:
+            return
+        self._torn |= self._skips.news() - self._sealed_anew
+        torn = {step for step in self._torn if step < before}
+        if not torn:
+            return
+        try:
+            self.session.forget_steps(torn)
+            self._torn -= torn
+        except PeerStoreError as error:  # tried again with the next save
+            log.warning("steps %s of %s were not given up: %s", sorted(torn), self._location.job, error)
+
     def _seal(
         self, saved: Saved, staged: Staged, items: Sequence[bytes], durable: bool, planned: PlannedSave
     ) -> ShardRecord:
@@ -306,10 +335,12 @@ class Checkpointer:
             saved._state, saved._error = SaveState.FAILED, error
             session.abandon(staged)
             session.observe(failed=1)
+            self._left_out(saved.step)
             raise
         saved._state = SaveState.SEALED
         self._last = record.key
         session.observe(saves=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)
+        self._give_up_torn(before=saved.step)
         if self._board is not None:
             self._board.sealed(record.key.group)
             whole = self._board.newest()
@@ -334,6 +365,7 @@ class Checkpointer:
         self._planned_before = True
         self._last = writer.record.key
         self._board = self._board or board_for(self.session)
+        self._skips = self._skips or skips_for(self.session)
         saved = self._followed(Saved(step, SaveState.SEALED), durable=durable or self.session.is_durable(step))
         saved._sealing = Future()
         saved._sealing.set_result(writer.record)

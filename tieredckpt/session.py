@@ -252,6 +252,13 @@ class Session:
             log.warning("%s: versions %s are torn, given up", self.job, sorted(group.version for group in torn))
             self.node.store.forget(self.job, sorted(torn))
 
+    def forget_steps(self, steps: Collection[int]) -> None:
+        """Give up what this incarnation sealed of these steps: some rank has left them out."""
+        torn = {fact.key.group for fact in self._of_this_incarnation() if fact.key.version in steps}
+        if torn:
+            log.info("%s: steps %s were left out by some rank, given up", self.job, sorted(steps))
+            self.node.store.forget(self.job, sorted(torn))
+
     def _of_this_incarnation(self) -> list[ShardFact]:
         if self.incarnation is None:
             return []

@@ -1,0 +1,58 @@
+"""Ranks that leave out different steps do not end up with room for nothing."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tieredckpt import Checkpointer
+from tieredckpt.errors import StoreBusyError
+from tieredckpt.saved import SaveState
+from tieredckpt.session import Session
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 16
+LEFT_OUT = {0: (3, 5, 7), 1: (4, 6, 8)}
+
+
+def apart():
+    """Each rank leaves out steps of its own; what became of all of them, and what a restart finds."""
+    rank = dist.get_rank()
+    stage = Session.stage
+
+    def busy(session, key, *args, **more):
+        if key.version in LEFT_OUT[rank]:
+            raise StoreBusyError("no room just now")
+        return stage(session, key, *args, **more)
+
+    Session.stage = busy
+    try:
+        state = {"w": torch.zeros(1000)}
+        with Checkpointer("tiered://apart") as ckpt:
+            assert ckpt.restore(state) == -1
+            ends = []
+            for step in range(STEPS):
+                state["w"].fill_(step)
+                saved = ckpt.save(state, step)
+                ckpt.wait()
+                dist.barrier()
+                ends.append(saved.state)
+    finally:
+        Session.stage = stage
+    other = {"w": torch.zeros(1000)}
+    with Checkpointer("tiered://apart") as ckpt:
+        found = ckpt.restore(other)
+    return [end.name for end in ends], found, other["w"][0].item()
+
+
+def test_ranks_that_leave_out_different_steps_have_room_for_the_next_ones(agent_dir, ranks):
+    assert os.environ["TIEREDCKPT_AGENT_DIRECTORY"] == str(agent_dir)
+    for rank, (ends, found, value) in enumerate(ranks.run(2, apart)):
+        skipped = [step for step, end in enumerate(ends) if end == SaveState.SKIPPED.name]
+        assert set(LEFT_OUT[rank]) <= set(skipped)
+        assert max(skipped) < STEPS - 3  # at some point all of them had room again
+        assert (found, value) == (STEPS - 1, STEPS - 1)
