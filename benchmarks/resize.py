@@ -184,8 +184,7 @@ def _rows(found: dict[str, list[Resized]]) -> list[dict[str, Any]]:
     for name, results in found.items():
         rows.append(_row(STILL.format(name), name, [one.still_s for one in results], note="last step to first step"))
     for name, results in found.items():
-        for stage in results[0].stages:
-            rows.append(_row(f"{name}: {stage}", name, [one.stages[stage] for one in results]))
+        rows += [_row(f"{name}: {stage}", name, [one.stages[stage] for one in results]) for stage in results[0].stages]
     return rows
 
 

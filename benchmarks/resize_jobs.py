@@ -30,7 +30,7 @@ _NODES = 4
 _PER_AGENT = 2
 """Ranks of an agent of torchrun."""
 _JOB = "resize"
-_PATIENCE_S = 300.0
+_PATIENCE_S = 120.0
 _LOOK_S, _LOOK_CLOSELY_S = 0.1, 0.01
 _STRANGE = ("ELASTIC_", "TIEREDCKPT_", "TORCHELASTIC_")
 
@@ -48,6 +48,8 @@ class Job:
             **{name: value for name, value in os.environ.items() if not name.startswith(_STRANGE)},
             "PYTHONPATH": str(_ROOT),
             "OMP_NUM_THREADS": "1",
+            # Else an agent that joins torchrun later waits for an address that the others have told before, and not again.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         self.gone_at = 0.0
         """When the last process of the old world had ended, where processes end."""
