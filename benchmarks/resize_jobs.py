@@ -48,7 +48,7 @@ class Job:
             **{name: value for name, value in os.environ.items() if not name.startswith(_STRANGE)},
             "PYTHONPATH": str(_ROOT),
             "OMP_NUM_THREADS": "1",
-            # Else an agent that joins torchrun later waits for an address that the others have told before, and not again.
+            # Else an agent that joins torchrun later waits for an address that the first one has told others already.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         self.gone_at = 0.0
@@ -135,8 +135,6 @@ class Elastic(Job):
         self._environ |= {
             "ELASTIC_RUN_DIRECTORY": str(self._folder / "run"),
             "TIEREDCKPT_AGENT_BUDGET": budget,
-            "TIEREDCKPT_AGENT_LINGER_S": "1",
-            "TIEREDCKPT_AGENT_JOB_TTL_S": "1",
         }
         policy = ("--shrink-after", "0", "--grow-after", "0.2", "--resize-grace", "120")
         where = ("--job", _JOB, "--log-dir", str(self._folder / "logs"))
