@@ -31,6 +31,7 @@ from benchmarks import (
     planning,
     replicate,
     reshard,
+    resize,
     save,
 )
 from benchmarks.clients import ENVIRONMENT
@@ -43,7 +44,7 @@ from benchmarks.rounds import merge
 from benchmarks.sandbox import sandbox
 from benchmarks.summary import put_into, readme_table
 from benchmarks.table import markdown, print_group, print_verdicts, read_reasons
-from peerstore.units import parse_size
+from peerstore.units import parse_size, show_size
 from tests.support.s3 import moto_server, rclone_server
 
 _ROOT = Path(__file__).parent.parent
@@ -69,9 +70,12 @@ class Subject:
     """How many ranks prepare and how many run, where that is not up to ``--ranks``."""
     resharded: bool = False
     """``--worlds`` says it."""
+    starts_ranks: bool = False
+    """It is run by one process, which starts (and resizes) jobs itself: ``worlds`` are theirs."""
 
 
 _ABC = ("A", "B", "C")
+_RESIZED = ((2, 4), (4, 2))
 _SCENES = (
     Subject("P1", blocked.run, states=_ABC, each_rank_count=True, all_threads=True),
     Subject("P2", save.run, states=_ABC, each_rank_count=True, all_threads=True),
@@ -97,6 +101,8 @@ _SCENES = (
         prepare=hydrate.save,
     ),
     Subject("P12", fixed_tree.run, share=16, worlds=((0, 2), (0, 4))),
+    Subject("P13", resize.run, share=16, worlds=_RESIZED, starts_ranks=True),
+    Subject("P13", resize.run, share=2, worlds=_RESIZED, starts_ranks=True),
 )
 
 
@@ -143,10 +149,10 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
         scene = dataclasses.replace(scene, **endpoints)
         if subject.prepare is not None:
             ranks.run(scene.writers, subject.prepare, scene)
-        rows = merge(ranks.run(scene.ranks, subject.run, scene))
+        rows = merge(ranks.run(1 if subject.starts_ranks else scene.ranks, subject.run, scene))
     return {
         "subject": subject.name,
-        "title": f"saved by {scene.writers}, loaded by {scene.ranks}" if subject.resharded else subject.title,
+        "title": _title(subject, scene),
         "state": scene.state,
         "ranks": scene.ranks,
         "writers": scene.writers,
@@ -155,6 +161,12 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
         "part_bytes": scene.part_bytes,
         "rows": rows,
     }
+
+
+def _title(subject: Subject, scene: Scene) -> str:
+    if subject.starts_ranks:
+        return f"{show_size(scene.size_bytes)}, {scene.writers} ranks become {scene.ranks}"
+    return f"saved by {scene.writers}, loaded by {scene.ranks}" if subject.resharded else subject.title
 
 
 def run(parameters: Parameters, out: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from benchmarks import (
     planning,
     replicate,
     reshard,
+    resize,
     save,
 )
 from benchmarks.rounds import COPY
@@ -185,7 +186,19 @@ def _p12(group: Group) -> Iterator[Verdict]:
     yield Verdict("P12", setting(group), "a step, beside DDP's", value, 1.5, False, "times")
 
 
+def _p13(group: Group) -> Iterator[Verdict]:
+    where = group["title"]
+    for others in (resize.AGENTS, resize.AGAIN):
+        value = ratio(group, others, resize.OURS)
+        yield Verdict("P13", where, f"faster than {others}", value, 5, True, "times")
+        value = ratio(group, resize.STILL.format(others), resize.STILL.format(resize.OURS))
+        yield Verdict("P13", where, f"without training, beside {others}", value, 5, True, "times")
+    found = row(group, resize.STORAGE)
+    if found:
+        yield Verdict("P13", where, "read from storage", max(found["samples"]) / MiB, 0, False, "MiB")
+
+
 _JUDGES: dict[str, Callable[[Group], Iterator[Verdict]]] = {
     "P1": _p1, "P2": _p2, "P3": _p3, "P4": _p4, "P5": _p5, "P6": _p6, "P7": _p7, "P8": _p8, "P10": _p10, "P11": _p11,
-    "P12": _p12,
+    "P12": _p12, "P13": _p13,
 }  # fmt: skip

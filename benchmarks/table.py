@@ -28,6 +28,7 @@ SUBJECTS = {
     "P10": "The node agent",
     "P11": "Memory beside state and slots",
     "P12": "Gradients whose bits no number of ranks changes",
+    "P13": "Another number of ranks",
 }
 Cells = tuple[str, ...]
 

@@ -1,0 +1,192 @@
+"""The training script that P13 resizes, the same for everybody: under ``elastic run``, and under ``torchrun``.
+
+Each rank appends what it has come to, and when, to a file of its own. Arguments: whose way, the folder, bytes of state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # else the first optimizer of a process imports it, when the rank has its place already
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from elastic.control.plane import Assignment
+from elastic.reshard.checksum import checksum
+from elastic.workers.launched import launched_plane
+from elastic.workers.loop import recoverable
+from elastic.workers.world import World
+from tieredckpt import Checkpointer
+
+LAYERS, ROWS = 8, 4
+DURABLE_EVERY = 25
+_ADAM = 12
+"""Bytes of state for each parameter: its own, and two moments."""
+_KEPT = 3
+_SEAL_S = 600.0
+
+
+class Diary:
+    """This rank's lines. All clocks of a machine are the same one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def write(self, what: str, **values: Any) -> None:
+        self._file.write(json.dumps({"what": what, "at": time.time(), "pid": os.getpid(), **values}) + "\n")
+
+
+class Training:
+    """Model and optimizer in one world, and the steps that are the same everywhere."""
+
+    def __init__(self, mesh: DeviceMesh, size_bytes: int, diary: Diary) -> None:
+        torch.manual_seed(3)
+        self.width = max(16, int((size_bytes / _ADAM / LAYERS) ** 0.5) // 16 * 16)
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(self.width, self.width) for _ in range(LAYERS)))
+        for layer in self.model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self._diary = diary
+        self.size = dist.get_world_size()
+
+    def say(self, what: str, **values: Any) -> None:
+        self._diary.write(what, size=self.size, **values)
+
+    def check(self, before: str, after: str, step: int, **values: Any) -> None:
+        """What the state is now, between two lines: all ranks leave together, and what this takes is left out."""
+        self.say(before, step=step, **values)
+        dist.barrier()
+        found = checksum({"model": self.model, "optim": self.optimizer}).combined()
+        dist.barrier()
+        self.say(after, step=step, sum=str(found.of_tensors))
+
+    def step(self, step: int) -> None:
+        chance = torch.Generator().manual_seed(step * 1000 + dist.get_rank())
+        self.model(torch.randn(ROWS, self.width, generator=chance)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.say("stepped", step=step)
+
+
+# -- under elastic run ------------------------------------------------------------------------------------------------
+
+
+class Stamped:
+    """A rank's plane, with a line for what it hears and says."""
+
+    def __init__(self, diary: Diary) -> None:
+        self._plane = launched_plane()
+        self._diary = diary
+        self._size = 0
+
+    def ready(self, *, timeout_s: float | None = None) -> Assignment:
+        self._diary.write("ready", size=self._size)
+        place = self._plane.ready(timeout_s=timeout_s)
+        self._size = place.world_size
+        self._diary.write("assigned", size=place.world_size)
+        return place
+
+    def pause(self, step: int, *, timeout_s: float | None = None) -> int:
+        self._diary.write("heard", size=self._size)
+        target = self._plane.pause(step, timeout_s=timeout_s)
+        self._diary.write("agreed", size=self._size)
+        return target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plane, name)
+
+
+def elastic(folder: Path, size_bytes: int, diary: Diary) -> None:
+    plane: Any = Stamped(diary)
+
+    @recoverable(plane=plane)
+    def train(world: World) -> None:
+        diary.write("entered", size=world.size)
+        training = Training(world.mesh(), size_bytes, diary)
+        state = {"model": training.model, "optim": training.optimizer}
+        training.say("built")
+        with Checkpointer(
+            "tiered://resize", durable=str(folder / "durable"), every=1, durable_every=DURABLE_EVERY
+        ) as ckpt:
+            restored = ckpt.restore(state)
+            if restored >= 0:
+                tiers = ckpt.last_restore.bytes_by_tier if ckpt.last_restore else {}
+                training.check("loaded", "checked", restored, tiers=tiers)
+
+            def seal(step: int) -> None:
+                training.check("stopped", "sealing", step)
+                ckpt.seal(state, step, timeout_s=_SEAL_S)
+                training.say("sealed", step=step)
+
+            for step in world.steps(restored + 1, seal=seal):
+                training.step(step)
+                ckpt.save(state, step)
+
+    train()
+
+
+# -- under torchrun ---------------------------------------------------------------------------------------------------
+
+
+def restarted(folder: Path, size_bytes: int, diary: Diary) -> None:
+    """``dcp.save`` to tmpfs after every step; whoever is started loads the newest one that is whole."""
+    dist.init_process_group("gloo")
+    diary.write("entered", size=dist.get_world_size())
+    training = Training(init_device_mesh("cpu", (dist.get_world_size(),)), size_bytes, diary)
+    training.say("built")
+    whole = sorted((path.parent for path in folder.glob("dcp/*/.metadata")), key=_step_of)
+    first = 0
+    if whole:
+        first = _step_of(whole[-1]) + 1
+        model, optim = get_state_dict(training.model, training.optimizer)
+        dcp.load({"model": model, "optim": optim}, checkpoint_id=whole[-1])
+        set_state_dict(training.model, training.optimizer, model_state_dict=model, optim_state_dict=optim)
+        training.check("loaded", "checked", first - 1)
+    step = first
+    while True:
+        training.step(step)
+        training.check("stopped", "sealing", step)
+        model, optim = get_state_dict(training.model, training.optimizer)
+        dcp.save({"model": model, "optim": optim}, checkpoint_id=folder / "dcp" / str(step))
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "dcp" / str(step - _KEPT), ignore_errors=True)
+        training.say("sealed", step=step)
+        step += 1
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name)
+
+
+def began() -> float:
+    """When this process was started, as ``time.time`` counts."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    up_s = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
+
+
+WAYS: dict[str, Callable[[Path, int, Diary], None]] = {"elastic": elastic, "torchrun": restarted}
+
+
+def main(way: str, folder: str, size: str) -> None:
+    torch.set_num_threads(1)
+    (Path(folder) / "diary").mkdir(exist_ok=True)
+    diary = Diary(Path(folder) / "diary")
+    diary.write("imported", began=began())
+    WAYS[way](Path(folder), int(size), diary)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
