@@ -170,6 +170,7 @@ def same(found: dict[str, dict[str, Any]]) -> bool:
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    machine = facts()
     scenes: dict[str, list[dict[str, dict[str, Any]]]] = {"after a death": [], "from nothing": [], "ready": []}
     for number in range(asked.rounds):
         print(f"round {number + 1} of {asked.rounds} ...", file=sys.stderr, flush=True)
@@ -182,7 +183,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     for one in (one for found in rounds for one in found.values()):
         del one["digests"]
     return {
-        "machine": facts(),
+        "machine": machine,
         "parameters": {key: value for key, value in vars(asked).items() if key not in ("out", "trainer")},
         "batch_bytes": max(sizes),
         "equal": equal,

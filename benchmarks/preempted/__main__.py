@@ -2,8 +2,8 @@
 
 A job runs under ``elastic run --simulate-nodes 4``. Something more important takes one to three of its nodes and gives
 them back, again and again: mostly with 10 s notice, after which a node's processes and its memory are gone whatever
-they were doing, and sometimes by killing a node without a word. Then the job is stopped, its records are read, and the same
-number of steps is trained again by one rank that nobody disturbs, to compare the losses bit for bit.
+they were doing, and sometimes by killing a node without a word. Then the job is stopped, its records are read, and the
+same number of steps is trained again by one rank that nobody disturbs, to compare the losses bit for bit.
 """
 
 from __future__ import annotations

@@ -19,12 +19,8 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from elastic.batch.plan import BatchPlan
-from elastic.gradients import ExactGradients, Share
-from elastic.samples import ElasticDataLoader, PlanShares, seeded
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, PlanShares, World, recoverable, seeded
 from elastic.samples.ledger import Journal
-from elastic.workers.loop import recoverable
-from elastic.workers.world import World
 from tieredckpt import Checkpointer
 
 SEED, SAMPLES, BATCH, MICROBATCH = 11, 4096, 24, 2
@@ -83,7 +79,6 @@ def main(folder: str, total: int | None, device_s: float) -> None:
         model = model_of(world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
-        share = Share.planned(plan, world.rank)
         sums = ExactGradients(model, tree=True)
         loader = ElasticDataLoader(Sentences(), PlanShares(plan, world.rank), seed=SEED)
         state = {"model": model, "optim": optimizer, "data": loader}
@@ -93,10 +88,10 @@ def main(folder: str, total: int | None, device_s: float) -> None:
             records.write("world", world, first=first, tiers=found.bytes_by_tier if found else {}, reason=world.reason)
             for step in world.steps(first, total, checkpoint=(ckpt, state)):
                 work = next(iter(loader))
-                batches = {batch.number // MICROBATCH: batch.data for batch in work}
-                for turn in sums.step(share):
+                mine = [batch.data for batch in work]
+                for turn in sums.step(plan):
                     began = time.monotonic()
-                    words = batches[turn.id]
+                    words = mine[turn.place]
                     with seeded(SEED, step, turn.id):
                         guessed = model(words[:, :-1])
                         loss = torch.nn.functional.cross_entropy(

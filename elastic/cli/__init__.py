@@ -1,4 +1,4 @@
-"""The command line. Commands are imported when they run; none of them needs torch."""
+"""The command line. Commands are imported when they run; only ``reshard`` needs torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from elastic.cli.exits import EXIT_HELP, Exit
 from elastic.cli.screen import ElasticScreen
 from elastic.errors import ElasticError
 from peerstore.errors import PeerStoreError
+from tieredckpt.errors import TieredCheckpointError
 
 _COMMANDS = {
     "run": "elastic.cli.running:run",
@@ -22,6 +23,8 @@ _COMMANDS = {
     "resize": "elastic.cli.asking:resize",
     "leave": "elastic.cli.asking:leave",
     "stop": "elastic.cli.asking:stop",
+    "plan": "elastic.batch.command:plan",
+    "reshard": "elastic.reshard.command:reshard",
 }
 
 
@@ -53,14 +56,14 @@ def _version() -> str:
 def commands() -> None:
     """Training that goes on when machines come, go and break.
 
-    `elastic run train.py` starts ranks that keep their processes when the number of nodes changes; the other commands
-    are about a job that runs.
+    `elastic run train.py` starts ranks that keep their processes when the number of nodes changes; `join` to `stop` are
+    about a job that runs. `plan` shows who computes what of a batch, `reshard` cuts a checkpoint anew.
     """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Errors are one message; ``--debug`` shows where from."""
-    screen = ElasticScreen()
+    screen = ElasticScreen("elastic")
     try:
         result = commands.main(
             args=None if argv is None else list(argv), prog_name="elastic", standalone_mode=False, obj=screen
@@ -78,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
+    except TieredCheckpointError as error:  # of commands about checkpoints, which end as tieredckpt's do
+        return int(screen.failed(error))
     except (ElasticError, PeerStoreError, OSError) as error:
         return screen.ended_by(error)
 

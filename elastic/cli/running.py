@@ -100,7 +100,7 @@ def run(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options:
     second SIGINT ends them at once. SIGUSR1: as many nodes as the policy allows.
 
     On several machines, run the same with --coordinator HOST:PORT and the same --secret on each, and with
-    --coordinator-here on one of them. There SIGTERM means that this machine is asked back: the job goes on without it.
+    --coordinator-here on one of them. On the others SIGTERM means that this machine is asked back: the job goes on.
     """
     several = bool(options["coordinator"])
     if options["coordinator_here"] and not several:
@@ -112,14 +112,15 @@ def run(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options:
         raise PolicyError("several machines need a secret they all know: --secret file:/path, or $ELASTIC_SECRET")
     secret = read_secret(given) if given else None
     first = _node_names(options)[0]
+    command, _ = _command(script, args, options), _policy(options)
     with place.held("lock" if leads else f"{first}.lock"):
         record = Run(
             job=place.job,
             coordinator=options["coordinator"],
-            secret_file=str(place.keep_secret(secret)),
+            secret_file=str(place.keep_secret(secret, "" if leads else first)),
             nproc=options["nproc"],
             spares=options["spares"],
-            command=_command(script, args, options),
+            command=command,
             folder=str(Path.cwd()),
             logs=str((options["log_dir"] or Path("elastic-logs") / place.job).absolute()),
             grace_s=options["grace"],
@@ -144,7 +145,9 @@ def join(screen: ElasticScreen, /, job: str | None, node: str, **options: Any) -
     name = str(node_id(node)) if node else _free_name(place)
     os.chdir(record.folder)
     with place.held(f"{name}.lock"):
-        task = _node_task(place, record, name, {**options, "simulate_nodes": 2, "coordinator": ""})
+        task = _node_task(
+            place, record, name, {**options, "simulate_nodes": 2, "coordinator": "", "coordinator_here": False}
+        )
         return _launch(screen, place, record, [task], None)
 
 
@@ -206,6 +209,7 @@ def _launch(
         if leader is not None:
             place.remove()
         for task in nodes:
+            (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
             _tidy(Path(task.directory))
     if status in (Exit.STOPPED, Exit.GAVE_UP):
         screen.note("the same command resumes it from its newest whole step")
@@ -257,6 +261,7 @@ def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any])
         grace_s=record.grace_s,
         agent=options["agent"],
         environ=mine,
+        beside=options["coordinator_here"] or not options["coordinator"],
         verbose=options["verbose"],
     )
 

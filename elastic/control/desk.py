@@ -112,6 +112,7 @@ class Desk:
         if not self.is_past(says):
             self._surpass(self._epoch_of(says), now)
             self._take(list(happened.between(before if self._is_member(says) else None, says, now)), now)
+            self._count_spares(seen)
             self._hear_requests(seen, now)
         self._keep_store(now)
         self._agree()
@@ -187,16 +188,31 @@ class Desk:
             elif isinstance(action, act.Finish):
                 self.over, self.reason = Over.FINISHED, "all ranks have finished"
             elif isinstance(action, act.Stop):
-                self.over, self.reason = Over.STOPPED, action.reason
+                self.over, self.reason = Over.STOPPED, action.reason + self._sealed()
             else:
-                self.over, self.reason = Over.GAVE_UP, action.reason
+                self.over, self.reason = Over.GAVE_UP, action.reason + self._sealed()
             self._due.update(self.nodes)
+
+    def _sealed(self) -> str:
+        """What is known of the state that is left; whether it is whole is seen by who resumes."""
+        steps = [
+            progress.sealed for seen in self.nodes.values() for progress in seen.says.steps if progress is not None
+        ]
+        newest = max(steps, default=-1)
+        return f" (the newest step that a rank has sealed is {newest})" if newest >= 0 else ""
 
     def _form(self, form: act.Form) -> None:
         self.formed = Formed(form.epoch, form.nodes, form.restarts, form.reason, self._store())
         self.broken = self.pause = self.target = None
         self.movement = Movement()
         self.wanted = 0
+
+    def _count_spares(self, seen: Seen) -> None:
+        """Spares get warm while a world runs, too, and nothing follows from that but what they are good for."""
+        member = self.world.members.get(seen.says.node)
+        if member is not None and member.spares != seen.says.spares and not seen.commands:
+            member = replace(member, spares=seen.says.spares)
+            self.world = replace(self.world, members={**self.world.members, member.node: member})
 
     def _command(self, node: str, do: Do, local_ranks: tuple[int, ...] = ()) -> None:
         self._numbers += 1
@@ -322,7 +338,9 @@ class Desk:
         """Decide nothing before all nodes of the newest world have reported, or have had time to."""
         says = [seen.says for seen in self.nodes.values() if seen.connected]
         newest = max((one.formed for one in says if one.formed is not None), key=lambda one: one.epoch, default=None)
-        complete = newest is not None and {one.node for one in says}.issuperset(newest.places)
+        here = {one.node for one in says}
+        expected = set() if newest is None else set(newest.places)
+        complete = here >= expected and (newest is not None or len(here) >= self.settings.policy.max_replicas)
         if says and self._gather_by is None:
             self._gather_by = now + self.settings.gather_s
         if complete or (self._gather_by is not None and now >= self._gather_by):

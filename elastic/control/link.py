@@ -132,9 +132,9 @@ class Link:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
             pause_s = _FIRST_PAUSE_S
-            with self._changed:
-                self._channel, self._sent = channel, 0
-                self._changed.notify_all()
+            if not self._takes(channel):
+                channel.close()
+                return
             try:
                 while (incoming := channel.receive()) is not None:
                     self._heard(decode(incoming.header, NodeHears))
@@ -147,6 +147,14 @@ class Link:
             channel.close()
             if not self._stopping:
                 self._cut_off(why)
+
+    def _takes(self, channel: Channel) -> bool:
+        """Whether this is the connection from now on: not when the link was closed while it was made."""
+        with self._changed:
+            if not self._stopping:
+                self._channel, self._sent = channel, 0
+                self._changed.notify_all()
+            return not self._stopping
 
     def _write(self) -> None:
         while True:

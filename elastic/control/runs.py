@@ -80,11 +80,15 @@ class RunPlace:
         finally:
             os.close(fd)
 
-    def keep_secret(self, secret: bytes | None) -> Path:
-        """The file with the job's secret; a new one is made where none is given."""
+    def keep_secret(self, secret: bytes | None, node: str = "") -> Path:
+        """The file with the job's secret, as whoever leads it here knows it, or as a ``node`` does.
+
+        A new one is made where none is given.
+        """
         self.prepare()
-        write_private(self.secret_file, secret or new_secret())
-        return self.secret_file
+        path = self.directory / f"{node}.secret" if node else self.secret_file
+        write_private(path, secret or new_secret())
+        return path
 
     def write(self, run: Run) -> None:
         write_private(self.file, msgspec.json.encode(run))

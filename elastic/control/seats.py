@@ -64,7 +64,7 @@ class Process:
     @property
     def is_ready(self) -> bool:
         says = self.says
-        return self.ended is None and says is not None and says.stand is Stand.READY and says.epoch == self.given
+        return self.ended is None and says is not None and says.stand is Stand.READY and says.epoch == self.placed
 
     def said_in(self, epoch: int) -> RankSays | None:
         """What it says, where that is about this world."""
@@ -222,13 +222,15 @@ class Seats:
             return
         if orders.broken is not None and formed is not None and formed.epoch == self.formed.epoch:
             self.broken = orders.broken
+            for process in self.seated():
+                process.placed = process.given  # who still waited for the store was never in it
         if orders.pausing is not None and orders.pausing.epoch == self.formed.epoch:
             self.pausing, self.pause_until = orders.pausing, now + orders.pausing.within_s
         if formed is not None and formed.epoch == self.formed.epoch and orders.target is not None:
             self.target = orders.target
 
     def _give(self, formed: Formed) -> None:
-        if formed.store:
+        if formed.store and self.broken is None:
             for process in self.seated():
                 process.given = process.placed
 

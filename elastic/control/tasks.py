@@ -62,6 +62,8 @@ class NodeTask(msgspec.Struct, frozen=True, tag="node"):
     heartbeat_s: float = 1.0
     agent: bool = True
     environ: dict[str, str] = {}
+    beside: bool = False
+    """Its coordinator is beside it, and says itself how the job ended."""
     verbose: int = 0
 
 
@@ -82,8 +84,9 @@ def main(text: str) -> int:
     logging.basicConfig(level=_LEVELS[min(task.verbose, 2)], format="elastic: %(message)s", stream=sys.stderr)
     secret = read_secret(Path(task.secret_file))
     over, reason = coordinate(task, secret) if isinstance(task, CoordinatorTask) else supervise(task, secret)
-    if over not in (Over.FINISHED, Over.DISMISSED):
-        log.warning("%s: %s", over.value, reason)
+    is_said = isinstance(task, NodeTask) and task.beside and over is not Over.REFUSED
+    if over not in (Over.FINISHED, Over.DISMISSED) and not is_said:
+        log.warning("%s", reason if reason.startswith(over.value) else f"{over.value}: {reason}")
     return STATUS[over]
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic.batch.plan import BatchPlan
 from elastic.errors import PolicyError
 from elastic.gradients import norm
 from elastic.gradients.part import Part
@@ -40,9 +41,13 @@ class Total:
 class Microbatch:
     """One forward and backward of this rank."""
 
-    def __init__(self, slot: Slot, done: Callable[[Slot, torch.Tensor, torch.Tensor | float], None]) -> None:
+    def __init__(
+        self, slot: Slot, place: int, done: Callable[[Slot, torch.Tensor, torch.Tensor | float], None]
+    ) -> None:
         self.id = slot.stand_in
         """What to compute with."""
+        self.place = place
+        """Which of this rank's own microbatches that is, in the order in which it has them."""
         self.empty = slot.id is None
         """Whether it counts for nothing, and only keeps this rank in step with those that have more microbatches."""
         self.finished = False
@@ -64,8 +69,8 @@ class ExactGradients:
     ::
 
         sums = ExactGradients(model, tree=True)
-        for mb in sums.step(share):
-            x, y = batch(mb.id)
+        for mb in sums.step(plan):
+            x, y = mine[mb.place]
             mb.backward(loss_sum(model(x), y), weight=y.numel())
         total = sums.finish(clip=1.0)           # p.grad is what one rank with all microbatches would have
         optimizer.step()
@@ -98,13 +103,15 @@ class ExactGradients:
         self._model = model
         self._share: Share | None = None
 
-    def step(self, share: Share) -> Iterator[Microbatch]:
-        """This rank's microbatches, one after the other; drops what gradients there are.
+    def step(self, share: Share | BatchPlan) -> Iterator[Microbatch]:
+        """This rank's microbatches, one after the other; drops what gradients there are. A plan says all ranks' shares.
 
         FSDP2's collectives need all ranks the same number of times: a rank with fewer microbatches gets empty ones
         first, which compute with one of its own.
         """
         ranks = 1 if self._group is None else self._group.size()
+        if isinstance(share, BatchPlan):
+            share = Share.planned(share, 0 if self._group is None else self._group.rank())
         if len(share.by_rank) != ranks:
             raise PolicyError(f"the microbatches are shared by {len(share.by_rank)} ranks, the group has {ranks}")
         if self._group is not None and share.rank != self._group.rank():
@@ -116,7 +123,8 @@ class ExactGradients:
         for turn, slot in enumerate(share.slots(max(part.turns for part in self._parts))):
             for part in self._parts:
                 part.before(slot, turn)
-            microbatch = Microbatch(slot, self._done)
+            place = share.mine.index(slot.stand_in) if share.mine else 0
+            microbatch = Microbatch(slot, place, self._done)
             yield microbatch
             if not microbatch.finished:
                 raise PolicyError(f"microbatch {microbatch.id} was left without a backward")

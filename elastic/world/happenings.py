@@ -200,11 +200,12 @@ def _resize_asked(turn: Turn, event: ResizeAsked) -> None:
 
 def _stop_asked(turn: Turn, event: StopAsked) -> None:
     known_s = turn.world.pause_until_s
-    sooner = event.deadline_s is not None and (known_s is None or event.deadline_s < known_s)
-    if turn.world.stopping and not sooner:
+    until_s = known_s if event.deadline_s is None else max(event.deadline_s, turn.now_s)
+    if until_s is not None and known_s is not None:
+        until_s = min(until_s, known_s)
+    if turn.world.stopping and until_s == known_s:
         return
-    turn.set(stopping=True, reason=event.reason, pause_until_s=event.deadline_s if sooner else known_s)
-    until_s = turn.world.pause_until_s
+    turn.set(stopping=True, reason=event.reason, pause_until_s=until_s)
     if turn.world.phase is Phase.CHANGING and until_s is not None:
         turn.do(Pause(turn.world.epoch, event.reason, until_s, stop=True))
 

@@ -7,7 +7,7 @@
        ^                   │    │                        (for a replacement)
        │     all sealed    │    │ all finished
        └──── CHANGING <────┘    └───────────> FINISHED                     restart budget used up: GAVE_UP
-             (pausing)
+             (pausing)  ────────────────────────^
 
 """
 

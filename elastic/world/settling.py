@@ -48,15 +48,22 @@ def _prod(turn: Turn, member: Member) -> None:
     turn.set(respawned=True)
 
 
+def _finish(turn: Turn) -> bool:
+    """Whether all ranks have finished. Also while they are to stop for another world: there is nothing left for it."""
+    if not turn.world.done.issuperset(turn.world.places):
+        return False
+    turn.set(phase=Phase.FINISHED, reason="finished", more_since_s=None, pause_until_s=None)
+    turn.do(Finish())
+    return True
+
+
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
 def _run(turn: Turn) -> None:
-    world = turn.world
-    if world.done.issuperset(world.places):
-        turn.set(phase=Phase.FINISHED, reason="finished", more_since_s=None)
-        turn.do(Finish())
+    if _finish(turn):
         return
+    world = turn.world
     if world.stopping:
         _pause(turn, world.reason, stop=True)
         return
@@ -130,6 +137,8 @@ def _first_to_leave_s(turn: Turn) -> float:
 
 
 def _change(turn: Turn) -> None:
+    if _finish(turn):
+        return
     for member in turn.placed:
         if member.leaving and member.is_in:
             turn.release(member, "asked back")

@@ -135,29 +135,35 @@ class Neighbourhood(SealListener):
         discovery: Discovery = GivenRoster(plan.roster) if plan.roster is not None else parse_discovery(plan.discovery)
         with self._lock:
             team, known = self._teams.get(job), self._plans.get(job)
-            if team is not None and known is not None and known.like(plan):
-                if known != plan:
-                    self._remember(job, plan)
-                    team.tending.follow(discovery)
+            if team is not None and known == plan:
                 return team
-            replaced = self._teams.pop(job, None)
-            me = self.me
-            team = Team(
-                self._store,
-                me,
-                Pass(job, me.id, plan.secret),
-                self._transport,
-                plan.settings,
-                membership=self._identity.membership,
-                blobs_of=self._blobs_of,
-            )
-            self._teams[job] = team
-            self._remember(job, plan)
+            replaced, fresh = None, False
+            if team is not None and known is not None and known.like(plan):
+                self._remember(job, plan)
+                team.tending.follow(discovery)
+            else:
+                replaced = self._teams.pop(job, None)
+                team = self._teams[job] = self._team(job, plan)
+                self._remember(job, plan)
+                fresh = True
         if replaced is not None:
             replaced.close()
-        team.start(discovery)
-        team.tending.wait_quorum(wait_s)
+        if fresh:
+            team.start(discovery)
+        team.tending.wait_quorum(wait_s)  # also of those that only a changed list of nodes names
         return team
+
+    def _team(self, job: str, plan: TeamPlan) -> Team:
+        me = self.me
+        return Team(
+            self._store,
+            me,
+            Pass(job, me.id, plan.secret),
+            self._transport,
+            plan.settings,
+            membership=self._identity.membership,
+            blobs_of=self._blobs_of,
+        )
 
     def _remember(self, job: str, plan: TeamPlan) -> None:
         self._plans[job] = plan

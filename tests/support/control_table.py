@@ -17,6 +17,8 @@ from elastic.control.seats import End, Seats, Start
 from elastic.world.policy import ScalingPolicy
 
 HEARTBEAT_S = 1.0
+STORE_TURNS = 3
+"""How long a store takes to start."""
 
 
 class Rank:
@@ -63,7 +65,7 @@ class Node:
         self.seats = Seats(name, nproc, table.new_token, table.new_life, spares)
         self.ranks: dict[str, Rank] = {}
         self.linked = True
-        self.alive = True
+        self.kept = 0
         self.seats.begin()
         self.act()
 
@@ -77,6 +79,8 @@ class Node:
     def turn(self) -> None:
         """Its ranks say what they have to say, and hear what there is to hear."""
         now = self.table.now
+        self.kept = self.kept + 1 if self.seats.keep_store else 0
+        self.seats.store = f"{self.name}:1" if self.kept > STORE_TURNS else ""
         for token, rank in list(self.ranks.items()):
             self.seats.said(token, rank.says(), now)
         self.act()
@@ -125,7 +129,7 @@ class Table:
 
     def _desk(self, *, fresh: bool) -> Desk:
         self.desks += 1
-        settings = DeskSettings("job", self.policy, self.nproc, store="store:1", gather_s=3.0)
+        settings = DeskSettings("job", self.policy, self.nproc, gather_s=3.0)
         floor = -1 if fresh else max(self.desk.floor, self.desk.world.epoch)
         return Desk(settings, incarnation=f"c{self.desks}", now=self.now, fresh=fresh, floor=floor)
 

@@ -16,12 +16,8 @@ from typing import Any, TextIO
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from elastic.batch.plan import BatchPlan
-from elastic.gradients import ExactGradients, Share
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, PlanShares, World, recoverable, seeded
 from elastic.reshard.checksum import checksum
-from elastic.samples import ElasticDataLoader, PlanShares, seeded
-from elastic.workers.loop import recoverable
-from elastic.workers.world import World
 from tieredckpt import Checkpointer
 
 SEED, SAMPLES, BATCH, MICROBATCH, WIDTH = 7, 101, 16, 2, 24
@@ -41,13 +37,11 @@ class Numbers:
 
 def model_of(world: World) -> torch.nn.Module:
     torch.manual_seed(SEED)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 50), torch.nn.LayerNorm(50), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(50, 2)
-    )
+    first, last = torch.nn.Linear(WIDTH, 50), torch.nn.Linear(50, 2)
+    model = torch.nn.Sequential(first, torch.nn.LayerNorm(50), torch.nn.GELU(), torch.nn.Dropout(0.1), last)
     mesh = world.mesh()
-    for layer in model:
-        if isinstance(layer, torch.nn.Linear):
-            fully_shard(layer, mesh=mesh)
+    for layer in (first, last):
+        fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
@@ -71,7 +65,6 @@ def main(folder: str, total: int, how: str) -> None:
         model = model_of(world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
-        share = Share.planned(plan, world.rank)
         sums = ExactGradients(model, tree=how == "tree")
         place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
         loader = ElasticDataLoader(Numbers(), PlanShares(plan, world.rank), seed=SEED)
@@ -84,9 +77,9 @@ def main(folder: str, total: int, how: str) -> None:
                 while step >= int(limit.read_text()):  # the test says how far: what it does next meets this step
                     time.sleep(0.01)
                 work = next(iter(loader))
-                batches = {batch.number // MICROBATCH: batch.data for batch in work}
-                for turn in sums.step(share):
-                    x, y = batches[turn.id]
+                mine = [batch.data for batch in work]
+                for turn in sums.step(plan):
+                    x, y = mine[turn.place]
                     with seeded(SEED, step, turn.id):
                         turn.backward((model(x) - y).square().sum(), weight=len(x))
                 result = sums.finish(clip=1.0)

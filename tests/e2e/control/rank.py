@@ -21,7 +21,7 @@ STEP_S = 0.005
 
 
 def say(what: str, **more: object) -> None:
-    print(json.dumps({"what": what, "pid": os.getpid(), **more}), flush=True)
+    print(json.dumps({"what": what, "pid": os.getpid(), "at": time.monotonic(), **more}), flush=True)
 
 
 def main(folder: Path) -> int:

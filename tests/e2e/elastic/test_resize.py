@@ -62,6 +62,11 @@ class Driven:
         self.check(lambda: plane.size == size == len(plane.members))
         self.check(lambda: sum(line[0] == str(plane.epoch) for line in self.lines("restored")) == size)
 
+    def resize(self, size, reason):
+        """Another world, once all ranks are inside a step; each has said which one before it may end."""
+        self.plane.resize(size, reason)
+        until(lambda: all(seat.paused_step is not None for seat in self.plane.members if seat.is_alive))
+
     def wait_step(self, step):
         """Until every rank of the world has completed ``step``."""
         ranks = self.plane.size
@@ -96,12 +101,12 @@ def test_a_job_goes_through_worlds_of_all_sizes_and_one_fault(zygote, ranks, sto
 
         for name in NODES[2:]:
             job.start(name, plane.join())
-        plane.resize(4, "two more came")
+        job.resize(4, "two more came")
         job.allow(8)
         job.wait_world(4)
         job.wait_step(7)
 
-        plane.resize(3, "one is too many")
+        job.resize(3, "one is too many")
         job.allow(12)
         job.wait_world(3)
         job.wait_step(11)
@@ -113,13 +118,13 @@ def test_a_job_goes_through_worlds_of_all_sizes_and_one_fault(zygote, ranks, sto
         job.wait_world(3)
         job.wait_step(14)
 
-        plane.resize(1, "two are wanted elsewhere")
+        job.resize(1, "two are wanted elsewhere")
         job.allow(18)
         job.wait_world(1)
         job.wait_step(17)
 
         job.start("n2", plane.join())
-        plane.resize(4, "all are back")
+        job.resize(4, "all are back")
         job.allow(TOTAL)
         ends = [one.wait() for seat, one in job.running.items() if seat is not lost]
 

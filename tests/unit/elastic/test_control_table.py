@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.control.messages import Over
+from elastic.control.messages import Formed, Leave, NodeSays, Resize
+from elastic.control.movement import Movement
+from elastic.control.ordering import refusal
+from elastic.control.plane import Progress
+from elastic.control.tidings import for_coordinator
 from tests.support.control_table import Table
 
 HAPPENINGS = (
@@ -40,7 +45,7 @@ def play(table: Table, script: list[tuple[str, int]]) -> None:
     table.check_whole()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(steps, st.integers(1, 4), st.integers(0, 1))
 def test_whatever_happens_the_ranks_end_up_in_one_world(script, nodes, spares):
     table = Table(nodes, spares=spares)
@@ -93,9 +98,18 @@ def test_a_node_that_was_given_up_comes_back_with_its_processes():
     assert {token for node in table.nodes.values() for token in node.ranks} == ranks
 
 
-def test_an_older_supervisor_of_a_node_is_refused():
-    from elastic.control.tidings import for_coordinator
+def test_every_rank_that_is_lost_finds_a_spare_that_had_time_to_get_warm():
+    table = Table(1, nproc=2, spares=1)
+    table.settle(15)
+    for _ in range(3):
+        (spare,) = table.nodes["n0"].seats.spares()
+        table.lose_rank(0)
+        table.settle(8)
+        assert spare.seat is not None
+        assert spare.placed == table.desk.world.epoch
 
+
+def test_an_older_supervisor_of_a_node_is_refused():
     table = Table(1)
     table.settle(5)
     old = for_coordinator(table.nodes["n0"].seats, table.now)
@@ -104,14 +118,51 @@ def test_an_older_supervisor_of_a_node_is_refused():
     assert "newer supervisor" in table.desk.said(old, table.now)
 
 
-def test_a_hang_is_a_fault_of_the_rank_that_is_behind():
-    import dataclasses
-
-    table = Table(2, nproc=1)
-    table.desk.settings = dataclasses.replace(table.desk.settings, hang_s=30.0)
+def test_a_report_that_comes_again_changes_nothing():
+    table = Table(2)
     table.settle(15)
-    epoch = table.desk.world.epoch
-    assert table.desk.over is None
-    assert not [one for one in table.places if one[0] > epoch]
-    assert isinstance(table.desk.world.epoch, int)
-    assert table.desk.over is not Over.GAVE_UP
+    world = table.desk.world
+    again = for_coordinator(table.nodes["n0"].seats, table.now)
+    for _ in range(3):
+        table.desk.said(again, table.now)
+    assert table.desk.world == world
+
+
+def test_somebody_who_asks_for_what_cannot_be_had_is_told_why():
+    table = Table(2)
+    table.policy = msgspec.structs.replace(table.policy, min_replicas=2)
+    table.desk = table._desk(fresh=True)
+    table.settle(15)
+    assert "too few" in refusal(table.desk, Resize(1, "less"))
+    assert "no node n9" in refusal(table.desk, Leave(("n9",), 1.0, "gone"))
+    assert refusal(table.desk, Resize(3, "more")) == ""
+
+
+def _report(node: str, *steps: int | None) -> NodeSays:
+    return NodeSays(1, node, 1, len(steps), steps=tuple(None if step is None else Progress(step) for step in steps))
+
+
+WORLD = Formed(7, ("n0", "n1"), 0, "")
+
+
+def test_a_hang_names_the_rank_that_is_behind_all_others():
+    movement = Movement()
+    movement.said(_report("n0", 3, 3), _report("n0", 4, 4), 10.0)
+    reports = {"n0": _report("n0", 4, 4), "n1": _report("n1", 4, 3)}
+    assert movement.hangs(WORLD, reports, 5.0, 15.0) == []
+    (hang,) = movement.hangs(WORLD, reports, 5.0, 15.1)
+    assert (hang.epoch, hang.node, hang.local_rank) == (7, "n1", 1)
+    assert movement.hangs(WORLD, reports, 5.0, 99.0) == []  # once is enough
+
+
+def test_a_hang_of_several_ranks_is_nobodys():
+    movement = Movement()
+    movement.said(_report("n0", 3), _report("n0", 4), 10.0)
+    (hang,) = movement.hangs(WORLD, {"n0": _report("n0", 4), "n1": _report("n1", 4)}, 5.0, 99.0)
+    assert (hang.node, hang.local_rank) == ("", -1)
+
+
+def test_before_the_first_step_nothing_hangs():
+    movement = Movement()
+    movement.said(_report("n0", None), _report("n0", None), 10.0)
+    assert movement.hangs(WORLD, {"n0": _report("n0", None)}, 5.0, 9999.0) == []

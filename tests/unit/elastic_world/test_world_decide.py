@@ -547,6 +547,16 @@ def test_it_has_finished_when_all_say_so_and_nobody_minds_who_ends_then():
     assert job.world.phase is Phase.FINISHED
 
 
+def test_it_has_finished_also_when_its_last_step_is_where_all_were_to_stop_for_another_world():
+    job = Told(FOUR, "abcd")
+    job.tell(CapacityAskedBack(("b",), 100.0))
+    assert job.did(Pause)
+    for node in "abc":
+        assert job.tell(NodeFinished(node, 1, 0)) == ()
+    assert job.tell(NodeFinished("d", 1, 0)) == (Finish(),)
+    assert job.world.phase is Phase.FINISHED
+
+
 # -- too often --------------------------------------------------------------------------------------------------------
 
 
@@ -667,3 +677,13 @@ def test_an_offender_is_no_reason_to_grow_before_it_is_forgiven():
     assert job.now_s == 110
     job.ready("b")
     assert job.did(Form).nodes == ("b", "a")
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_asked_to_stop_when_the_time_for_that_is_over_it_stops_at_once(changing):
+    job = Told(FOUR, "abcd")
+    if changing:
+        job.tell(CapacityAskedBack(("b",), 500.0))
+    job.tell(StopAsked("maintenance", -5.0), at_s=10)
+    assert job.did(Pause).deadline_s == 10
+    assert "not all was saved" in job.did(Stop).reason

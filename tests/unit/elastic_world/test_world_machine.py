@@ -148,4 +148,4 @@ class AnyWorld(RuleBasedStateMachine):
 
 
 TestAnyWorld = AnyWorld.TestCase
-TestAnyWorld.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyWorld.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

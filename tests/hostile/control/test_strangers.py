@@ -1,0 +1,207 @@
+"""Who comes to a coordinator or a supervisor without belonging there is refused, and they live on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+
+import msgspec
+import pytest
+
+from elastic.control.coordinator import Coordinator
+from elastic.control.desk import DeskSettings
+from elastic.control.link import ask, open_channel
+from elastic.control.messages import PROTOCOL, NodeHears, NodeSays, Over, RankGreeting, RankHears, Stand, Status
+from elastic.control.plane import Want
+from elastic.control.settings import RankSeat
+from elastic.control.supervised import SupervisorPlane
+from elastic.errors import ControlLostError, RefusedError
+from elastic.world.policy import ScalingPolicy
+from peerstore import frames
+from peerstore.cluster.nodes import NodeId
+from peerstore.errors import PeerRefusedError, PeerStoreError
+from peerstore.frames import decode
+from peerstore.transport.framing import MAGIC, PREFIX, VERSION
+from tests.support.neighbours import until
+from tests.support.planes import PATIENCE_S, SECRET, all_ready, supervised_job, wants
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+@pytest.fixture
+def coordinator():
+    settings = DeskSettings("job", ScalingPolicy(max_replicas=2), 1, store="nowhere:1")
+    one = Coordinator(settings, SECRET, farewell_s=1.0)
+    thread = threading.Thread(target=one.run)
+    thread.start()
+    yield one
+    one.end()
+    thread.join()
+
+
+def lives(coordinator) -> bool:
+    return ask(coordinator.address, Status(), job="job", secret=SECRET).job == "job"
+
+
+def dial(coordinator) -> socket.socket:
+    host, _, port = coordinator.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+GARBAGE = {
+    "nothing": b"",
+    "a web browser": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+    "another version": PREFIX.pack(MAGIC, VERSION + 1, 4, 0) + b"abcd",
+    "a huge header": PREFIX.pack(MAGIC, VERSION, 0xFFFFFFFF, 0),
+    "a huge payload": PREFIX.pack(MAGIC, VERSION, 1, 1 << 60) + b"\x80",
+    "no message": PREFIX.pack(MAGIC, VERSION, 5, 0) + b"\xc1\xc1\xc1\xc1\xc1",
+    "a message of another kind": PREFIX.pack(MAGIC, VERSION, 1, 0) + b"\x80",
+    "half a message": PREFIX.pack(MAGIC, VERSION, 100, 0) + b"abc",
+}
+
+
+@pytest.mark.parametrize("bytes_sent", GARBAGE.values(), ids=GARBAGE)
+def test_garbage_at_the_coordinators_door(coordinator, bytes_sent):
+    with dial(coordinator) as sock:
+        sock.sendall(bytes_sent)
+        with contextlib.suppress(OSError):  # it may have hung up by now
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 16):
+                pass
+    assert lives(coordinator)
+
+
+SAID = {
+    "no map": [1, 2, 3],
+    "no such kind": {"type": "king", "number": 1},
+    "a field too many": {"type": "node", "number": 1, "node": "n1", "life": 1, "seats": 1, "more": 1},
+    "a number that is none": {"type": "node", "number": "one", "node": "n1", "life": 1, "seats": 1},
+    "another node's name": {"type": "node", "number": 1, "node": "n2", "life": 1, "seats": 1},
+    "deep nesting": {"type": "node", "number": [[[[[[[[[[1]]]]]]]]]]},
+}
+
+
+@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
+def test_nonsense_of_one_who_knows_the_secret(coordinator, said):
+    channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel.send(encode(said))
+    with contextlib.suppress(PeerStoreError):
+        assert channel.receive(within_s=10) is None
+    channel.close()
+    assert lives(coordinator)
+    assert coordinator.desk.nodes == {}
+
+
+def test_another_secret_and_another_job(coordinator):
+    for job, secret in (("job", b"quite another secret, long enough"), ("jobs", SECRET)):
+        with pytest.raises(RefusedError):
+            ask(coordinator.address, Status(), job=job, secret=secret)
+        with pytest.raises(PeerRefusedError):
+            open_channel(coordinator.address, job=job, me=NodeId("n1"), secret=secret)
+    assert lives(coordinator)
+
+
+def test_of_two_supervisors_of_one_node_the_older_one_goes(coordinator):
+    def say(life):
+        channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+        channel.send(encode(NodeSays(1, "n1", life, 1, births=1)))
+        return channel, decode(channel.receive(within_s=10).header, NodeHears)
+
+    first, heard = say(5)
+    assert heard.over is None
+    second, heard = say(6)
+    assert heard.over is None
+    assert decode(first.receive(within_s=10).header, NodeHears).over is Over.REFUSED
+    third, heard = say(4)
+    assert (heard.over, "newer supervisor" in heard.reason) == (Over.REFUSED, True)
+    for channel in (first, second, third):
+        channel.close()
+    assert lives(coordinator)
+
+
+# -- at a supervisor's door ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job():
+    with supervised_job(1) as one:
+        yield one
+
+
+def door(job) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(10)
+    sock.connect(str(job.seats[0].supervisor.settings.directory / "rank.sock"))
+    return sock
+
+
+def test_the_socket_is_this_users_alone(job):
+    path = job.seats[0].supervisor.settings.directory / "rank.sock"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        RankGreeting(PROTOCOL, "a token of nobody"),
+        RankGreeting(PROTOCOL + 1, "a token of nobody"),
+    ],
+)
+def test_a_process_that_was_not_started_here(job, greeting):
+    with door(job) as sock:
+        frames.send(sock, greeting)
+        assert frames.receive(sock, RankHears).over is Over.REFUSED
+    assert all_ready(job.seats)[0].world_size == 1
+
+
+def test_the_same_rank_twice(job):
+    seat = job.seats[0]
+    all_ready(job.seats)
+    supervisor = seat.supervisor
+    (token,) = supervisor.seats.processes
+    other = SupervisorPlane(RankSeat(supervisor.settings.directory / "rank.sock", token))
+    with pytest.raises((RefusedError, ControlLostError)):
+        other.ready(timeout_s=PATIENCE_S)
+    other.close()
+    assert seat.notice() is None
+    job.resize(1)
+    job.stop()
+    until(lambda: wants(seat) is Want.STOP)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        struct.pack(">I", 0xFFFFFFFF),
+        struct.pack(">I", 3) + b"\xc1\xc1\xc1",
+        struct.pack(">I", 9) + b"abc",
+        struct.pack(">I", 1) + b"\x80",
+    ],
+)
+def test_garbage_at_a_supervisors_door(job, sent):
+    with door(job) as sock:
+        sock.sendall(sent)
+        with contextlib.suppress(OSError):  # it may have hung up by now
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 16):
+                pass
+    assert all_ready(job.seats)[0].world_size == 1
+
+
+def test_what_is_said_of_a_world_of_the_past_counts_for_nothing(job):
+    seat = job.seats[0]
+    (before,) = all_ready(job.seats)
+    seat.fault("a fault")
+    until(lambda: wants(seat) is Want.RESTART)
+    (after,) = all_ready(job.seats)
+    with seat._changed:  # as one that has not heard of it would
+        seat._say(epoch=before.epoch, paused=99, sealed=99, stand=Stand.INSIDE)
+        number = seat._sent
+    until(lambda: seat._hears.heard >= number)
+    report = until(lambda: job.coordinator.desk.nodes["n0"].says)
+    assert (report.paused, report.sealed, report.formed.epoch) == (None, None, after.epoch)
+    assert seat.notice() is None
