@@ -2,9 +2,9 @@
 
 ::
 
-    +-- 4 ┌─────┐    ┌──────      one Panel: curves over its own y axis,
-    |   2 │     └────┘            with the marks of all events behind them
-    +-------------------- s
+    4 |------+    +------      one Panel: curves over its own y axis,
+    2 |      +----+            with the marks of all that happened behind them
+    0 +------------------ s
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from html import escape
 
 Point = tuple[float, float]
 INK, SOFT, GRID = "#1c2733", "#57697b", "#e3e8ed"
-_WIDTH, _LEFT, _RIGHT, _TOP = 960, 84, 24, 96
+_WIDTH, _LEFT, _RIGHT, _TOP = 960, 84, 24, 104
 _PANEL, _BETWEEN, _BOTTOM = 170, 44, 64
 _FONT = 'font-family="system-ui, -apple-system, Segoe UI, sans-serif"'
 
@@ -70,7 +70,7 @@ def picture(title: str, panels: Sequence[Panel], marks: Sequence[Mark], kinds: S
             f'  <rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
             f'  <text x="{_LEFT}" y="28" font-size="17" fill="{INK}">{escape(title)}</text>',
             *_legend_of_marks(kinds),
-            *_marks(marks, {kind.name: kind for kind in kinds}, until_s, height - _BOTTOM),
+            *_marks(marks, {kind.name: kind for kind in kinds}, until_s, len(panels)),
             *(line for at, panel in enumerate(panels) for line in _panel(panel, _top_of(at), until_s)),
             *_time_axis(until_s, height - _BOTTOM),
             "</svg>\n",
@@ -103,8 +103,8 @@ def _panel(panel: Panel, top: int, until_s: float) -> Iterator[str]:
     def y(value: float) -> float:
         return bottom - _PANEL * min(value, highest) / highest
 
-    yield f'  <text x="{_LEFT}" y="{top - 10}" font-weight="600" fill="{INK}">{escape(panel.axis)}</text>'
-    yield from _legend_of_curves(panel.curves, top - 10)
+    yield f'  <text x="{_LEFT}" y="{top - 14}" font-weight="600" fill="{INK}">{escape(panel.axis)}</text>'
+    yield from _legend_of_curves(panel.curves, top - 14)
     for value in ticks(highest, whole=panel.whole):
         at = y(value)
         yield f'  <path d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}" stroke="{GRID if value else SOFT}"/>'
@@ -140,15 +140,18 @@ def _legend_of_marks(kinds: Sequence[Kind]) -> Iterator[str]:
 
 def _broad(text: str) -> float:
     """About how many units a text takes."""
-    return 6.8 * len(text)
+    return 7.0 * len(text)
 
 
-def _marks(marks: Sequence[Mark], kinds: dict[str, Kind], until_s: float, bottom: int) -> Iterator[str]:
+def _marks(marks: Sequence[Mark], kinds: dict[str, Kind], until_s: float, panels: int) -> Iterator[str]:
     for mark in marks:
         kind, x = kinds[mark.kind], _x(mark.at_s, until_s)
-        yield f'  <g fill="{kind.colour}"><title>{mark.at_s:.1f} s: {escape(mark.text)}</title>'
-        yield f'    <path d="M{x:.1f} 70V{bottom}" stroke="{kind.colour}" stroke-opacity="0.35"/>'
-        yield f'    <path d="{kind.shape}" transform="translate({x:.1f} 66)"/></g>'
+        lines = "".join(f"M{x:.1f} {_top_of(at)}v{_PANEL}" for at in range(panels))
+        yield f"  <g><title>{mark.at_s:.1f} s: {escape(mark.text)}</title>"
+        yield f'    <path d="{lines}" stroke="{kind.colour}" stroke-opacity="0.45"/>'
+        for at in range(panels):
+            yield f'    <path d="{kind.shape}" transform="translate({x:.1f} {_top_of(at) + 1})" fill="{kind.colour}"/>'
+        yield "  </g>"
 
 
 def _time_axis(until_s: float, bottom: int) -> Iterator[str]:

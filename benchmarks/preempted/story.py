@@ -100,7 +100,7 @@ def gaps_of(steps: Sequence[Step], worlds: Sequence[World]) -> list[Gap]:
             two.at_s - one.at_s,
             one.step,
             one.at_s,
-            "; ".join(reasons.get(epoch, "") for epoch in range(one.epoch + 1, two.epoch + 1)),
+            "; ".join(reasons[epoch] for epoch in range(one.epoch + 1, two.epoch + 1) if epoch in reasons),
         )
         for one, two in itertools.pairwise(steps)
     ]
