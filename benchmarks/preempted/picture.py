@@ -3,7 +3,7 @@
 ::
 
     4 |------+    +------      one Panel: curves over its own y axis,
-    2 |      +----+            with the marks of all that happened behind them
+    2 |      +----+            with a mark for all that happened
     0 +------------------ s
 """
 
@@ -70,8 +70,8 @@ def picture(title: str, panels: Sequence[Panel], marks: Sequence[Mark], kinds: S
             f'  <rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
             f'  <text x="{_LEFT}" y="28" font-size="17" fill="{INK}">{escape(title)}</text>',
             *_legend_of_marks(kinds),
-            *_marks(marks, {kind.name: kind for kind in kinds}, until_s, len(panels)),
             *(line for at, panel in enumerate(panels) for line in _panel(panel, _top_of(at), until_s)),
+            *_marks(marks, {kind.name: kind for kind in kinds}, until_s, len(panels)),
             *_time_axis(until_s, height - _BOTTOM),
             "</svg>\n",
         ]

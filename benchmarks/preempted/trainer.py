@@ -77,7 +77,7 @@ def main(folder: str, total: int | None, device_s: float) -> None:
     @recoverable
     def train(world: World) -> None:
         model = model_of(world)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
         sums = ExactGradients(model, tree=True)
         loader = ElasticDataLoader(Sentences(), PlanShares(plan, world.rank), seed=SEED)
