@@ -7,20 +7,14 @@ from collections import defaultdict
 import pytest
 
 from tests.support.neighbours import until
-from tests.support.stories import (  # noqa: F401 - fixtures
-    assert_each_sample_once,
-    assert_same_bits,
-    committed,
-    story,
-    undisturbed,
-)
+from tests.support.stories import assert_each_sample_once, assert_same_bits, committed
 
 pytestmark = pytest.mark.e2e
 
 TOTAL = 16
 
 
-def test_nodes_lost_and_come_and_asked_back_leave_no_trace(story, undisturbed) -> None:  # noqa: F811
+def test_nodes_lost_and_come_and_asked_back_leave_no_trace(story, undisturbed) -> None:
     job = story("preempted", "tree", TOTAL)
     job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"  # then no more than one step's copies are on their way
     job.allow(0)

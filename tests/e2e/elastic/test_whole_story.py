@@ -6,20 +6,14 @@ import pytest
 
 from tests.support.elastic_runs import kill
 from tests.support.neighbours import until
-from tests.support.stories import (  # noqa: F401 - fixtures
-    assert_each_sample_once,
-    assert_same_bits,
-    committed,
-    story,
-    undisturbed,
-)
+from tests.support.stories import assert_each_sample_once, assert_same_bits, committed
 
 pytestmark = pytest.mark.e2e
 
 TOTAL = 24
 
 
-def test_worlds_of_all_sizes_and_a_killed_rank_leave_no_trace(story, undisturbed) -> None:  # noqa: F811
+def test_worlds_of_all_sizes_and_a_killed_rank_leave_no_trace(story, undisturbed) -> None:
     job = story("moved", "tree", TOTAL)
     job.allow(0)
     run = job.begin(4)
