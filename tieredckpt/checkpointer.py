@@ -14,6 +14,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -57,6 +58,17 @@ _LOOK_AGAIN_S = 1.0
 """Who was to hold a copy may leave, and then it is not waited for any more."""
 _PLAN_TIMEOUT = timedelta(minutes=10)
 State = dict[str, Any]
+
+
+class _Tried(msgspec.Struct, frozen=True):
+    """What a rank tells the others before a step is sealed."""
+
+    good: bool
+    """Its last save was of that step, and is sealed."""
+    attempts: int
+    """How often it has tried."""
+    sealed: tuple[Group, ...]
+    """What it has sealed in this incarnation, as far as its node still has it."""
 
 
 class Checkpointer:
@@ -226,11 +238,18 @@ class Checkpointer:
             except (TieredCheckpointError, PeerStoreError):  # it is saved again
                 good = False
         session = self.session
-        answers = [answer.split() for answer in self._from_all(f"{int(good)} {session.attempts_at(step)}")]
-        if all(answer[0] == "1" for answer in answers):
+        rank = dist.get_rank(self._group) if dist.is_initialized() else 0
+        mine = _Tried(bool(good), session.attempts_at(step), session.sealed_by(rank))
+        answers = [
+            msgspec.json.decode(answer, type=_Tried) for answer in self._from_all(msgspec.json.encode(mine).decode())
+        ]
+        if all(answer.good for answer in answers):
             return saved
         # Some may have tried more often than others, and parts of different attempts make no step.
-        session.skip_attempts(step, max(int(answer[1]) for answer in answers))
+        session.skip_attempts(step, max(answer.attempts for answer in answers))
+        # Where each skipped other steps than the rest, their slots hold what can never be whole: nobody would get one.
+        kept = set(answers[0].sealed).intersection(*(answer.sealed for answer in answers))
+        session.forget_torn(kept, before=step)
         return None
 
     def _copied(self, saved: Saved, timeout_s: float) -> None:

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from peerstore.cluster.nodes import node_id
@@ -20,7 +20,7 @@ from peerstore.errors import ArenaBusyError, ArenaFullError, FencedError, PeerSt
 from peerstore.peers.calling import Pass, Peer
 from peerstore.peers.plan import TeamPlan
 from peerstore.peers.pulling import Puller
-from peerstore.records import Group, Lease, ShardKey, ShardRecord
+from peerstore.records import Group, Lease, ShardFact, ShardKey, ShardRecord
 from tieredckpt.agent.messages import LAYOUT, TABLE
 from tieredckpt.agent_node import AgentNode
 from tieredckpt.copying import Copier, SlotMemory
@@ -239,6 +239,24 @@ class Session:
         """The next try at ``step`` is at least the one that others would call ``count``."""
         with self._lock:
             self._skipped = (step, count)
+
+    def sealed_by(self, part: int) -> tuple[Group, ...]:
+        """What this node still has of the versions that ``part`` sealed in this incarnation."""
+        mine = self._of_this_incarnation()
+        return tuple(sorted({fact.key.group for fact in mine if fact.key.part == part}))
+
+    def forget_torn(self, kept: Collection[Group], *, before: int) -> None:
+        """Give up what this incarnation sealed before a step, but for ``kept``: some part of it was never sealed."""
+        torn = {fact.key.group for fact in self._of_this_incarnation() if fact.key.version < before} - {*kept}
+        if torn:
+            log.warning("%s: versions %s are torn, given up", self.job, sorted(group.version for group in torn))
+            self.node.store.forget(self.job, sorted(torn))
+
+    def _of_this_incarnation(self) -> list[ShardFact]:
+        if self.incarnation is None:
+            return []
+        mine = (self.incarnation.epoch, self.incarnation.name)
+        return [one for one in self.node.store.inventory(self.job) if (one.key.epoch, one.key.incarnation) == mine]
 
     def commit(self, group: Group) -> None:
         """A version is known to be whole: the node may give up older ones for newer."""

@@ -43,6 +43,12 @@ class Story(Job):
         script = (str(TRAINER), str(self.diary), str(self.total), self.how)
         return self.start("run", "-v", *words, *simulated, "--resize-grace", "60", *options, *script)
 
+    def change(self, nodes: str) -> None:
+        """Ask for another world, and wait until the ranks are told: they stop after the step they are in."""
+        before = self.output().count("Pause(")
+        self.ask("resize", "--nodes", nodes)
+        until(lambda: self.output().count("Pause(") > before, "the ranks are to stop")
+
     def gathered(self, nodes: int) -> None:
         """Wait until the ranks of so many nodes are in a world, or about to be: fewer could do many steps alone."""
 

@@ -196,6 +196,12 @@ def test_the_environment_is_read_in_one_module_of_each_package():
     paths = [path for package in PUBLIC for path in (ROOT / package).rglob("*.py")]
     readers = {str(path.relative_to(ROOT)) for path in paths if reads(path)}
     # What a launcher says about ranks, and what a child process inherits, is not configuration.
-    inherited = {"tieredckpt/board.py", "tieredckpt/joining.py", "tieredckpt/agent_node.py"}
-    left = readers - inherited - {"tieredckpt/settings.py", "peerstore/settings.py"}
+    inherited = {
+        *("tieredckpt/board.py", "tieredckpt/joining.py", "tieredckpt/agent_node.py"),
+        *("elastic/control/keeping.py", "elastic/control/launching.py"),
+        *("elastic/control/supervisor.py", "elastic/control/tasks.py"),
+        *("elastic/workers/launched.py", "elastic/workers/loop.py"),
+    }
+    parts = {"elastic/control/settings.py", "elastic/prepared/settings.py"}
+    left = readers - inherited - parts - {"tieredckpt/settings.py", "peerstore/settings.py"}
     assert {name for name in left if not name.startswith(("tieredckpt/demo/", "tieredckpt/cli/"))} == set()
