@@ -10,8 +10,10 @@ import msgspec
 import yaml
 
 from elastic.errors import PolicyError
+from elastic.world import foreign
 from elastic.world.policy import ScalingPolicy
 
+_FOREIGN = ("elasticPolicy", "restartPolicy")
 _NODES = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?", re.ASCII)
 
 
@@ -32,13 +34,32 @@ def policy_from(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy
     least, most = node_range(nnodes)
     said = {name: value for name, value in options.items() if value is not None}
     tree = _read(file) if file is not None else {}
-    if "elasticPolicy" in tree or "restartPolicy" in tree:
-        elastic = {"minReplicas": least, "maxReplicas": most} | dict(tree.get("elasticPolicy") or {})
-        return ScalingPolicy.from_elastic_policy(elastic, tree.get("restartPolicy"), **said)
+    if not tree.keys().isdisjoint(_FOREIGN):
+        elastic, restart = _foreign(tree)
+        known = {(foreign.ELASTIC_POLICY | foreign.RECIPE).get(name) for name in elastic}
+        if "replica_discrete_values" not in known:
+            ends = {"minReplicas": least, "maxReplicas": most}
+            elastic |= {name: value for name, value in ends.items() if foreign.ELASTIC_POLICY[name] not in known}
+        return ScalingPolicy.from_elastic_policy(elastic, restart, **said)
     try:
         return msgspec.convert({"min_replicas": least, "max_replicas": most} | tree | said, ScalingPolicy)
     except msgspec.ValidationError as error:
         raise PolicyError(f"{file or 'the policy'}: {error}") from error
+
+
+def _foreign(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The two parts of a custom resource, and nothing beside them that would be read as nothing."""
+    wrong = [f"{name} stands beside {' and '.join(_FOREIGN)}, and would not be read" for name in tree.keys() - _FOREIGN]
+    parts = [tree.get(name) or {} for name in _FOREIGN]
+    wrong += [
+        f"{name} is {part!r}, must be names and values"
+        for name, part in zip(_FOREIGN, parts, strict=True)
+        if not isinstance(part, dict)
+    ]
+    if wrong:
+        raise PolicyError("; ".join(sorted(wrong)))
+    elastic, restart = parts
+    return dict(elastic), dict(restart)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from elastic.control.messages import Answer, Status
 from elastic.control.runs import RunPlace, secret_of
 from elastic.errors import ControlLostError
 from peerstore.owners import started_at
+from tests.support.agents import end_agent
 from tests.support.neighbours import until
 
 ROOT = Path(__file__).parents[2]
@@ -28,8 +30,8 @@ RANK = ROOT / "tests/e2e/control/rank.py"
 class Job:
     """A folder with a job's files, and every command that was started in it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, name: str = "job") -> None:
+        self.folder, self.name = folder, name
         self.environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("ELASTIC_", "TIEREDCKPT_"))},
             "PYTHONPATH": str(ROOT),
@@ -52,7 +54,7 @@ class Job:
 
     def run(self, *options: str) -> subprocess.Popen[bytes]:
         """``elastic run`` with the ranks of these tests."""
-        quick = ("--no-agent", "--store", "nowhere:1", "--job", "job", "--log-dir", str(self.folder / "logs"), "-v")
+        quick = ("--no-agent", "--store", "nowhere:1", "--job", self.name, "--log-dir", str(self.folder / "logs"), "-v")
         return self.start("run", *quick, *options, str(RANK), str(self.folder))
 
     def ask(self, *words: str) -> Any:
@@ -66,8 +68,8 @@ class Job:
     def status(self) -> Answer | None:
         """How the job says it is; ``None`` while its coordinator does not answer."""
         try:
-            run = RunPlace(self.folder / "run", "job").read()
-            return ask(run.coordinator, Status(), job="job", secret=secret_of(run))
+            run = RunPlace(self.folder / "run", self.name).read()
+            return ask(run.coordinator, Status(), job=self.name, secret=secret_of(run))
         except ControlLostError:
             return None
 
@@ -136,6 +138,26 @@ class Job:
             return one.wait(60)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end\n{self.output()}") from None
+
+    # -- nodes --------------------------------------------------------------------------------------------------------
+
+    def lose_memory(self, node: str) -> None:
+        """What ``node`` keeps in memory is gone, and nobody there can be asked: the machine is away."""
+        agent = self.folder / "run" / self.name / node / "agent"
+        end_agent(agent, signal.SIGKILL)
+        shutil.rmtree(agent, ignore_errors=True)
+
+    def lose_node(self, node: str) -> None:
+        """Its supervisor, with it the ranks, and its memory, without a word to anybody."""
+        for pid in self.pids('"type":"node"', f'"node":"{node}"'):
+            kill(pid)
+        self.lose_memory(node)
+
+    def printed(self, node: str) -> str:
+        """All that ranks of ``node`` have printed."""
+        return "\n".join(path.read_text() for path in sorted((self.folder / "logs" / node).glob("*.log")))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End what still runs, and see that nothing is left of it."""

@@ -1,0 +1,115 @@
+"""``elastic run`` with what cannot be: exit code 2, everything that is wrong by its name, and nothing was started."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.cli import main
+from elastic.cli.exits import Exit
+from elastic.cli.policies import policy_from
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Run with these options; what is said."""
+    monkeypatch.setenv("ELASTIC_RUN_DIRECTORY", str(tmp_path / "run"))
+    monkeypatch.delenv("ELASTIC_SECRET", raising=False)
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.touch()
+
+    def run(*options, script=script):
+        assert main(["run", "--no-agent", *map(str, options), str(script)]) == Exit.USAGE
+        assert not (tmp_path / "run").exists()
+        return " ".join(capsys.readouterr().err.split())
+
+    return run
+
+
+@pytest.fixture
+def policy(tmp_path):
+    def write(text):
+        path = tmp_path / "policy.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_an_impossible_policy_names_all_that_is_wrong(refused, policy):
+    said = refused(
+        "--policy", policy("min_replicas: 4\nmax_replicas: 2\nscaling_timeout_s: -1\nrepeat_offender_faults: 0\n")
+    )
+    for name in (
+        "max_replicas is 2, less than min_replicas (4)",
+        "scaling_timeout_s is -1",
+        "repeat_offender_faults is 0",
+    ):
+        assert name in said
+
+
+def test_a_custom_resource_is_refused_in_its_own_words(refused, policy):
+    said = refused(
+        "--policy",
+        policy("elasticPolicy:\n  maxReplicas: 2\n  minReplicas: 3\nrestartPolicy:\n  maxFullJobRestarts: -1\n"),
+    )
+    for name in ("maxReplicas is 2, less than minReplicas (3)", "maxFullJobRestarts is -1"):
+        assert name in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max_replica: 4\n", "max_replica"),
+        ("max_replicas: four\n", "max_replicas"),
+        ("- 1\n", "is no policy: write names and values"),
+        ("", "is no policy: write names and values"),
+        ("a: [\n", "the policy cannot be read from"),
+        ("elasticPolicy: 3\n", "elasticPolicy is 3, must be names and values"),
+        ("elasticPolicy:\n  maxReplicas: 3\nrestartPolicy: [1]\n", "restartPolicy is [1], must be names and values"),
+        ("elasticPolicy:\n  maxReplicas: 3\nmin_replicas: 2\n", "min_replicas stands beside elasticPolicy"),
+        ("elasticPolicy:\n  3: 4\n", "3 is unknown"),
+    ],
+)
+def test_a_file_that_is_no_policy(refused, policy, text, said):
+    assert said in refused("--policy", policy(text))
+
+
+def test_a_policy_that_is_not_there(refused, tmp_path):
+    assert "the policy cannot be read from" in refused("--policy", tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("nodes", ["3:2", "0", "0:2", "2:", ":2", "-1", "1:2:3", "two", "1.5", "\u0663"])
+def test_numbers_of_nodes_that_cannot_be(refused, nodes):
+    assert f"--nnodes {nodes!r}" in refused("--nnodes", nodes)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--nproc", 0), "--nproc"),
+        (("--simulate-nodes", 65), "--simulate-nodes"),
+        (("--grow-after", -1), "scaling_timeout_s is -1"),
+        (("--grow-after", "nan"), "scaling_timeout_s is nan"),
+        (("--max-restarts", -1), "job_max_retry_count is -1"),
+        (("--coordinator-here",), "--coordinator-here needs --coordinator HOST:PORT"),
+        (("--coordinator", "h:1"), "several machines need a secret they all know"),
+    ],
+)
+def test_options_that_cannot_be(refused, options, said):
+    assert said in refused(*options)
+
+
+def test_a_script_that_is_not_there(refused, tmp_path):
+    assert "there is no file" in refused(script=tmp_path / "absent.py")
+
+
+def test_who_names_sizes_in_a_file_needs_no_nnodes(policy):
+    sizes = {
+        "replicaDiscreteValues: [2, 4]": (2, 4),
+        "minReplicas: 2\n  maxReplicas: 3": (2, 3),
+        "min_nodes: 2\n  max_nodes: 3": (2, 3),
+    }
+    for text, expected in sizes.items():
+        assert policy_from("1", policy(f"elasticPolicy:\n  {text}\n")).sizes == expected
+    assert policy_from("2:3", policy("elasticPolicy:\n  scalingTimeoutInSeconds: 5\n")).sizes == (2, 3)
