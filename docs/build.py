@@ -3,7 +3,7 @@
     python docs/build.py [--out site]
 
 Every relative link and anchor of every page is followed; every Python block must compile, and one that names an example
-must be that file; every `make` target, `tieredckpt` and `peerstore` command and every test a page names must exist.
+must be that file; every `make` target, `tieredckpt`, `elastic` and `peerstore` command and every test a page names must exist.
 """
 
 from __future__ import annotations
@@ -121,11 +121,13 @@ def tests() -> frozenset[str]:
 
 
 def commands() -> dict[str, set[str]]:
+    from elastic.cli import commands as elastic
     from tieredckpt.cli import commands as tieredckpt
 
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     return {
         "make": set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE)),
+        "elastic": set(elastic.list_commands(click.Context(elastic))),
         "tieredckpt": set(tieredckpt.list_commands(click.Context(tieredckpt))),
         "peerstore": {"serve", "status"},
     }

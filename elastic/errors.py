@@ -4,10 +4,17 @@
 
     ElasticError
     ├── PolicyError                 a policy or a plan is impossible: the message names the field and the limit; fix it
+    │   ├── prepared.BatchKindError     a batch that the cache cannot keep
+    │   └── prepared.CachePlaceError    a directory for it that somebody else may enter
     ├── ControlLostError            unknown: the control plane could not be asked; retry
     │   └── RefusedError                it was asked and says no (wrong secret, a member of an old epoch): do not retry
     ├── StaleEpochError             what was said belongs to a world of the past: wait for the new one
     ├── DeadlineError               a rank did not get to where all others are within the time given
+    ├── samples.CursorError         going on here would repeat or leave out samples
+    ├── samples.StepError           steps are taken in an order in which samples could get lost unnoticed
+    ├── samples.WorkersLostError    processes that read samples died; nothing committed is affected
+    ├── prepared.CacheFullError     no room for a prepared batch
+    ├── prepared.PrepareError       what makes a batch raised, for this one
     └── GaveUpError                 the job cannot go on; says after what, and how to resume
 
     WorldChanged (BaseException)    not an error: the world of this attempt has ended, the train function is left
