@@ -3,7 +3,8 @@
     python docs/build.py [--out site]
 
 Every relative link and anchor of every page is followed; every Python block must compile, and one that names an example
-must be that file; every `make` target, `tieredckpt`, `elastic` and `peerstore` command and every test a page names must exist.
+must be that file; every `make` target, every command of `tieredckpt`, `elastic` and `peerstore`, and every test a page
+names must exist.
 """
 
 from __future__ import annotations

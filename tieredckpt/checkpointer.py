@@ -262,13 +262,10 @@ class Checkpointer:
         return None
 
     def _copied(self, saved: Saved, timeout_s: float) -> None:
-        """Wait for the copies that there can be: no node keeps two, so there may be fewer than were asked for."""
+        """Wait for the copies of what was sealed last."""
         if self._last is None or not self._joined:
             return
-        deadline = time.monotonic() + timeout_s
-        found = self._until_copied(self._last, 0, 0, 0.0)
-        while found.lacking and (left := deadline - time.monotonic()) > 0:
-            found = self._until_copied(self._last, found.copies + found.lacking, 1, min(left, _LOOK_AGAIN_S))
+        found = self._await_copies(self._last, timeout_s)
         if found.lacking:
             said = show_durability(found)
             log.warning("step %d of %s has %s after %.0f s", saved.step, self._location.job, said, timeout_s)
@@ -285,10 +282,18 @@ class Checkpointer:
         """Where policy says so: no new step before the last one is safe from the loss of this node."""
         if self._last is None or not self._joined or self.settings.peer.require != "copied":
             return
-        copies, wait_s = self.settings.peer.copies, self.settings.memory.wait_s
-        found = self._until_copied(self._last, copies, 1, wait_s)
-        if found.copies < copies and found.lacking:
+        wait_s = self.settings.memory.wait_s
+        found = self._await_copies(self._last, wait_s)
+        if found.lacking:
             raise StoreBusyError(f"the last save has {show_durability(found)} after {wait_s:g} s")
+
+    def _await_copies(self, key: ShardKey, timeout_s: float) -> Durability:
+        """Wait for the copies that there can be: no node keeps two, so there may be fewer than were asked for."""
+        deadline = time.monotonic() + timeout_s
+        found = self._until_copied(key, 0, 0, 0.0)
+        while found.lacking and (left := deadline - time.monotonic()) > 0:
+            found = self._until_copied(key, found.copies + found.lacking, 1, min(left, _LOOK_AGAIN_S))
+        return found
 
     def _stage(
         self, session: Session, planned: PlannedSave, flat: Mapping[str, Any], step: int, wait_s: float

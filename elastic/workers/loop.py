@@ -56,7 +56,7 @@ class Ended(Generic[T]):
     def __str__(self) -> str:
         if self.how is End.STOPPED:
             return f"stopped after step {self.steps - 1}; start it again to go on with step {self.steps}"
-        return f"{self.how.value} after {self.worlds} worlds"
+        return f"{self.how.value} after {self.worlds} world{'s' if self.worlds != 1 else ''}"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 
 import msgspec
 import torch
@@ -36,7 +35,7 @@ from elastic.errors import ControlLostError, DeadlineError, GaveUpError, StaleEp
 log = logging.getLogger(__name__)
 
 _PREFIX = "elastic/plane"
-_SLICE = timedelta(seconds=0.5)
+_LOOK_S = 0.1
 _POLL_S = 0.02
 
 
@@ -190,14 +189,16 @@ class StorePlane:
         while not self._closed:
             name = f"event/{number}"
             try:
-                store.wait([name], _SLICE)
-            except dist.DistStoreError:  # not yet
-                continue
+                if not store.check([name]):  # waiting for it would have torch warn of every wait that ends
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._closed, _LOOK_S)
+                    continue
+                event = msgspec.json.decode(store.get(name), type=_Event)
             except RuntimeError as error:
                 if not self._closed:
                     self._heard(_Event(Want.RESTART, f"the store that the ranks met at is gone: {error}"))
                 return
-            self._heard(msgspec.json.decode(store.get(name), type=_Event))
+            self._heard(event)
             number += 1
 
     def _heard(self, event: _Event) -> None:

@@ -59,3 +59,11 @@ def test_while_the_partner_is_away_steps_are_saved_where_none_are():
         job["n2"].freeze()
         assert [ckpt.save(state_at(step), step).wait() for step in (1, 2)] == [SaveState.SEALED] * 2
         job["n2"].thaw()
+
+
+def test_where_no_other_node_is_left_its_copies_are_not_waited_for():
+    with agent_job("n1", "n2") as job, checkpointer(job, "copied", wait_s=3600) as ckpt:  # longer than a test may take
+        ckpt.save(state_at(0), 0).wait(copies=2, timeout_s=60)
+        job["n2"].lose()
+        ckpt.save(state_at(1), 1).wait()
+        assert ckpt.save(state_at(2), 2).wait() is SaveState.SEALED
