@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
+from elastic.cli import main
 from elastic.reshard import folder as folder_module
-from elastic.reshard.__main__ import main
 from elastic.reshard.checksum import checksum
 from elastic.reshard.plain import PlainSource
 from tests.support.bits import assert_same, raw, zeroed
@@ -73,7 +73,7 @@ class Said:
 def run(capsys):
     def call(*arguments):
         capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
+        code = main(["reshard", *map(str, arguments)])
         return Said(code, *capsys.readouterr())
 
     return call
@@ -233,7 +233,7 @@ def test_what_ranks_saved_is_loaded_by_others(run, ranks, agent_dir, tmp_path, s
 
 def test_the_real_command(plain, tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.reshard", plain, tmp_path / "out", "--ranks", "2"],
+        [sys.executable, "-m", "elastic", "reshard", plain, tmp_path / "out", "--ranks", "2"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -451,7 +451,7 @@ def reshard_and_die(say, arguments, at):
         return read(self, name, box)
 
     PlainSource.read = counted
-    main(arguments)
+    main(["reshard", *arguments])
 
 
 @pytest.mark.parametrize("at", [3, 15, 30])
@@ -478,9 +478,9 @@ def reshard_and_measure(say, source, targets):
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for target in targets:
             if first:
-                assert main([f"{source}/small/step-1", target.replace("OUT", "warm"), "--ranks", "3"]) == 0
+                assert main(["reshard", f"{source}/small/step-1", target.replace("OUT", "warm"), "--ranks", "3"]) == 0
             else:
-                assert main([f"{source}/large/step-1", target.replace("OUT", "out"), "--ranks", "3"]) == 0
+                assert main(["reshard", f"{source}/large/step-1", target.replace("OUT", "out"), "--ranks", "3"]) == 0
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - grown) << 10
 
 
