@@ -45,7 +45,7 @@ def test_a_job_shrinks_and_grows_with_the_same_processes(job: Job) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "1:3", "--grow-after", "0.3")
     before = job.world(3)
     assert job.ask("resize", "--nodes", "2")["cap"] == 2
-    smaller = job.world(2)
+    smaller = job.world(2, after=before[0]["epoch"])
     (target,) = {one["step"] for one in job.said("target", epoch=before[0]["epoch"])}
     assert target >= 0
     assert set(pids(smaller)) < set(pids(before))
@@ -95,7 +95,7 @@ def test_a_supervisor_that_is_killed_takes_its_ranks_with_it_and_may_come_back(j
     before = job.world(2)
     lost = next(one for one in before if one["node"] == "n1")
     kill(job.supervisor("n1"))
-    alone = job.world(1)
+    alone = job.world(1, after=before[0]["epoch"])
     assert alone[0]["node"] == "n0"
     until(lambda: started_at(lost["pid"]) < 0)
     again = job.start("join", "--node", "n1", "--no-agent")
@@ -163,7 +163,7 @@ def test_a_node_that_is_asked_back_and_ignores_it_is_ended(job: Job) -> None:
     before = job.world(2)
     job.make("ignore-n1")
     job.ask("leave", "n1", "--within", "0.5")
-    after = job.world(1)
+    after = job.world(1, after=before[0]["epoch"])
     assert after[0]["node"] == "n0"
     until(lambda: started_at(next(one["pid"] for one in before if one["node"] == "n1")) < 0)
     until(lambda: not job.pids('"node":"n1"'))
@@ -225,7 +225,7 @@ def test_several_machines_and_one_of_them_is_asked_back(job: Job) -> None:
     before = job.world(2)
     two.send_signal(signal.SIGTERM)
     assert job.ended(two) == 0
-    after = job.world(1)
+    after = job.world(1, after=before[0]["epoch"])
     assert (after[0]["node"], after[0]["restarts"]) == ("m1", 0)
     assert after[0]["epoch"] > before[0]["epoch"]
     refused = job.run("--coordinator", address, "--node", "m3", "--secret", "quite another secret of others")

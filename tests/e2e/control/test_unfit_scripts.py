@@ -49,7 +49,7 @@ def test_a_rank_that_ignores_a_resize_past_its_time_is_ended_and_the_job_goes_on
     job.ask("resize", "--nodes", "2")
     ignorant = next(one["pid"] for one in before if one["node"] == "n1")
     until(lambda: started_at(ignorant) < 0)
-    after = job.world(2)
+    after = job.world(2, after=before[0]["epoch"])
     assert after[0]["epoch"] > before[0]["epoch"]
     assert ignorant not in {one["pid"] for one in after}
     assert {one["pid"] for one in after} & {one["pid"] for one in before}
