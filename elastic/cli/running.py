@@ -42,7 +42,9 @@ def _elasticity(command: Any) -> Any:
                 type=click.Path(path_type=Path, dir_okay=False),
                 help="YAML: fields of elastic.ScalingPolicy, or HyperPod's elasticPolicy and restartPolicy.",
             ),
-            click.option("--grow-after", type=float, metavar="S", help="Collect nodes so long before growing. [60]"),
+            click.option(
+                "--grow-after", type=float, metavar="S", help="Collect nodes that come so long before growing. [60]"
+            ),
             click.option("--shrink-after", type=float, metavar="S", help="Wait so long for a replacement. [30]"),
             click.option(
                 "--resize-grace", type=float, metavar="S", help="Time to reach a common step and to seal. [600]"

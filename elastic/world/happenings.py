@@ -195,7 +195,8 @@ def _asked_back(turn: Turn, event: CapacityAskedBack) -> None:
 
 def _resize_asked(turn: Turn, event: ResizeAsked) -> None:
     if event.nodes is None or turn.policy.at_most(event.nodes):
-        turn.set(cap=event.nodes)
+        # Who asks takes the nodes that are ready now: further ones are not waited for.
+        turn.set(cap=event.nodes, more_since_s=turn.now_s - turn.policy.scaling_timeout_s)
 
 
 def _stop_asked(turn: Turn, event: StopAsked) -> None:

@@ -15,6 +15,7 @@ from elastic.world.events import (
     NodeLost,
     NodeReport,
     RankLost,
+    ResizeAsked,
     Several,
     StopAsked,
 )
@@ -36,6 +37,8 @@ class Judge:
         self.told: set[tuple[str, int, float]] = set()
         """The same, with the deadlines."""
         self.asked_since: set[str] = set()
+        self.wished = False
+        """Somebody asked for a size since the world began, and does not want to wait for more nodes than there are."""
         """Nodes asked back since the newest world began."""
         self.places: tuple[str, ...] = ()
         self.stop_asked = False
@@ -100,6 +103,8 @@ class Judge:
                 self.asked.pop(event.node, None)
         elif isinstance(event, (NodeLost, NodeLeft)):
             self._bury(event.node, event.life)
+        elif isinstance(event, ResizeAsked):
+            self.wished = True
         elif isinstance(event, CapacityAskedBack):
             for node in event.nodes:
                 if node in self.alive and event.deadline_s >= self.joined_s[node]:
@@ -205,6 +210,7 @@ class Judge:
             raise Violation(f"{self.formed} worlds, although only {self.causes} things have happened")
         self.running, self.pausing, self.faulted = True, False, False
         self.asked_since.clear()
+        self.wished = False
         self.places = nodes
 
     def _sized(self, form: Form, world: World, old: int, now_s: float) -> None:
@@ -213,7 +219,7 @@ class Judge:
         if self.faulted and size < kept and now_s < self.broke_s + policy.faulty_scale_down_timeout_s:
             raise Violation(f"the world shrinks from {old} to {size} nodes, and nobody has waited for a replacement")
         if form.how is How.GROW:
-            if now_s < self.formed_s + policy.scaling_timeout_s:
+            if not self.wished and now_s < self.formed_s + policy.scaling_timeout_s:
                 raise Violation(f"the world grows {now_s - self.formed_s:g} s after it began")
             if self.shrunk_s is not None and now_s < self.shrunk_s + policy.scale_up_snooze_s:
                 raise Violation(f"the world grows {now_s - self.shrunk_s:g} s after a fault made it smaller")

@@ -481,8 +481,8 @@ def test_a_person_may_want_fewer_and_more_again():
     assert job.did(Pause).reason == "at most 3 nodes are wanted"
     job.ready("a", "b", "c", "d")
     assert (job.did(Form).nodes, job.world.standby) == (("a", "b", "c"), ("d",))
-    job.tell(ResizeAsked(None))
-    job.tick()
+    job.tell(ResizeAsked(None))  # which is not put off: nobody collects nodes first
+    assert job.did(Pause).reason == "4 nodes can be had"
     job.ready("a", "b", "c")
     assert job.did(Form).nodes == ("a", "b", "c", "d")
 
