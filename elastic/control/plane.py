@@ -82,7 +82,8 @@ class ControlPlane(Protocol):
     - A fault while others wait in ``pause`` or ``ready`` ends the wait: ``pause`` raises :class:`StaleEpochError`.
     - What a rank of an old epoch says is refused with :class:`StaleEpochError`, and changes nothing.
     - ``ControlLostError`` means unknown; the control plane may come back, and ``ready`` waits for that.
-    - Any thread may call any method. No call outlives its ``timeout_s``.
+    - Any thread may call any method. No call outlives its ``timeout_s``: then it raises ``DeadlineError``.
+    - After a ``STOP`` that all have sealed, ``ready`` raises :class:`Dismissed`.
     """
 
     def ready(self, *, timeout_s: float | None = None) -> Assignment:
@@ -96,9 +97,10 @@ class ControlPlane(Protocol):
         """What is wanted of this rank by now, if anything."""
 
     def pause(self, step: int, *, timeout_s: float | None = None) -> int:
-        """Having completed ``step`` steps: wait until all ranks of the epoch have said where they stand.
+        """Having begun ``step`` steps: wait until all ranks of the epoch have said where they stand.
 
-        Returns the number of steps after which all of them stop.
+        Returns the number of steps after which all of them stop. Say it as soon as the notice is there, from a thread
+        of its own: one that waited for its step to end would keep those waiting who are in that step with it.
         """
 
     def sealed(self, step: int, *, timeout_s: float | None = None) -> None:
@@ -111,7 +113,11 @@ class ControlPlane(Protocol):
         """Something went wrong in this rank (an exception, a loss that is not finite): the world is broken."""
 
     def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
-        """Ask for a change: by the script, or because this process was told (a signal) that its machine goes away."""
+        """Ask for a change: by the script, or because this process was told (a signal) that its machine goes away.
+
+        ``RESIZE`` with ``nodes``: so many at the most. With a deadline and without ``nodes``: this rank's machine is
+        asked back by then. With neither: as many as the policy allows.
+        """
 
     def on_broken(self, call: Callable[[Notice], None]) -> None:
         """Have ``call`` run, in a thread of the plane, as soon as an epoch is broken: to abort what a rank hangs in."""
