@@ -42,6 +42,7 @@ class StoreLife(RuleBasedStateMachine):
         self.leases = {}  # lease id -> lease
         self.sealed = {}  # key -> size of what was acknowledged and not forgotten or damaged
         self.lost = set()  # groups that had a part forgotten or damaged
+        self.damaged = set()  # those of them that are not called whole any more, whoever says so
         self.marked = set()
         self.pins = {}
         self.open()
@@ -114,7 +115,7 @@ class StoreLife(RuleBasedStateMachine):
     def mark(self, data):
         of = data.draw(st.sampled_from(sorted(self.sealed)))
         self.store.mark_whole("job", of.group)
-        if of.group not in self.lost:
+        if of.group not in self.damaged:
             self.marked.add((of.group, frozenset(k.part for k in self.sealed if k.group == of.group)))
 
     @precondition(lambda self: self.sealed and len(self.pins) < 2)
@@ -148,6 +149,7 @@ class StoreLife(RuleBasedStateMachine):
         else:
             self.kill_the_agent()
         assert any(str(of) == damage.what for damage in self.store.status().damages)
+        self.damaged.add(of.group)
         self.lose({of})
 
     @rule()
