@@ -13,8 +13,7 @@ from tests.support.neighbours import until
 
 pytestmark = pytest.mark.e2e
 
-IN_A_TEST_RUN = range(4)
-IN_A_SOAK = range(4, 64)
+IN_A_SOAK = range(64)
 EVENTS = 6
 
 
@@ -134,11 +133,6 @@ def play(seed: int) -> None:
             check(job)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {'; '.join(history.told)}: {error}\n{job.output()}") from None
-
-
-@pytest.mark.parametrize("seed", IN_A_TEST_RUN)
-def test_a_history_of_faults_and_resizes(seed: int) -> None:
-    play(seed)
 
 
 @pytest.mark.soak
