@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.control.desk import Desk
-from elastic.control.messages import Leave, NodeHears, Pausing, Question, Resize, Status
+from elastic.control.messages import Formed, Leave, NodeHears, NodeSays, Pausing, Question, Resize, Status
 
 
 def for_node(desk: Desk, node: str, now: float) -> NodeHears:
@@ -12,14 +12,14 @@ def for_node(desk: Desk, node: str, now: float) -> NodeHears:
     life, number = seen.says.life, seen.says.number
     released = desk.released.get(node)
     is_released = released is not None and released.life >= life
-    formed = desk.formed if desk.formed is not None and node in desk.formed.places else None
-    pause = desk.pause if formed is not None else None
+    formed, broken = _world_of(desk, seen.says)
+    pause = desk.pause if formed is not None and formed is desk.formed else None
     return NodeHears(
         coordinator=desk.incarnation,
         life=life,
         heard=number,
         formed=formed,
-        broken=desk.broken if formed is not None else None,
+        broken=broken,
         pausing=None if pause is None else pausing(desk, now),
         target=desk.target if pause is not None else None,
         wish=desk.wish,
@@ -32,6 +32,23 @@ def for_node(desk: Desk, node: str, now: float) -> NodeHears:
         over=desk.over,
         reason=desk.reason or seen.leave_reason,
     )
+
+
+def _world_of(desk: Desk, says: NodeSays) -> tuple[Formed | None, str | None]:
+    """The world that a node is to know of, and why it is broken.
+
+    A world may break and the next one begin without a node of it before that node hears of either: it is still told
+    that its own is over. Else its ranks would go on there, and it would not come back.
+    """
+    newest, own = desk.formed, says.formed
+    if newest is None:
+        return None, None
+    if says.node in newest.places:
+        return newest, desk.broken
+    left = says.broken is not None or says.sealed is not None or says.ready
+    if own is None or own.epoch >= newest.epoch or left:
+        return None, None
+    return own, f"world {own.epoch} is over: {newest.reason}"
 
 
 def pausing(desk: Desk, now: float) -> Pausing | None:
