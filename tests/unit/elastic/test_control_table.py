@@ -166,3 +166,21 @@ def test_before_the_first_step_nothing_hangs():
     movement = Movement()
     movement.said(_report("n0", None), _report("n0", None), 10.0)
     assert movement.hangs(WORLD, {"n0": _report("n0", None)}, 5.0, 9999.0) == []
+
+
+def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_without_it_meanwhile():
+    table = Table(2)
+    table.settle(60)
+    table.resize(1)
+    table.settle(60)
+    (alone,) = table.desk.formed.places
+    table.lose_rank(sorted(table.nodes).index(alone))
+    table.nodes[alone].report()  # it says so, and hears nothing before the other node is the next world
+    table.wait(0.0)
+    assert table.desk.formed.places == tuple(table.nodes.keys() - {alone})
+    table.settle(60)
+    assert table.nodes[alone].seats.broken
+    table.resize(2)
+    table.settle(60)
+    assert set(table.desk.formed.places) == set(table.nodes)
+    table.check_whole()
