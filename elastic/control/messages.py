@@ -91,6 +91,8 @@ class Lost(msgspec.Struct, frozen=True):
 
     local_rank: int
     reason: str
+    at: float | None = None
+    """When its process ended, by its node's clock on the wall."""
 
 
 class Pausing(msgspec.Struct, frozen=True):

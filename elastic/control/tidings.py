@@ -84,7 +84,7 @@ def for_coordinator(seats: Seats, now: float) -> NodeSays:
             if seats.pausing is not None and (one is None or _is_behind(one, agreed=seats.target is not None))
         ),
         lost=tuple(
-            Lost(process.seat or 0, process.ended)
+            Lost(process.seat or 0, process.ended, process.ended_at)
             for process in seated
             if process.ended is not None and not seats.excuses(process)
         ),
