@@ -30,7 +30,7 @@ def recoveries(one: Analysis) -> Markup:
     resumed = [way for way in ways if way.resumed]
     note = f"{count(len(ways), 'recovery').replace('recoverys', 'recoveries')}, from the fault to the next step"
     if len(resumed) < len(ways):
-        note += f"; {len(ways) - len(resumed):,} did not get there"
+        note += f"; {len(ways) - len(resumed):,} did not get there{' yet' if one.live else ''}"
     parts: list[Part] = []
     if len(ways) <= _EACH:
         parts.append(_bars(one, [(_label(way, one), way) for way in ways], _quantiles(resumed)))
@@ -103,12 +103,12 @@ def _bars(one: Analysis, ways: Sequence[tuple[str, Recovery]], marks: Sequence[t
         x = scale(value)
         parts.append(tag("path", d=f"M{number(x)} {number(top)}V{number(bottom)}", class_="grid"))
         parts.append(tag("text", lasting(value), x=x, y=12, text_anchor="middle"))
-    for place, (label, way) in enumerate(ways):
-        parts.append(_bar(one, label, way, scale, top + place * _ROW))
     for place, (name, value) in enumerate(mark for mark in marks if mark[1] <= scale.high):
         x = scale(value)
         parts.append(tag("path", d=f"M{number(x)} {number(top)}V{number(bottom + 2)}", class_="mean"))
         parts.append(tag("text", f"{name} {lasting(value)}", x=x, y=bottom + 14 + 13 * place, text_anchor="middle"))
+    for place, (label, way) in enumerate(ways):
+        parts.append(_bar(one, label, way, scale, top + place * _ROW))
     box = f"0 0 {number(chart.WIDTH)} {number(bottom + 6 + 13 * len(marks))}"
     picture = tag("svg", tag("title", "recoveries by stages"), parts, viewBox=box, class_="chart", role="img")
     return tag("div", picture, class_="wide")
@@ -129,7 +129,7 @@ def _bar(one: Analysis, label: str, way: Recovery, scale: Scale, y: float) -> li
         edges = f"M{number(end - 9)} {number(y + 1)}l5 {number(_ROW - 3)}m4 0l-5 -{number(_ROW - 3)}"
         parts.append(tag("path", d=edges, stroke="var(--card)", stroke_width=2.5, fill="none"))
     lost = f" · {count(way.steps_lost, 'step')}" if way.steps_lost else ""
-    ended = "" if way.resumed else " · not resumed"
+    ended = "" if way.resumed else " so far" if one.live else " · not resumed"
     words = tag("title", describe(way, one))
     parts.append(tag("text", words, f"{lasting(way.seconds)}{lost}{ended}", x=end + 7, y=y + 16, class_="strong"))
     return parts
