@@ -110,7 +110,8 @@ class Imagined:
             yield Stage(self._epoch, rank, "detect", self._now, 0.0)
         how = self._random.choice(("respawn", "respawn", "replace", "shrink"))
         if how == "shrink":
-            self._size = max(self._size // 2, 1)
+            how = "grow" if self._size < self._ranks else "shrink"
+            self._size = self._ranks if how == "grow" else max(self._ranks // 2, 1)
         yield from self._world(how, step - 1, reason)
 
     def _resize(self, step: int) -> Iterator[Event]:
