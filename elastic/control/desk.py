@@ -101,7 +101,7 @@ class Desk:
             return f"a newer supervisor runs as node {says.node}"
         before = seen.says if seen is not None and seen.says.life == says.life else None
         if seen is None or before is None:
-            seen = self.nodes[says.node] = Seen(says, now)
+            seen = self.nodes[says.node] = _begun_again(seen, says, now)
         seen.says, seen.heard_at, seen.connected = says, now, True
         if says.coordinator == self.incarnation:
             seen.commands = [command for command in seen.commands if command.number > says.done]
@@ -153,7 +153,7 @@ class Desk:
         if events or (tick_s is not None and tick_s <= now) or self._late(now):
             self._take([*events, happen.Tick()], now)
         self._keep_store(now)
-        for node in [node for node, seen in self.nodes.items() if self._is_forgotten(seen)]:
+        for node in [node for node, seen in self.nodes.items() if self._is_forgotten(seen, now)]:
             del self.nodes[node]
 
     # -- what follows -------------------------------------------------------------------------------------------------
@@ -296,9 +296,9 @@ class Desk:
         wait_until_s = self.world.wait_until_s or now + self.settings.policy.scaling_timeout_s
         self.world = replace(self.world, epoch=epoch, wait_until_s=wait_until_s, tick_s=now)
 
-    def _is_forgotten(self, seen: Seen) -> bool:
+    def _is_forgotten(self, seen: Seen, now: float) -> bool:
         """It is gone, and not expected back."""
-        return not seen.connected and seen.says.node not in self.world.members
+        return not seen.connected and seen.says.node not in self.world.members and not _is_to_leave(seen, now)
 
     def _is_silent(self, seen: Seen, now: float) -> bool:
         if seen.says.node not in self.world.members:
@@ -394,3 +394,16 @@ class Desk:
             return []
         due, self._due = sorted(self._due & self.nodes.keys()), set()
         return due
+
+
+def _begun_again(before: Seen | None, says: NodeSays, now: float) -> Seen:
+    """A life's first report. A node that was asked back and was lost before it left is asked back still."""
+    seen = Seen(says, now)
+    if before is not None and _is_to_leave(before, now):
+        seen.leave_by, seen.leave_reason = before.leave_by, before.leave_reason
+    return seen
+
+
+def _is_to_leave(seen: Seen, now: float) -> bool:
+    """It was asked back, and has not said goodbye."""
+    return seen.leave_by is not None and now < seen.leave_by and not seen.says.goodbye

@@ -87,6 +87,7 @@ class History:
         self.told.append(f"{node} comes back")
         self.alive.add(node)
         self.job.start("join", "--node", node, "--no-agent")
+        until(lambda: self.job.pids('"type":"node"', f'"node":"{node}"'), f"{node} is being started")
 
     def end(self) -> None:
         until(lambda: "error" not in self.job.ask("resize", "--nodes", "max"), "the coordinator is asked for all nodes")
