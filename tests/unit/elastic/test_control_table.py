@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.control.messages import Formed, Leave, NodeSays, Resize
-from elastic.control.movement import Movement
+from elastic.control.messages import Leave, Resize
 from elastic.control.ordering import refusal
-from elastic.control.plane import Progress
 from elastic.control.tidings import for_coordinator
 from tests.support.control_table import Node, Table
 
@@ -136,36 +134,6 @@ def test_somebody_who_asks_for_what_cannot_be_had_is_told_why():
     assert "too few" in refusal(table.desk, Resize(1, "less"))
     assert "no node n9" in refusal(table.desk, Leave(("n9",), 1.0, "gone"))
     assert refusal(table.desk, Resize(3, "more")) == ""
-
-
-def _report(node: str, *steps: int | None) -> NodeSays:
-    return NodeSays(1, node, 1, len(steps), steps=tuple(None if step is None else Progress(step) for step in steps))
-
-
-WORLD = Formed(7, ("n0", "n1"), 0, "")
-
-
-def test_a_hang_names_the_rank_that_is_behind_all_others():
-    movement = Movement()
-    movement.said(_report("n0", 3, 3), _report("n0", 4, 4), 10.0)
-    reports = {"n0": _report("n0", 4, 4), "n1": _report("n1", 4, 3)}
-    assert movement.hangs(WORLD, reports, 5.0, 15.0) == []
-    (hang,) = movement.hangs(WORLD, reports, 5.0, 15.1)
-    assert (hang.epoch, hang.node, hang.local_rank) == (7, "n1", 1)
-    assert movement.hangs(WORLD, reports, 5.0, 99.0) == []  # once is enough
-
-
-def test_a_hang_of_several_ranks_is_nobodys():
-    movement = Movement()
-    movement.said(_report("n0", 3), _report("n0", 4), 10.0)
-    (hang,) = movement.hangs(WORLD, {"n0": _report("n0", 4), "n1": _report("n1", 4)}, 5.0, 99.0)
-    assert (hang.node, hang.local_rank) == ("", -1)
-
-
-def test_before_the_first_step_nothing_hangs():
-    movement = Movement()
-    movement.said(_report("n0", None), _report("n0", None), 10.0)
-    assert movement.hangs(WORLD, {"n0": _report("n0", None)}, 5.0, 9999.0) == []
 
 
 def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_without_it_meanwhile():
