@@ -71,7 +71,7 @@ class Subject:
     resharded: bool = False
     """``--worlds`` says it."""
     starts_ranks: bool = False
-    """It is run by one process, which starts (and resizes) jobs itself: ``worlds`` are theirs."""
+    """It starts jobs itself, and is run by no rank: ``worlds`` are those of the jobs."""
 
 
 _ABC = ("A", "B", "C")
@@ -149,7 +149,8 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
         scene = dataclasses.replace(scene, **endpoints)
         if subject.prepare is not None:
             ranks.run(scene.writers, subject.prepare, scene)
-        rows = merge(ranks.run(1 if subject.starts_ranks else scene.ranks, subject.run, scene))
+        # Who starts jobs is this process: when it is told to end it ends them first.
+        rows = merge([subject.run(0, scene)] if subject.starts_ranks else ranks.run(scene.ranks, subject.run, scene))
     return {
         "subject": subject.name,
         "title": _title(subject, scene),
