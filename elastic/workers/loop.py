@@ -21,6 +21,7 @@ from elastic.workers.blame import may_be_a_consequence
 from elastic.workers.forgetting import forget_world
 from elastic.workers.gate import Gate
 from elastic.workers.groups import Groups, NoGroups, address_of, groups_of
+from elastic.workers.recording import Recording, recording
 from elastic.workers.watching import Watch, signals_to, usual_wishes
 from elastic.workers.world import World
 from tieredckpt.preemption import left_to_others
@@ -113,8 +114,10 @@ def run(train: Train[T], *, plane: ControlPlane | None = None, policy: Policy | 
 
         plane = launched_plane()
     try:
-        with left_to_others():
-            return _Rank(train, plane, policy or Policy()).run()
+        with left_to_others(), recording() as record:
+            ended = _Rank(train, plane, policy or Policy(), record).run()
+            record.ended(ended.how.value)
+            return ended
     finally:
         plane.close()
 
@@ -122,8 +125,9 @@ def run(train: Train[T], *, plane: ControlPlane | None = None, policy: Policy | 
 class _Rank(Generic[T]):
     """One process's way through the worlds."""
 
-    def __init__(self, train: Train[T], plane: ControlPlane, policy: Policy) -> None:
+    def __init__(self, train: Train[T], plane: ControlPlane, policy: Policy, record: Recording) -> None:
         self._train = train
+        self._record = record
         self._plane = plane
         self._policy = policy
         self._groups: Groups | NoGroups | None = None
@@ -138,12 +142,14 @@ class _Rank(Generic[T]):
         try:
             with signals_to(watch, usual_wishes(self._policy.grace_s)):
                 while True:
+                    self._record.waits()
                     try:
                         place = self._plane.ready()
                     except Dismissed:
                         return self._ended(End.DISMISSED)
                     except GaveUpError as error:
                         raise error from self._last_error
+                    self._record.placed(place)
                     world = self._one_world(watch, place)
                     if self._finished:
                         return self._ended(End.FINISHED)
@@ -156,6 +162,7 @@ class _Rank(Generic[T]):
         return Ended(how, self._finished[0] if self._finished else None, self._steps, self._worlds)
 
     def _abort(self, notice: Notice) -> None:
+        self._record.knows()
         groups = self._groups
         if groups is not None:
             log.warning("epoch %d is broken: %s", notice.epoch, notice.reason)
@@ -163,19 +170,22 @@ class _Rank(Generic[T]):
 
     def _one_world(self, watch: Watch, place: Assignment) -> World:
         gate = Gate(self._plane, place.epoch)
-        world = World(place, self._plane, gate)
+        world = World(place, self._plane, gate, self._record)
         self._groups = groups = groups_of(place, self._policy.backend, self._policy.timeout)
         well = False
         watch.follow(gate)
         try:
             with _environment(place), _current(world):
                 groups.enter()
+                self._record.grouped()
                 self._worlds += 1
                 value = self._train(world)
             well = True
             self._returned(world, value)
         except WorldChanged as change:
             well = world.ended is not None
+            if not well:
+                self._record.knows()
             log.info("epoch %d has ended: %s", place.epoch, change)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - a user's callback; torch derives the latter from BaseException
             well = self._failed(world, gate, error)
@@ -205,6 +215,7 @@ class _Rank(Generic[T]):
         if world.ended is not None:
             log.warning("on the way out of epoch %d: %s: %s", world.epoch, type(error).__name__, error)
             return True
+        self._record.knows()
         patience_s = self._policy.settle_s if may_be_a_consequence(error) else 0.0
         if gate.wait_broken(patience_s):
             log.info("epoch %d is broken (%s): %s", world.epoch, gate.why_broken, error)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from elastic.control.plane import Assignment, ControlPlane, Notice, Progress, Want
 from elastic.errors import ElasticError, PolicyError, WorldChanged
 from elastic.workers.gate import Gate, Way
+from elastic.workers.recording import Recording, recording
 from tieredckpt.errors import TieredCheckpointError
 
 if TYPE_CHECKING:
@@ -39,8 +40,11 @@ class World:
                 ckpt.save(state, step)
     """
 
-    def __init__(self, assignment: Assignment, plane: ControlPlane, gate: Gate) -> None:
+    def __init__(
+        self, assignment: Assignment, plane: ControlPlane, gate: Gate, record: Recording | None = None
+    ) -> None:
         self._place = assignment
+        self._record = record or recording()
         self._plane = plane
         self._gate = gate
         self._calls = 0
@@ -141,7 +145,9 @@ class World:
                 return
             if way is Way.STOP:
                 self._stop(seal)
+            self._record.begins(self.completed)
             yield self.completed
+            self._record.stepped(self.completed)
             self.completed += 1
             self._plane.progress(Progress(self.completed))
 
@@ -152,15 +158,28 @@ class World:
         """
         if self.ended is not None:
             return True
+        if self._calls > 0:
+            self._record.stepped(self._record.next_step + self._calls - 1)
         way = self._gate.enter(self._calls)
         if way is Way.LEAVE:
             raise WorldChanged(self._gate.why_broken)
         if way is Way.ON:
+            self._record.begins(self._record.next_step + self._calls)
             self._calls += 1
             return False
+        self._record.stops()
         self.completed = self._calls
         self.ended = self._notice()
         return True
+
+    def report(
+        self, *, loss: SupportsFloat | None = None, tokens: int | None = None, samples: int | None = None
+    ) -> None:
+        """What is to be known of the step that runs, in the run's ledger. Tokens and samples are those of all ranks.
+
+        Only the first rank's words count; on all others, and where there is no ledger, ``loss`` is not even looked at.
+        """
+        self._record.reports(loss, tokens, samples)
 
     @property
     def seconds_left(self) -> float | None:
@@ -169,6 +188,7 @@ class World:
         return None if notice is None else notice.deadline_s
 
     def _stop(self, seal: Seal | None) -> None:
+        self._record.stops()
         notice = self._notice()
         try:
             if self.completed > 0 and seal is not None:
@@ -187,6 +207,7 @@ class World:
         try:
             self._plane.sealed(self.completed)
             self.is_sealed = True
+            self._record.sealed()
         except ElasticError as error:  # what comes next is the same
             log.warning("it was not heard that the state after %d steps is sealed: %s", self.completed, error)
 
