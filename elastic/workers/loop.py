@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from elastic.control.plane import Assignment, ControlPlane, Dismissed, Notice, Want
 from elastic.errors import ElasticError, GaveUpError, NonFiniteLossError, UnhealthyError, WorldChanged
 from elastic.workers.blame import may_be_a_consequence
-from elastic.workers.forgetting import forget_world
+from elastic.workers.forgetting import forget_world, only_what_worlds_made
 from elastic.workers.gate import Gate
 from elastic.workers.groups import Groups, NoGroups, address_of, groups_of
 from elastic.workers.health import DeviceHealth, Health
@@ -140,7 +140,7 @@ def run(
     try:
         if warm is not None:
             warm()
-        with left_to_others():
+        with left_to_others(), only_what_worlds_made():
             return _Rank(train, plane, policy or Policy()).run()
     finally:
         plane.close()

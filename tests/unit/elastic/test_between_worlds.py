@@ -81,7 +81,7 @@ def test_a_process_that_is_not_fit_ends_instead_of_asking_for_a_place():
 
 def test_a_device_that_does_not_answer_is_not_fit():
     hangs = threading.Event()
-    with pytest.raises(UnhealthyError, match="has not answered for 0.01 s"):
+    with pytest.raises(UnhealthyError, match="has not answered for"):
         within(0.01, hangs.wait, "the device")
     hangs.set()
     with pytest.raises(UnhealthyError, match="the device is broken: division"):
