@@ -509,6 +509,7 @@ class Checkpointer:
             if not self._anything(reader, step):
                 return -1
             _make_moments(state, reader)
+            _tell_saved(state, reader)
             try:
                 self._dcp(dcp.load, state, storage_reader=reader)
             except CheckpointException as failure:
@@ -635,6 +636,19 @@ def _make_moments(state: State, reader: TieredReader) -> None:
     for name in empty:
         if any(key.startswith(f"{name}.state.") for key in saved):
             _init_optim_state(state[name])
+
+
+def _tell_saved(state: State, reader: TieredReader) -> None:
+    """A ``Stateful`` whose names depend on the ranks hears which of them the checkpoint has."""
+    asking = {name: value for name, value in state.items() if hasattr(value, "before_restore")}
+    if not asking:
+        return
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except TieredCheckpointError:
+        return  # the load that follows says so to all ranks
+    for name, value in asking.items():
+        value.before_restore([key.removeprefix(f"{name}.") for key in saved if key.startswith(f"{name}.")])
 
 
 def _some(names: Sequence[str]) -> str:
