@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from elastic.control.plane import Assignment, ControlPlane, Dismissed, Notice, Want
 from elastic.errors import ElasticError, GaveUpError, WorldChanged
 from elastic.workers.blame import may_be_a_consequence
-from elastic.workers.forgetting import forget_world
+from elastic.workers.forgetting import forget_world, imports_apart
 from elastic.workers.gate import Gate
 from elastic.workers.groups import Groups, NoGroups, address_of, groups_of
 from elastic.workers.watching import Watch, signals_to, usual_wishes
@@ -136,7 +136,7 @@ class _Rank(Generic[T]):
     def run(self) -> Ended[T]:
         watch = Watch(self._plane, self._abort)
         try:
-            with signals_to(watch, usual_wishes(self._policy.grace_s)):
+            with signals_to(watch, usual_wishes(self._policy.grace_s)), imports_apart():
                 while True:
                     try:
                         place = self._plane.ready()
