@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic.workers.forgetting import forget_world
+from elastic.workers.forgetting import forget_world, only_what_worlds_made
 from tieredckpt.session import open_session
 from tieredckpt.settings import Settings
 from tieredckpt.testing import memory_node
@@ -68,3 +71,22 @@ def test_what_is_saved_next_is_of_a_new_incarnation(fault):
         second = session.begin_incarnation([first.epoch], 2)
         assert second.epoch > first.epoch
         assert session.next_key(7, 0).attempt == 0
+
+
+class Knot:
+    def __init__(self):
+        self.itself = self
+
+
+def test_what_was_there_before_is_set_apart_and_given_back():
+    gc.unfreeze()
+    with only_what_worlds_made():
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
+
+
+def test_garbage_of_a_world_is_found_all_the_same():
+    with only_what_worlds_made():
+        left = weakref.ref(Knot())
+        forget_world(fault=True)
+        assert left() is None
