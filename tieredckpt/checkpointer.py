@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 
 from peerstore.errors import PeerStoreError
@@ -39,6 +38,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.joining import join_others
 from tieredckpt.location import check_step, parse_location
+from tieredckpt.moments import make_moments
 from tieredckpt.node import Durability
 from tieredckpt.plain import plain_reader, plain_steps, plain_writer
 from tieredckpt.planned import PlannedSave
@@ -624,7 +624,7 @@ def _make_moments(state: State, reader: TieredReader) -> None:
         return  # the load that follows says so to all ranks
     for name in empty:
         if any(key.startswith(f"{name}.state.") for key in saved):
-            _init_optim_state(state[name])
+            make_moments(state[name])
 
 
 def _some(names: Sequence[str]) -> str:

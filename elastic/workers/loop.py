@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from elastic.control.plane import Assignment, ControlPlane, Dismissed, Notice, Want
 from elastic.errors import ElasticError, GaveUpError, WorldChanged
 from elastic.workers.blame import may_be_a_consequence
-from elastic.workers.forgetting import forget_world
+from elastic.workers.forgetting import forget_world, imports_are_kept
 from elastic.workers.gate import Gate
 from elastic.workers.groups import Groups, NoGroups, address_of, groups_of
 from elastic.workers.watching import Watch, signals_to, usual_wishes
@@ -113,7 +113,7 @@ def run(train: Train[T], *, plane: ControlPlane | None = None, policy: Policy | 
 
         plane = launched_plane()
     try:
-        with left_to_others():
+        with left_to_others(), imports_are_kept():
             return _Rank(train, plane, policy or Policy()).run()
     finally:
         plane.close()
