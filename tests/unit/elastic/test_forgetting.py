@@ -73,20 +73,39 @@ def test_what_is_saved_next_is_of_a_new_incarnation(fault):
         assert session.next_key(7, 0).attempt == 0
 
 
-class Knot:
+class Cycle:
     def __init__(self):
-        self.itself = self
+        self.me = self
 
 
-def test_what_was_there_before_is_set_apart_and_given_back():
-    gc.unfreeze()
+def test_garbage_of_a_world_is_collected_and_what_was_there_before_is_not_looked_through():
+    kept = Cycle()
     with only_what_worlds_made():
+        assert gc.get_freeze_count() > 10_000
+        old, seen = Cycle(), weakref.ref(kept)
+        gone = weakref.ref(old)
+        del old, kept
+        forget_world(fault=False)
+        assert gone() is None
+        assert seen() is not None
+    assert not gc.get_freeze_count()
+    gc.collect()
+    assert seen() is None
+
+
+def test_who_has_frozen_already_stays_frozen():
+    gc.freeze()
+    try:
+        with only_what_worlds_made():
+            pass
         assert gc.get_freeze_count() > 1000
-    assert gc.get_freeze_count() == 0
+    finally:
+        gc.unfreeze()
 
 
-def test_garbage_of_a_world_is_found_all_the_same():
+def test_garbage_from_before_is_not_kept():
+    old = Cycle()
+    gone = weakref.ref(old)
+    del old
     with only_what_worlds_made():
-        left = weakref.ref(Knot())
-        forget_world(fault=True)
-        assert left() is None
+        assert gone() is None
