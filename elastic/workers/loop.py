@@ -21,6 +21,7 @@ from elastic.workers.blame import may_be_a_consequence
 from elastic.workers.forgetting import forget_world
 from elastic.workers.gate import Gate
 from elastic.workers.groups import Groups, NoGroups, address_of, groups_of
+from elastic.workers.hydrating import Hydrating
 from elastic.workers.watching import Watch, signals_to, usual_wishes
 from elastic.workers.world import World
 from tieredckpt.preemption import left_to_others
@@ -113,8 +114,9 @@ def run(train: Train[T], *, plane: ControlPlane | None = None, policy: Policy | 
 
         plane = launched_plane()
     try:
-        with left_to_others():
-            return _Rank(train, plane, policy or Policy()).run()
+        policy = policy or Policy()
+        with left_to_others(), Hydrating(plane, own_groups=policy.backend == "none") as hydrating:
+            return _Rank(train, plane, policy, hydrating).run()
     finally:
         plane.close()
 
@@ -122,8 +124,9 @@ def run(train: Train[T], *, plane: ControlPlane | None = None, policy: Policy | 
 class _Rank(Generic[T]):
     """One process's way through the worlds."""
 
-    def __init__(self, train: Train[T], plane: ControlPlane, policy: Policy) -> None:
+    def __init__(self, train: Train[T], plane: ControlPlane, policy: Policy, hydrating: Hydrating) -> None:
         self._train = train
+        self._hydrating = hydrating
         self._plane = plane
         self._policy = policy
         self._groups: Groups | NoGroups | None = None
@@ -171,6 +174,7 @@ class _Rank(Generic[T]):
             with _environment(place), _current(world):
                 groups.enter()
                 self._worlds += 1
+                self._hydrating.enter(world)
                 value = self._train(world)
             well = True
             self._returned(world, value)
@@ -182,6 +186,7 @@ class _Rank(Generic[T]):
             traceback.clear_frames(error.__traceback__)  # else what they hold, a model say, stays beside the next one
         finally:
             self._steps = max(self._steps, world.completed)
+            self._hydrating.leave(sealed=bool(self._finished) or world.is_sealed)
             watch.follow(None)
             gate.close()
             groups.leave(broken=not well)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tieredckpt.checkpointer import Checkpointer
+    from tieredckpt.live.keeping import Hydration
     from tieredckpt.null import NullCheckpointer
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class World:
         """Why all ranks stopped at a common step; ``None`` while they have not."""
         self.is_sealed = False
         """Whether the step they stopped after is safe."""
+        self.hydration: Hydration | None = None
+        """After a fault: where the state comes from, ``live`` or ``snapshot``, and which step had been reached."""
 
     @property
     def rank(self) -> int:
@@ -142,6 +145,8 @@ class World:
             if way is Way.STOP:
                 self._stop(seal)
             yield self.completed
+            if checkpoint is not None:
+                _note(*checkpoint, self.completed)
             self.completed += 1
             self._plane.progress(Progress(self.completed))
 
@@ -203,6 +208,12 @@ class World:
             )
 
         return seal
+
+
+def _note(ckpt: Checkpointer | NullCheckpointer, state: State | Callable[[], State], step: int) -> None:
+    """Also where the train function saves seldom. What is made by calling is noted by who saves, alone."""
+    if not callable(state):
+        ckpt.note(state, step)
 
 
 def fitted(size: int, shape: Sequence[int]) -> tuple[int, ...]:
