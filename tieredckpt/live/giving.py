@@ -51,7 +51,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
 class _Told(msgspec.Struct, frozen=True):
     cover: Cover
-    settings: dict[str, dict[str, Any]]
+    settings: dict[str, Any]
 
 
 def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int) -> list[Hydration]:

@@ -74,8 +74,12 @@ class Part:
         """What is no tensor, as it is now."""
         if not self.groups:
             return {}
-        packed = [{**group, "params": params} for group, params in zip(self.groups, self.numbers, strict=True)]
-        return {name: copied(value) for name, value in flatten({self.name: {"param_groups": packed}}).items()}
+        found: dict[str, Any] = {}
+        for number, (group, params) in enumerate(zip(self.groups, self.numbers, strict=True)):
+            name = f"{self.name}.param_groups.{number}"
+            found.update({f"{name}.{key}": copied(value) for key, value in group.items() if key != "params"})
+            found[f"{name}.params"] = params
+        return found
 
 
 def part_of(name: str, value: Any) -> Part | None:
@@ -115,16 +119,20 @@ def _owners(tensors: Mapping[str, torch.Tensor], own: list[torch.Tensor]) -> dic
     return found
 
 
+def _nested(value: Any) -> bool:
+    """Whether it would not be one object in a flat state."""
+    return list(flatten({"": value})) != [""] or isinstance(value, torch.Tensor)
+
+
 def _optimizer(name: str, optimizer: torch.optim.Optimizer) -> Part | None:
     if optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks:
         return None
     said = optimizer.state_dict()
     tensors = flatten({name: {"state": said["state"]}})
     groups = tuple(optimizer.param_groups)
-    leaves = flatten({name: {"param_groups": said["param_groups"]}}).values()
-    if not all(isinstance(one, torch.Tensor) for one in tensors.values()) or any(
-        isinstance(one, torch.Tensor) for one in leaves
-    ):
+    if not all(isinstance(one, torch.Tensor) for one in tensors.values()):
+        return None
+    if any(_nested(value) for group in said["param_groups"] for value in group.values()):
         return None
     places = (optimizer.state, *optimizer.state.values())
     if not all(type(one) is dict for one in places[1:]):
