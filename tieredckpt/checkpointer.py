@@ -39,7 +39,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.joining import join_others
-from tieredckpt.live.keeping import keeper
+from tieredckpt.live.keeping import Hydration, keeper
 from tieredckpt.live.noting import Noter
 from tieredckpt.location import check_step, parse_location
 from tieredckpt.node import Durability
@@ -393,7 +393,9 @@ class Checkpointer:
         self._all_ready()
         self._join()
         self.session.base = step  # what was sealed of later steps is of a past that the job leaves
-        writer = TieredWriter(self._location.job, step, settings=self.settings)
+        # In the durable tier some nodes' part of it would be missing: new ones do not know where that is.
+        settings = override(self.settings, durable={"url": ""})
+        writer = TieredWriter(self._location.job, step, settings=settings)
         self._dcp(dcp.save, {}, storage_writer=writer, planner=planner)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
@@ -514,7 +516,9 @@ class Checkpointer:
         return restored
 
     def _restore(self, state: State, step: int | None) -> int:
-        fresh = False
+        held = keeper()
+        given = None if held is None else held.hydrations.get(self._location.job)
+        fresh = given is not None and given.mode == "live"  # it was not there a moment ago
         error: BaseException | None = None
         for _ in range(_MAX_FALLBACKS):
             reader = TieredReader(self._location.job, step, settings=self.settings)
@@ -535,7 +539,7 @@ class Checkpointer:
                 log.error("restore of %s: %s; trying the next older step", self._location.job, error)
                 continue
             self.last_restore = reader.report
-            self._hydrated(reader.report)
+            self._hydrated(reader.report, given)
             if reader.unused:
                 log.warning(
                     "%s step %d: %d entries were saved but are not in the state to be restored, so left out: %s",
@@ -549,10 +553,8 @@ class Checkpointer:
             f"{self._location.job}: {_MAX_FALLBACKS} steps were tried and none could be loaded"
         )
 
-    def _hydrated(self, report: RestoreReport | None) -> None:
+    def _hydrated(self, report: RestoreReport | None, found: Hydration | None) -> None:
         """Say what the fault before this world has cost, where there was one."""
-        held = keeper()
-        found = None if held is None else held.hydrations.get(self._location.job)
         if report is None or found is None:
             return
         report.mode = "live" if found.mode == "live" and found.step == report.step else "snapshot"

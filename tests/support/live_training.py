@@ -100,7 +100,9 @@ def train(say: Callable[[str], None], address: str, kind: str, optimizer: str, t
     from tests.support.bridged import BridgedPlane
 
     deaths = [(int(one.split()[0]), one.split()[1]) for one in at.split(";")]
-    return str(run(lambda world: _train(say, world, kind, optimizer, total, deaths), plane=BridgedPlane(address)).how.value)
+    return str(
+        run(lambda world: _train(say, world, kind, optimizer, total, deaths), plane=BridgedPlane(address)).how.value
+    )
 
 
 def _train(say: Any, world: Any, kind: str, optimizer: str, total: int, deaths: list[tuple[int, str]]) -> None:

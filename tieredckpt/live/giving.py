@@ -12,7 +12,7 @@ import dataclasses
 import io
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -42,16 +42,11 @@ _MOST_TRIES = 3
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """What the first rank wants to know about a job, and what it knows."""
+    """What all ranks are told of a job."""
 
     reached: int
-    tell: Mapping[int, str]
-    """Ranks that are to say what they have."""
-
-
-class _Told(msgspec.Struct, frozen=True):
-    cover: Cover
-    settings: dict[str, Any]
+    holdings: Mapping[int, Holding]
+    """Who has something that may be wanted, by rank."""
 
 
 def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int) -> list[Hydration]:
@@ -67,16 +62,7 @@ def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int
         keeper.drop()
     covers = {job: _cover_of(kept) for job, kept in keeper.kept.items()}
     asked = _asked(keeper, meeting, covers)
-    found = []
-    for job in sorted(asked):
-        one = asked[job]
-        if not one.tell:
-            found.append(Hydration(job, "snapshot", -1, one.reached, "no survivor stood between two steps"))
-            continue
-        kept = keeper.kept.get(job)
-        if rank in one.tell and kept is not None:
-            meeting.say(f"{job}/{rank}", _Told(covers[job], dataclasses.asdict(kept.settings)))
-        found.append(_hydrate(meeting, job, one, kept))
+    found = [_hydrate(meeting, job, asked[job], keeper.kept.get(job), covers.get(job)) for job in sorted(asked)]
     for hydration in found if rank == 0 else ():
         log.info("%s", hydration)
     keeper.hydrations = {one.job: one for one in found}
@@ -84,45 +70,50 @@ def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int
 
 
 def _asked(keeper: Keeper, meeting: _Meeting, covers: Mapping[str, Cover]) -> dict[str, _Asked]:
-    """Who has what, by job: the first rank asks everybody, and says it to all."""
+    """Who has what, by job: the first rank hears everybody, and tells all."""
     holdings = {job: Holding(one.step, one.left, covers[job].digest) for job, one in keeper.kept.items()}
     meeting.say(f"stand/{meeting.rank}", Stand(keeper.left, holdings, keeper.reached))
     if meeting.rank == 0:
-        stands = [meeting.hear(f"stand/{rank}", Stand) for rank in range(meeting.size)]
+        stands = meeting.hear_all([f"stand/{rank}" for rank in range(meeting.size)], Stand)
         held = holdings_of(stands)
-        meeting.say("asked", {job: _Asked(step, tellers(held.get(job, {}))) for job, step in reached(stands).items()})
-        meeting.held = held
+        meeting.say("asked", {job: _Asked(step, held.get(job, {})) for job, step in reached(stands).items()})
     return meeting.hear("asked", dict[str, _Asked])
 
 
-def _hydrate(meeting: _Meeting, job: str, asked: _Asked, kept: Kept | None) -> Hydration:
-    told = {who: meeting.hear(f"{job}/{who}", _Told) for who in asked.tell} if meeting.rank == 0 else {}
-    first = meeting.hear(f"{job}/{min(asked.tell)}", _Told)
+def _hydrate(meeting: _Meeting, job: str, asked: _Asked, kept: Kept | None, cover: Cover | None) -> Hydration:
+    if not asked.holdings:
+        return Hydration(job, "snapshot", -1, asked.reached, "no survivor stood between two steps")
+    telling = tellers(asked.holdings)
+    chooser = min(telling)  # a survivor: its node knows all tiers
+    if meeting.rank in telling:
+        meeting.say(f"{job}/{meeting.rank}", cover)
+    if meeting.rank == chooser and kept is not None:
+        meeting.say(f"{job}/peer", {**dataclasses.asdict(kept.settings.peer), "secret": ""})
+    peer = meeting.hear(f"{job}/peer", dict[str, Any])
     try:
-        with Checkpointer(f"tiered://{job}", settings=_settings(first.settings), on_sigterm="ignore") as ckpt:
+        with Checkpointer(f"tiered://{job}", settings=_settings(kept, peer), on_sigterm="ignore") as ckpt:
             ckpt._join(restoring=True)
-            if meeting.rank == 0:
-                covers = {asked.tell[who]: one.cover for who, one in told.items()}
-                meeting.say(f"{job}/choice", _choice(ckpt, meeting.held[job], covers))
+            if meeting.rank == chooser:
+                covers = meeting.hear_all([f"{job}/{rank}" for rank in telling], Cover)
+                meeting.say(f"{job}/choice", _choice(ckpt, asked.holdings, covers))
             choice = meeting.hear(f"{job}/choice", Choice)
             if choice.why:
                 return Hydration(job, "snapshot", -1, asked.reached, choice.why)
-            given = kept if kept is not None and kept.step == choice.step else None
             reach("live.chosen")
-            ckpt._give(_Planner(given), choice.step)
+            held = asked.holdings.get(meeting.rank)
+            ckpt._give(_Planner(kept if held is not None and held.step == choice.step else None), choice.step)
             return Hydration(job, "live", choice.step, asked.reached)
     except (TieredCheckpointError, PeerStoreError, CheckpointException) as error:
-        # Of a save, or of what is asked before it, all ranks hear together that it failed.
+        # Of a save, and of what is asked before it, all ranks hear together that it failed.
         return Hydration(job, "snapshot", -1, asked.reached, f"it could not be given: {error}")
 
 
-def _choice(ckpt: Checkpointer, held: Mapping[int, Holding], covers: Mapping[str, Cover]) -> Choice:
+def _choice(ckpt: Checkpointer, holdings: Mapping[int, Holding], covers: Sequence[Cover]) -> Choice:
     try:
         needed = _needed(ckpt)
     except (TieredCheckpointError, PeerStoreError) as error:
         return Choice(why=f"what is saved is not known: {error}")
-    newest = max(one.left for one in held.values())
-    return choose([one for one in held.values() if one.left == newest], covers, needed)
+    return choose(holdings.values(), {one.digest: one for one in covers}, needed)
 
 
 def _needed(ckpt: Checkpointer) -> Needed | None:
@@ -138,9 +129,12 @@ def _needed(ckpt: Checkpointer) -> Needed | None:
     return Needed(chosen.group.version, frozenset(step.tensors), frozenset(step.objects))
 
 
-def _settings(told: Mapping[str, Any]) -> Settings:
-    """Those of who saved, but this node's own for its agent."""
-    return override(load_settings(), **{section: told[section] for section in ("memory", "peer", "durable")})
+def _settings(kept: Kept | None, peer: Mapping[str, Any]) -> Settings:
+    """Who saved goes on as before; who is new has its own secret, and everything else that nodes agree on from them."""
+    if kept is not None:
+        return kept.settings
+    own = load_settings()
+    return override(own, peer={**peer, "secret": own.peer.secret})
 
 
 def _cover_of(kept: Kept) -> Cover:
@@ -180,13 +174,16 @@ class _Meeting:
         self._store = store
         self.rank = rank
         self.size = size
-        self.held: dict[str, dict[int, Holding]] = {}
-        """For the first rank: who has something."""
 
     def say(self, name: str, message: object) -> None:
         packed = zlib.compress(msgspec.msgpack.encode(message), 1)
         self._store.set(f"{_PREFIX}/{name}", packed)  # type: ignore[arg-type]
 
     def hear(self, name: str, kind: Any) -> Any:
-        self._store.wait([f"{_PREFIX}/{name}"], _PATIENCE)
-        return msgspec.msgpack.decode(zlib.decompress(self._store.get(f"{_PREFIX}/{name}")), type=kind)
+        (heard,) = self.hear_all([name], kind)
+        return heard
+
+    def hear_all(self, names: Sequence[str], kind: Any) -> list[Any]:
+        keys = [f"{_PREFIX}/{name}" for name in names]
+        self._store.wait(keys, _PATIENCE)
+        return [msgspec.msgpack.decode(zlib.decompress(self._store.get(key)), type=kind) for key in keys]
