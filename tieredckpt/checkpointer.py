@@ -399,7 +399,10 @@ class Checkpointer:
         self._dcp(dcp.save, {}, storage_writer=writer, planner=planner)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
-        self.session.commit(writer.record.key.group)
+        try:
+            self.session.commit(writer.record.key.group)
+        except PeerStoreError as error:  # it is whole all the same
+            log.warning("the node agent did not note that step %d is whole: %s", step, error)
 
     def _dcp(self, call: Callable[..., object], state: State, **storage: object) -> None:
         """DCP's own save or load, between all ranks or, where there is no process group, in this process alone."""
@@ -518,7 +521,7 @@ class Checkpointer:
     def _restore(self, state: State, step: int | None) -> int:
         held = keeper()
         given = None if held is None else held.hydrations.get(self._location.job)
-        fresh = given is not None and given.mode == "live"  # it was not there a moment ago
+        fresh = given is not None  # what was given was not there a moment ago
         error: BaseException | None = None
         for _ in range(_MAX_FALLBACKS):
             reader = TieredReader(self._location.job, step, settings=self.settings)

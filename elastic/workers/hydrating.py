@@ -9,6 +9,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from elastic.control.plane import ControlPlane
+from elastic.errors import WorldChanged
 from elastic.workers.store_plane import StorePlane
 from elastic.workers.world import World
 from tieredckpt.live.keeping import Keeper, watching
@@ -23,7 +24,8 @@ class Hydrating:
     after a fault, and where the train function makes its own groups.
     """
 
-    def __init__(self, plane: ControlPlane, *, own_groups: bool) -> None:
+    def __init__(self, plane: ControlPlane, *, own_groups: bool, settle_s: float) -> None:
+        self._settle_s = settle_s
         self._keeper: Keeper | None = None
         self._stack = contextlib.ExitStack()
         self._why_not = ""
@@ -51,6 +53,8 @@ class Hydrating:
         from tieredckpt.live.giving import hydrate
 
         found = hydrate(self._keeper, dist.distributed_c10d._get_default_store(), world.rank, world.size)
+        if any(one.failed for one in found) and world.is_broken(self._settle_s):
+            raise WorldChanged("another rank was lost before it had what survivors gave")
         world.hydration = found[0] if found else None
         self._keeper.enter(world.epoch)
 

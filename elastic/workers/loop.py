@@ -115,7 +115,8 @@ def run(train: Train[T], *, plane: ControlPlane | None = None, policy: Policy | 
         plane = launched_plane()
     try:
         policy = policy or Policy()
-        with left_to_others(), Hydrating(plane, own_groups=policy.backend == "none") as hydrating:
+        own_groups = policy.backend == "none"
+        with left_to_others(), Hydrating(plane, own_groups=own_groups, settle_s=policy.settle_s) as hydrating:
             return _Rank(train, plane, policy, hydrating).run()
     finally:
         plane.close()

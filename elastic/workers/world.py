@@ -167,6 +167,10 @@ class World:
         self.ended = self._notice()
         return True
 
+    def is_broken(self, within_s: float) -> bool:
+        """Whether it is known by then that this world has lost a rank."""
+        return self._gate.wait_broken(within_s)
+
     @property
     def seconds_left(self) -> float | None:
         """Until who has not stopped is stopped; ``None`` when nothing is wanted, or not in a hurry."""

@@ -64,7 +64,7 @@ def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int
     asked = _asked(keeper, meeting, covers)
     found = [_hydrate(meeting, job, asked[job], keeper.kept.get(job), covers.get(job)) for job in sorted(asked)]
     for hydration in found if rank == 0 else ():
-        log.info("%s", hydration)
+        log.log(logging.WARNING if hydration.failed else logging.INFO, "%s", hydration)
     keeper.hydrations = {one.job: one for one in found}
     return found
 
@@ -89,9 +89,9 @@ def _hydrate(meeting: _Meeting, job: str, asked: _Asked, kept: Kept | None, cove
         meeting.say(f"{job}/{meeting.rank}", cover)
     if meeting.rank == chooser and kept is not None:
         meeting.say(f"{job}/peer", {**dataclasses.asdict(kept.settings.peer), "secret": ""})
-    peer = meeting.hear(f"{job}/peer", dict[str, Any])
+    settings = _settings(kept, meeting.hear(f"{job}/peer", dict[str, Any]))
     try:
-        with Checkpointer(f"tiered://{job}", settings=_settings(kept, peer), on_sigterm="ignore") as ckpt:
+        with Checkpointer(f"tiered://{job}", settings=settings, on_sigterm="ignore") as ckpt:
             ckpt._join(restoring=True)
             if meeting.rank == chooser:
                 covers = meeting.hear_all([f"{job}/{rank}" for rank in telling], Cover)
@@ -105,7 +105,7 @@ def _hydrate(meeting: _Meeting, job: str, asked: _Asked, kept: Kept | None, cove
             return Hydration(job, "live", choice.step, asked.reached)
     except (TieredCheckpointError, PeerStoreError, CheckpointException) as error:
         # Of a save, and of what is asked before it, all ranks hear together that it failed.
-        return Hydration(job, "snapshot", -1, asked.reached, f"it could not be given: {error}")
+        return Hydration(job, "snapshot", -1, asked.reached, f"it could not be given: {error}", failed=True)
 
 
 def _choice(ckpt: Checkpointer, holdings: Mapping[int, Holding], covers: Sequence[Cover]) -> Choice:

@@ -34,6 +34,8 @@ class Hydration:
     """The last step that any rank had completed."""
     why: str = ""
     """Why not ``live``."""
+    failed: bool = False
+    """It was there, and could not be saved."""
 
     def __str__(self) -> str:
         if self.mode == "live":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 
 import pytest
 import torch.distributed as dist
 
 from tests.support.bridged import bridged
+from tests.support.clusters import cluster_of
 from tests.support.live_training import train, undisturbed
 
 pytestmark = pytest.mark.e2e
@@ -20,21 +22,32 @@ def store():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def trained(zygote, store, size, kind, optimizer, at, spares=1):
-    """What the ranks of a job said that came to its end; they run on one node."""
+@contextlib.contextmanager
+def started(zygote, store, size, kind, optimizer, at, environs):
+    """The ranks of a job, and those that wait to take the place of one that is lost."""
     with bridged(size, f"127.0.0.1:{store.port}") as bridge:
-        seats = [*bridge.plane.seats, *(bridge.plane.join() for _ in range(spares))]
+        plane = bridge.plane
+        seats = [*plane.seats, *(plane.join() for _ in environs[size:])]
+        args = (kind, optimizer, TOTAL, at)
         running = [
-            zygote.start(train, bridge.address_of(seat), kind, optimizer, TOTAL, at, environ={"OMP_NUM_THREADS": "1"})
-            for seat in seats
+            zygote.start(train, bridge.address_of(seat), *args, environ={"OMP_NUM_THREADS": "1", **environ})
+            for seat, environ in zip(seats, environs, strict=True)
         ]
         try:
-            ends = [one.wait() for one in running]
+            yield plane, running
         finally:
             for one in running:
                 one.kill_if_alive()
-        assert bridge.plane.succeeded
-    assert sorted(end.status for end in ends) == [-signal.SIGKILL] * spares + [0] * size
+
+
+def trained(zygote, store, size, kind, optimizer, at, environs=None):
+    """What the ranks of a job said that came to its end, one spare for each that dies."""
+    environs = environs or [{}] * (size + 1)
+    with started(zygote, store, size, kind, optimizer, at, environs) as (plane, running):
+        ends = [one.wait() for one in running]
+        assert plane.succeeded
+    lost = len(environs) - size
+    assert sorted(end.status for end in ends) == [-signal.SIGKILL] * lost + [0] * size
     return ends
 
 
@@ -67,3 +80,31 @@ def test_a_rank_dies(zygote, ranks, agent_dir, store, size, kind, optimizer, at,
     ends = trained(zygote, store, size, kind, optimizer, at)
     assert worlds(ends, 1) == expected.split()
     assert_same_bits(ends, ranks.run(size, undisturbed, kind, optimizer, TOTAL)[0])
+
+
+def test_another_one_dies_while_it_is_given(zygote, ranks, agent_dir, store):
+    """What survivors have stays with them until a world has it."""
+    ends = trained(zygote, store, 2, "ddp", "adamw", "8 forward", [{}, {}, {"PEERSTORE_CRASH_AT": "live.chosen:1"}, {}])
+    assert not [line for end in ends for line in end.lines if line.startswith("world 1 ")]
+    assert worlds(ends, 2) == ["7", "live", "0", "live"]
+    assert_same_bits(ends, ranks.run(2, undisturbed, "ddp", "adamw", TOTAL)[0])
+
+
+def test_one_fault_after_the_other(zygote, ranks, agent_dir, store):
+    """The second one finds what the first one left, and the steps after it."""
+    ends = trained(zygote, store, 2, "ddp", "sgd", "3 forward;7 optimizer", [{}] * 4)
+    assert worlds(ends, 1) == ["2", "live", "0", "live"]
+    assert worlds(ends, 2) == ["7", "live", "0", "live"]
+    assert_same_bits(ends, ranks.run(2, undisturbed, "ddp", "sgd", TOTAL)[0])
+
+
+def test_fewer_ranks_on_nodes_of_their_own_go_on(zygote, ranks, store):
+    with cluster_of(ranks, "n1", "n2", "n3") as cluster:
+        environs = [{**cluster[name].environ, "TIEREDCKPT_AGENT_EMBEDDED": "1"} for name in ("n1", "n2", "n3")]
+        with started(zygote, store, 3, "ddp", "fused", "8 forward", environs) as (plane, running):
+            lost = running[1].wait()
+            plane.resize(2, "there is no other one")
+            ends = [running[0].wait(), running[2].wait()]
+            assert plane.succeeded
+        assert lost.status == -signal.SIGKILL
+        assert worlds(ends, 1) == ["7", "live", "0", "live"]

@@ -16,18 +16,6 @@ from tieredckpt.live.noting import Noter
 from tieredckpt.settings import load_settings, override
 from tieredckpt.state import as_plain, flatten
 
-KINDS = {
-    "sgd": lambda own: torch.optim.SGD(own, lr=0.1),
-    "momentum": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, foreach=True),
-    "fused momentum": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, fused=True),
-    "adam": lambda own: torch.optim.Adam(own, foreach=False),
-    "adamw": lambda own: torch.optim.AdamW(own, foreach=True),
-    "fused adamw": lambda own: torch.optim.AdamW(own, fused=True),
-    "adagrad": torch.optim.Adagrad,
-    "lbfgs": torch.optim.LBFGS,
-    "numbers": lambda own: Numbers(own),
-}
-
 
 class Numbers(torch.optim.Optimizer):
     """One that changes data behind everybody's back, and keeps a number that is no tensor."""
@@ -40,6 +28,19 @@ class Numbers(torch.optim.Optimizer):
             for one in group["params"]:
                 one.data.sub_(0.1 * one.grad)
                 self.state[one]["step"] = self.state[one].get("step", 0) + 1
+
+
+KINDS = {
+    "sgd": lambda own: torch.optim.SGD(own, lr=0.1),
+    "momentum": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, foreach=True),
+    "fused momentum": lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda own: torch.optim.Adam(own, foreach=False),
+    "adamw": lambda own: torch.optim.AdamW(own, foreach=True),
+    "fused adamw": lambda own: torch.optim.AdamW(own, fused=True),
+    "adagrad": torch.optim.Adagrad,
+    "lbfgs": torch.optim.LBFGS,
+    "numbers": Numbers,
+}
 
 
 class Cursor:
