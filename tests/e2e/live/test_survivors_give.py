@@ -84,7 +84,7 @@ def test_a_rank_dies(zygote, ranks, agent_dir, store, size, kind, optimizer, at,
 
 def test_another_one_dies_while_it_is_given(zygote, ranks, agent_dir, store):
     """What survivors have stays with them until a world has it."""
-    ends = trained(zygote, store, 2, "ddp", "adamw", "8 forward", [{}, {}, {"PEERSTORE_CRASH_AT": "live.chosen:1"}, {}])
+    ends = trained(zygote, store, 2, "ddp", "adamw", "8 forward", [{}, {}, {"PEERSTORE_CRASH_AT": "live.chosen"}, {}])
     assert not [line for end in ends for line in end.lines if line.startswith("world 1 ")]
     assert worlds(ends, 2) == ["7", "live", "0", "live"]
     assert_same_bits(ends, ranks.run(2, undisturbed, "ddp", "adamw", TOTAL)[0])
