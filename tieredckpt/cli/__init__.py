@@ -21,6 +21,7 @@ _COMMANDS = {
     "top": "tieredckpt.cli.watching",
     "whatif": "tieredckpt.cli.foretelling",
     "goodput": "tieredckpt.cli.accounting",
+    "simulate": "tieredckpt.cli.simulating",
     "inspect": "tieredckpt.cli.inspecting",
     "verify": "tieredckpt.cli.verifying",
     "export": "tieredckpt.cli.exporting",

@@ -33,11 +33,16 @@ _LOGS = "elastic-logs"
 @click.argument("where", metavar="[DIR|JOB]", required=False)
 @click.option("--faults", is_flag=True, help="Every recovery and resize, stage by stage.")
 @click.option("--prometheus", is_flag=True, help="Print metrics in Prometheus' text format.")
+@click.option(
+    "--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page of pictures as well, in one file."
+)
 @click.option("--watch", is_flag=True, help="Again every two seconds, until Ctrl-C.")
 @printing
 @pass_screen
 @with_exits
-def goodput(screen: Screen, *, where: str | None, faults: bool, prometheus: bool, watch: bool) -> Exit:
+def goodput(
+    screen: Screen, *, where: str | None, faults: bool, prometheus: bool, html: Path | None, watch: bool
+) -> Exit:
     """Show how much of a job's time went into steps that count, and what the rest went into.
 
     Reads the ledger that `elastic run` keeps beside what its ranks print, also while the job runs: DIR is that log
@@ -45,13 +50,15 @@ def goodput(screen: Screen, *, where: str | None, faults: bool, prometheus: bool
     """
     if prometheus and (screen.as_json or faults):
         raise UsageError("--prometheus prints nothing but metrics: leave out --json and --faults")
-    if watch and (screen.as_json or prometheus):
-        raise UsageError("--watch is for people: leave out --json and --prometheus, and call it again instead")
+    if watch and (screen.as_json or prometheus or html is not None):
+        raise UsageError("--watch is for people: leave out --json, --prometheus and --html, and call it again instead")
     place = ledger_of(where)
     if watch and screen.out.is_terminal:
         _live(screen.out, place, faults=faults)
         return Exit.OK
     found = look(place)
+    if html is not None:
+        write_page(html, found)
     if prometheus:
         sys.stdout.write(exposition(found))
         sys.stdout.flush()
@@ -84,6 +91,21 @@ def ledger_of(where: str | None, environ: Mapping[str, str] = os.environ) -> Pat
 def look(place: Path) -> Analysis:
     read = read_ledger(place)
     return analyse(read.events, complaints=read.complaints)
+
+
+def write_page(path: Path, found: Analysis) -> None:
+    """Whole or not at all; what was there before is replaced."""
+    from tieredckpt.goodput.page import page
+
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise UsageError(f"--html {path}: {why}; say a file")
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(page(found), encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def as_json(found: Analysis) -> dict[str, Any]:

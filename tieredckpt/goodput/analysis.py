@@ -26,7 +26,8 @@ def analyse(events: Iterable[Event], *, job: str = "", complaints: Sequence[str]
     usual = usual_us(found.done)
     ended = runs[0].start if runs else 0
     for run in runs:
-        ways = [_told(run, way) for way in run.ways]
+        injections = [one for one in run.events if isinstance(one, Injected)]
+        ways = [_told(run, way, injections) for way in run.ways]
         done = [one for one in found.done if one.run == run.number]
         firsts = {step.epoch: step for step in done if step.first and step.counts}
         for one in ways:
@@ -48,10 +49,9 @@ def analyse(events: Iterable[Event], *, job: str = "", complaints: Sequence[str]
     return summed(found)
 
 
-def _told(run: Run, way: Way) -> Told:
-    stages = staging.of_way(way, run.stages)
-    known = [stage for stage in stages if stage.name == DETECT]
-    faults = views_of(way, [one for one in run.events if isinstance(one, Injected)], known)
+def _told(run: Run, way: Way, injections: Sequence[Injected]) -> Told:
+    stages = staging.of_way(way, run.stages_about(way))
+    faults = views_of(way, injections, [stage for stage in stages if stage.name == DETECT])
     return Told(way, faults, stages, staging.began_at(way, faults, stages))
 
 

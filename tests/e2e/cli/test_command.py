@@ -24,6 +24,7 @@ COMMANDS = [
         "top",
         "whatif",
         "goodput",
+        "simulate",
         "inspect",
         "verify",
         "export",
