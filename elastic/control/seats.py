@@ -57,6 +57,7 @@ class Process:
     given: int = -1
     """The newest world it was given a place in: that one, once the store is there."""
     says: RankSays | None = None
+    heard_at: float | None = None
     ended: str | None = None
     """Why it is no more."""
     ended_at: float | None = None
@@ -67,6 +68,10 @@ class Process:
     def is_ready(self) -> bool:
         says = self.says
         return self.ended is None and says is not None and says.stand is Stand.READY and says.epoch == self.placed
+
+    def quiet_s(self, now: float) -> float:
+        """Since when nothing was heard of it, where it was to say something."""
+        return 0.0 if self.heard_at is None or self.ended is not None else max(0.0, now - self.heard_at)
 
     def said_in(self, epoch: int) -> RankSays | None:
         """What it says, where that is about this world."""
@@ -163,7 +168,7 @@ class Seats:
         process = self.processes.get(token)
         if process is None or process.ended is not None:
             return
-        process.says = says
+        process.says, process.heard_at = says, now
         for request in says.requests:
             if request.number > process.requested:
                 process.requested = request.number

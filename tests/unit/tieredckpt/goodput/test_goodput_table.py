@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.ledgers import Told
 from tieredckpt.goodput import Category, analyse
+from tieredckpt.ledger.events import Opened
 
 SECOND = 1_000_000
 
@@ -148,6 +149,16 @@ def test_a_job_that_is_resumed_was_down_in_between():
     assert seconds(found) == {"startup": 2, "productive": 4, "lost": 1, "down": 6}
     assert [run.how for run in found.runs] == ["stopped", "finished"]
     assert found.recoveries[-1].steps_lost == 1
+
+
+def test_a_run_that_came_to_nothing_is_time_too():
+    found = analyse(Told().began(0).began(5).world(5).steps(0, 3, at=5).events)
+    assert seconds(found) == {"down": 5, "productive": 3}
+
+
+def test_a_file_that_was_opened_later_is_no_part_of_the_run():
+    told = Told().began(0).world(0).steps(0, 3, at=0).add(Opened(Told.us(900) / 1e6, 1))
+    assert analyse(told.events).wall.total == 3 * SECOND
 
 
 def test_a_coordinator_that_starts_again_begins_no_run():
