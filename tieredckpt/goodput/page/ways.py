@@ -10,7 +10,7 @@ from tieredckpt.goodput.model import Analysis, Category, Recovery
 from tieredckpt.goodput.page import chart
 from tieredckpt.goodput.page.kinds import KINDS, legend, stage_kind
 from tieredckpt.goodput.page.markup import Markup, Part, number, rows, section, tag
-from tieredckpt.goodput.page.scales import Scale, above, quantile, steps_of
+from tieredckpt.goodput.page.scales import Scale, above, landmarks, quantile, times_of
 from tieredckpt.goodput.page.timeline import describe
 from tieredckpt.goodput.page.words import count, lasting, since
 
@@ -20,6 +20,7 @@ _EACH = 24
 _SLOWEST = 10
 _COLUMNS = 48
 _FAR = 5.0
+_APART = 60.0
 
 
 def recoveries(one: Analysis) -> Markup:
@@ -99,7 +100,7 @@ def _bars(one: Analysis, ways: Sequence[tuple[str, Recovery]], marks: Sequence[t
     top = 22.0
     bottom = top + _ROW * len(ways)
     parts: list[Part] = []
-    for value in steps_of(0.0, scale.high, 6):
+    for value in times_of(scale.high, 6):
         x = scale(value)
         parts.append(tag("path", d=f"M{number(x)} {number(top)}V{number(bottom)}", class_="grid"))
         parts.append(tag("text", lasting(value), x=x, y=12, text_anchor="middle"))
@@ -162,13 +163,12 @@ def _histogram(ways: Sequence[Recovery]) -> Markup:
                 class_="hist",
             )
         )
-    for power in range(math.ceil(low) - 1, math.floor(high) + 1):
-        for factor in (1, 2, 5):
-            at = power + math.log10(factor)
-            if low <= at <= high:
-                parts.append(
-                    tag("text", lasting(factor * 10.0**power), x=box.x(at), y=box.bottom + 17, text_anchor="middle")
-                )
+    free = chart.LEFT
+    for value in landmarks(10**low, 10**high):
+        x = box.x(math.log10(value))
+        if x >= free:
+            free = x + _APART
+            parts.append(tag("text", lasting(value), x=x, y=box.bottom + 17, text_anchor="middle"))
     for place, (name, value) in enumerate(_quantiles(ways)):
         x = box.x(math.log10(max(value, 1e-3)))
         parts.append(tag("path", d=f"M{number(x)} {number(box.top)}V{number(box.bottom)}", class_="mean"))
