@@ -11,8 +11,10 @@ from elastic.control.settings import SOCKET, TOKEN
 from elastic.errors import GaveUpError
 from elastic.workers import recording as module
 from elastic.workers.recording import Recording
+from peerstore.records import Group
 from tieredckpt.ledger.events import Began, Ended, Restored, Stage, Step, WorldFormed
 from tieredckpt.ledger.place import Place
+from tieredckpt.reader import RestoreReport
 from tieredckpt.recorded import Recorded
 
 SUPERVISED = {SOCKET: "/somewhere", TOKEN: "t", "ELASTIC_NODE": "n0", "ELASTIC_JOB": "job"}
@@ -125,6 +127,20 @@ def test_what_is_restored_on_the_way(ledger):
     (restored,) = ledger.of(Restored)
     assert (restored.rank, restored.step, restored.mode, restored.epoch) == (1, 6, "snapshot", 0)
     assert record.next_step == 7
+
+
+def test_what_survivors_give(ledger):
+    record, recorded = Recording(ledger, SUPERVISED), Recorded(ledger)
+    into(record)
+    record.given(anything=True)
+    with recorded.restoring() as told:
+        told.step = 6
+        told.report = RestoreReport(6, Group(6, 1, 0, "x"), {"peer": 8}, mode="live", lost=0)
+    record.begins(7)
+    assert stages(ledger)[2:] == [(0, name) for name in ("groups", "hydrate", "loader", "hydrate", "loader")]
+    assert_no_gap(ledger)
+    (restored,) = ledger.of(Restored)
+    assert (restored.mode, restored.lost, restored.bytes_by_tier) == ("live", 0, {"peer": 8})
 
 
 def test_a_restore_that_fails_took_its_time(ledger):
