@@ -21,6 +21,22 @@ from typing import Any
 _TENSOR = "torch.distributed.tensor."
 
 
+@contextlib.contextmanager
+def only_what_worlds_made() -> Iterator[None]:
+    """In this block the collector does not look through what was there before: everything that was imported.
+
+    Else that is most of a recovery: the half million objects of torch are looked at to free one model's.
+    """
+    others = gc.get_freeze_count()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not others:
+            gc.unfreeze()
+
+
 def forget_world(*, fault: bool) -> None:
     """Forget what belongs to the world that was left; ``fault``: it did not end as agreed."""
     forget_meshes()
@@ -34,23 +50,6 @@ def forget_world(*, fault: bool) -> None:
     if session is not None:
         session.forget_worlds(fault=fault)
     gc.collect()  # modules and their hooks are cycles: their memory is wanted for the next world
-
-
-@contextlib.contextmanager
-def imports_are_kept() -> Iterator[None]:
-    """While the block runs, what is here when it begins is not looked through for garbage.
-
-    That is mostly what was imported: hundreds of thousands of objects, a tenth of a second of every change of worlds.
-    """
-    if gc.get_freeze_count():  # somebody has done so already, and may rely on it
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def forget_meshes() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic.workers.forgetting import forget_world, imports_are_kept
+from elastic.workers.forgetting import forget_world, only_what_worlds_made
 from tieredckpt.session import open_session
 from tieredckpt.settings import Settings
 from tieredckpt.testing import memory_node
@@ -80,7 +80,7 @@ class Cycle:
 
 def test_garbage_of_a_world_is_collected_and_what_was_there_before_is_not_looked_through():
     kept = Cycle()
-    with imports_are_kept():
+    with only_what_worlds_made():
         assert gc.get_freeze_count() > 10_000
         old, seen = Cycle(), weakref.ref(kept)
         gone = weakref.ref(old)
@@ -96,7 +96,7 @@ def test_garbage_of_a_world_is_collected_and_what_was_there_before_is_not_looked
 def test_who_has_frozen_already_stays_frozen():
     gc.freeze()
     try:
-        with imports_are_kept():
+        with only_what_worlds_made():
             count = gc.get_freeze_count()
         assert gc.get_freeze_count() == count > 0
     finally:
@@ -107,5 +107,5 @@ def test_garbage_from_before_is_not_kept():
     old = Cycle()
     gone = weakref.ref(old)
     del old
-    with imports_are_kept():
+    with only_what_worlds_made():
         assert gone() is None
