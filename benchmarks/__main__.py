@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from benchmarks import (
     memory,
     peer_memory,
     planning,
+    recovery,
     replicate,
     reshard,
     resize,
@@ -89,6 +91,17 @@ _SCENES = (
         "P7", drain.run_steps, "a training loop beside a drain to rclone's S3 server", servers=("rclone",), share=4
     ),
     Subject("P8", planning.run, each_rank_count=True),
+    *(
+        Subject(
+            "P9",
+            partial(recovery.run, fault=fault, model=model, device=device),
+            f"{model}, {fault}" + (", CUDA and NCCL" if device == "cuda" else ""),
+            share=share,
+            worlds=((0, recovery.RANKS),),
+            starts_ranks=True,
+        )
+        for fault, model, share, device in recovery.SCENES
+    ),
     Subject("P10", agent_start.run),
     Subject("P11", memory.run, states=("C",), each_rank_count=True, servers=("rclone",)),
     Subject("P11", peer_memory.replicate, "copies on another node", states=("C",), worlds=((0, 2),)),
@@ -166,7 +179,8 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
 
 def _title(subject: Subject, scene: Scene) -> str:
     if subject.starts_ranks:
-        return f"{show_size(scene.size_bytes)}, {scene.writers} ranks become {scene.ranks}"
+        what = subject.title or f"{scene.writers} ranks become {scene.ranks}"
+        return f"{show_size(scene.size_bytes)}, {what}"
     return f"saved by {scene.writers}, loaded by {scene.ranks}" if subject.resharded else subject.title
 
 

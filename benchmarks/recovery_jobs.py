@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -36,6 +35,8 @@ class Disturbed(Job):
         self.task = dataclasses.replace(task, way=self.way, folder=str(folder), options=self.options)
         self.lost: set[int] = set()
         """Processes that ended by the fault itself."""
+        self.gone_at = 0.0
+        """When the last of those had ended that end with them, where any do."""
 
     def begin(self) -> None:
         raise NotImplementedError
@@ -70,12 +71,28 @@ class Disturbed(Job):
 
     def until_back(self, after: float) -> None:
         """All ranks have trained together again for some steps, and have looked at what they have."""
+        old = {line["pid"] for line in self.lines() if line["at"] <= after}
 
         def back() -> bool:
+            still = {pid for pid in old if started_at(pid) >= 0}
+            self.gone_at = time.time() if still != old else self.gone_at
+            old.intersection_update(still)
             looked = {line["pid"] for line in self.lines() if line["what"] == "looked" and line["at"] > after}
             return len(looked) >= RANKS
 
         self._until(back, f"{RANKS} ranks train again", LOOK_CLOSELY_S)
+
+    def reference(self, steps: set[int]) -> dict[int, list[str]]:
+        """What all ranks have after these steps when nothing happens; of a job that has not begun."""
+        self.task = dataclasses.replace(self.task, compared=tuple(sorted(steps)))
+        self.begin()
+
+        def found() -> dict[int, list[str]]:
+            by_step = {step: [line["sum"] for line in self.lines() if looked(line, step)] for step in steps}
+            return by_step if all(len(sums) == RANKS for sums in by_step.values()) else {}
+
+        self._until(lambda: bool(found()), "an undisturbed run is over")
+        return {step: sorted(sums) for step, sums in found().items()}
 
     def replace_node(self) -> None:
         """What there is instead of the lost one, where somebody has to start it."""
@@ -180,9 +197,6 @@ class Torchrun(Disturbed):
 class Undisturbed(Torchrun):
     way = "undisturbed"
 
-    def until_done(self) -> None:
-        self._until(lambda: all(one.poll() is not None for one in self._started), "an undisturbed run ends")
-
 
 class Torchft(Disturbed):
     """A lighthouse, and a ``torchrun`` for each replica group that starts its ranks again, as in torchft's README.
@@ -199,20 +213,22 @@ class Torchft(Disturbed):
         self._environ |= {"TORCHFT_LIGHTHOUSE": f"http://localhost:{port}", "RUST_BACKTRACE": "1"}
         least = str(self._groups if "all" in self.options else 1)
         words = ("--min_replicas", least, "--quorum_tick_ms", "100", "--join_timeout_ms", "10000")
-        lighthouse = "from torchft._torchft import lighthouse_main; lighthouse_main()"
-        self._start("-c", lighthouse, *words, "--heartbeat_timeout_ms", "1000", "--bind", f"[::]:{port}")
-        self._group = [self._replicas(number) for number in range(self._groups)]
+        lighthouse = self._folder / "lighthouse.py"
+        lighthouse.write_text("from torchft._torchft import lighthouse_main\nlighthouse_main()\n")
+        self._start(str(lighthouse), *words, "--heartbeat_timeout_ms", "1000", "--bind", f"[::]:{port}")
+        for number in range(self._groups):
+            self._replicas(number)
 
     @property
     def _groups(self) -> int:
         return RANKS if self.task.model == "DDP" else NODES
 
-    def _replicas(self, number: int) -> subprocess.Popen[bytes]:
+    def _replicas(self, number: int) -> None:
         self._environ |= {"REPLICA_GROUP_ID": str(number), "NUM_REPLICA_GROUPS": str(self._groups)}
         port = ("--master_addr=127.0.0.1", f"--master_port={free_port()}")
         ranks = ("--nnodes=1", f"--nproc_per_node={RANKS // self._groups}", "--max_restarts=10")
         kept = ("--monitor-interval", "0.01")
-        return self._start("-m", "torch.distributed.run", *port, *ranks, *kept, *_TRAINER, self.task.words())
+        self._start("-m", "torch.distributed.run", *port, *ranks, *kept, *_TRAINER, self.task.words())
 
     def replace_node(self) -> None:
         for number in range(self._groups // NODES, self._groups):
@@ -228,6 +244,10 @@ class GoesOn(Torchft):
     """Who is left trains on, without the lost rank's share of each step."""
 
     options = ()
+
+
+def looked(line: Line, step: int) -> bool:
+    return line["what"] == "looked" and line["step"] == step
 
 
 def _parent(pid: int) -> int:

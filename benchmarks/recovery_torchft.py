@@ -30,8 +30,8 @@ def fault_tolerant(task: Task, diary: Diary) -> None:
     diary.write("imported", began=began())
     try:
         _train(task, diary)
-    except Exception:
-        diary.write("heard")
+    except Exception as error:
+        diary.write("heard", error=f"{type(error).__name__}: {error}")
         raise
 
 
@@ -45,18 +45,17 @@ def _train(task: Task, diary: Diary) -> None:
     training = Training(task, diary, group * per_group + local, groups * per_group)
     pg = (ProcessGroupNCCL if task.device == "cuda" else ProcessGroupGloo)(timeout=_TIMEOUT)
     configure = pg.configure
-    news = {"groups": 0, "looked": 0}
+    news = {"looked": 0}
 
     def configured(*args: Any, **named: Any) -> None:
         configure(*args, **named)
-        news.update(groups=args[3], looked=0)
+        news["looked"] = 0
         training.say("entered", groups=args[3])
 
     pg.configure = configured
 
     def kept() -> dict[str, Any]:
-        state = {index: tensor for index, tensor in enumerate(map(_local, training.tensors()))}
-        return {"tensors": state}
+        return {"tensors": dict(enumerate(map(_local, training.tensors())))}
 
     def load(state: dict[str, Any]) -> None:
         _with_moments(training)
@@ -98,8 +97,9 @@ def _train(task: Task, diary: Diary) -> None:
             training.say("refused", step=step)
             continue
         done = manager.current_step() - 1
-        training.stepped(done, together=manager.num_participants())
-        news["looked"] += manager.num_participants() == groups
+        together = manager.num_participants() * per_group
+        training.stepped(done, together=together)
+        news["looked"] += together == training.size
         if news["looked"] == LOOKED_AT or done in task.compared:
             training.look(done)
         if task.compared and done >= max(task.compared):

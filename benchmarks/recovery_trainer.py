@@ -94,7 +94,9 @@ class Training:
     def spread(self, mesh: DeviceMesh | None) -> None:
         """Over the ranks of the world, as torch does it."""
         if self.task.model == "DDP":
-            self.model = DistributedDataParallel(self.model)
+            # Else buckets are made anew after the first step of a process, and add what they add in another order
+            # than in a process that has made more steps. torchft never makes them anew either.
+            self.model = DistributedDataParallel(self.model, find_unused_parameters=True)
         else:
             self.shard(mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -240,8 +242,8 @@ def restarted(task: Task, diary: Diary) -> None:
             dcp.save({"model": model, "optim": optim}, checkpoint_id=task.place / "dcp" / str(step))
             if training.rank == 0:
                 shutil.rmtree(task.place / "dcp" / str(step - _KEPT), ignore_errors=True)
-    except Exception:
-        diary.write("heard")
+    except Exception as error:
+        diary.write("heard", error=f"{type(error).__name__}: {error}")
         raise
 
 

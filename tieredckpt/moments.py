@@ -16,6 +16,8 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
     on pages that nobody has touched before. What is made is the same.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if optimizer.state:
+        return
     adam: Any = optimizer if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else None
     if adam is None or any(param.grad is not None for param in params):
         _init_optim_state(optimizer)

@@ -22,6 +22,7 @@ from elastic.workers.forgetting import forget_world, only_what_worlds_made
 from elastic.workers.gate import Gate
 from elastic.workers.groups import Groups, NoGroups, address_of, groups_of
 from elastic.workers.health import DeviceHealth, Health
+from elastic.workers.hydrating import Hydrating
 from elastic.workers.losses import Losses, NonFinite
 from elastic.workers.recording import Recording, recording
 from elastic.workers.watching import Watch, signals_to, usual_wishes
@@ -139,11 +140,13 @@ def run(
 
         plane = launched_plane()
     try:
+        policy = policy or Policy()
         with left_to_others(), recording() as record:
             if warm is not None:
                 warm()
-            with only_what_worlds_made():
-                ended = _Rank(train, plane, policy or Policy(), record).run()
+            hydrating = Hydrating(plane, own_groups=policy.backend == "none", settle_s=policy.settle_s)
+            with only_what_worlds_made(), hydrating:
+                ended = _Rank(train, plane, policy, record=record, hydrating=hydrating).run()
             record.ended(ended.how.value)
             return ended
     finally:
@@ -153,9 +156,12 @@ def run(
 class _Rank(Generic[T]):
     """One process's way through the worlds."""
 
-    def __init__(self, train: Train[T], plane: ControlPlane, policy: Policy, record: Recording) -> None:
+    def __init__(
+        self, train: Train[T], plane: ControlPlane, policy: Policy, *, record: Recording, hydrating: Hydrating
+    ) -> None:
         self._train = train
         self._record = record
+        self._hydrating = hydrating
         self._plane = plane
         self._policy = policy
         self._groups: Groups | NoGroups | None = None
@@ -224,6 +230,7 @@ class _Rank(Generic[T]):
                 self._record.grouped()
                 self._losses.meet(place.restarts)
                 self._worlds += 1
+                self._hydrating.enter(world)
                 value = self._train(world)
             well = True
             self._returned(world, value)
@@ -237,6 +244,7 @@ class _Rank(Generic[T]):
             traceback.clear_frames(error.__traceback__)  # else what they hold, a model say, stays beside the next one
         finally:
             self._steps = max(self._steps, world.completed)
+            self._hydrating.leave(sealed=bool(self._finished) or world.is_sealed)
             world.left()
             watch.follow(None)
             gate.close()

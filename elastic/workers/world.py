@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tieredckpt.checkpointer import Checkpointer
+    from tieredckpt.live.keeping import Hydration
     from tieredckpt.null import NullCheckpointer
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class World:
         """Why all ranks stopped at a common step; ``None`` while they have not."""
         self.is_sealed = False
         """Whether the step they stopped after is safe."""
+        self.hydration: Hydration | None = None
+        """After a fault: where the state comes from, ``live`` or ``snapshot``, and which step had been reached."""
 
     @property
     def rank(self) -> int:
@@ -161,6 +164,8 @@ class World:
             self._record.begins(self.completed)
             yield self.completed
             self._record.stepped(self.completed)
+            if checkpoint is not None:
+                _note(*checkpoint, self.completed)
             self.completed += 1
             self._say()
 
@@ -227,6 +232,10 @@ class World:
         """
         self._record.reports(loss, tokens, samples)
 
+    def is_broken(self, within_s: float) -> bool:
+        """Whether it is known by then that this world has lost a rank."""
+        return self._gate.wait_broken(within_s)
+
     @property
     def seconds_left(self) -> float | None:
         """Until who has not stopped is stopped; ``None`` when nothing is wanted, or not in a hurry."""
@@ -276,6 +285,12 @@ def newest_sealed() -> int:
     """The newest step that this process has sealed, in any job; -1 for none."""
     session: Any = sys.modules.get("tieredckpt.session")
     return -1 if session is None else session.newest_sealed()
+
+
+def _note(ckpt: Checkpointer | NullCheckpointer, state: State | Callable[[], State], step: int) -> None:
+    """Also where the train function saves seldom. What is made by calling is noted by who saves, alone."""
+    if not callable(state):
+        ckpt.note(state, step)
 
 
 def fitted(size: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -12,6 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from tieredckpt.moments import make_moments
 
+
+class Mine(torch.optim.AdamW):
+    """Who knows what it keeps."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["seen"] = torch.ones(3)
+
+
 KINDS = {
     "adam": torch.optim.Adam,
     "adamw": lambda params: torch.optim.AdamW(params, foreach=True),
@@ -19,6 +30,8 @@ KINDS = {
     "fused": lambda params: torch.optim.AdamW(params, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, momentum=0.9),
     "adagrad": torch.optim.Adagrad,
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
+    "its own": Mine,
 }
 
 
@@ -75,6 +88,18 @@ def test_gradients_that_are_there_stay():
     make_moments(optimizer)
     assert torch.equal(params[0].grad, torch.ones_like(params[0]))
     assert not optimizer.state
+
+
+def test_what_is_there_stays():
+    params = parameters()[:2]
+    optimizer = torch.optim.AdamW(params)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    moment = optimizer.state[params[0]]["exp_avg"]
+    optimizer.zero_grad()
+    make_moments(optimizer)
+    assert optimizer.state[params[0]]["exp_avg"] is moment
+    assert len(optimizer.state) == 1
 
 
 @pytest.fixture
