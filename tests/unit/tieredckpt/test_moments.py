@@ -8,17 +8,6 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 
 from tieredckpt.moments import make_moments
 
-OPTIMIZERS = {
-    "Adam": lambda of: torch.optim.Adam(of),
-    "AdamW": lambda of: torch.optim.AdamW(of, lr=0.1),
-    "amsgrad": lambda of: torch.optim.AdamW(of, amsgrad=True),
-    "fused": lambda of: torch.optim.AdamW(of, fused=True),
-    "foreach": lambda of: torch.optim.Adam(of, foreach=True),
-    "SGD": lambda of: torch.optim.SGD(of, momentum=0.9),
-    "RMSprop": lambda of: torch.optim.RMSprop(of, lr=0.1),
-    "its own": lambda of: Mine(of),
-}
-
 
 class Mine(torch.optim.AdamW):
     """Who knows what it keeps."""
@@ -28,6 +17,18 @@ class Mine(torch.optim.AdamW):
         super().step(closure)
         for state in self.state.values():
             state["seen"] = torch.ones(3)
+
+
+OPTIMIZERS = {
+    "Adam": torch.optim.Adam,
+    "AdamW": lambda of: torch.optim.AdamW(of, lr=0.1),
+    "amsgrad": lambda of: torch.optim.AdamW(of, amsgrad=True),
+    "fused": lambda of: torch.optim.AdamW(of, fused=True),
+    "foreach": lambda of: torch.optim.Adam(of, foreach=True),
+    "SGD": lambda of: torch.optim.SGD(of, momentum=0.9),
+    "RMSprop": lambda of: torch.optim.RMSprop(of, lr=0.1),
+    "its own": Mine,
+}
 
 
 def parameters():
