@@ -104,6 +104,6 @@ def test_a_killed_rank_is_replaced_and_all_hold_what_undisturbed_ones_do(monkeyp
         rows = recovery.run(0, scene, fault=recovery.RANK, model="FSDP2")
         assert not list(folder.iterdir())
     assert processes_about(folder) == []
-    assert [row["name"] for row in rows] == [recovery.SPARE, *(f"{recovery.SPARE}: {one}" for one in recovery._ORDER)]
+    assert [row["name"] for row in rows] == [recovery.SPARE, *(f"{one}: {recovery.SPARE}" for one in recovery._ORDER)]
     assert rows[0]["equal"] is True
     assert rows[0]["samples"][0] == pytest.approx(sum(row["samples"][0] for row in rows[1:]))

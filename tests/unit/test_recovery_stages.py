@@ -124,6 +124,21 @@ def test_the_target_is_judged_and_what_differs_has_failed():
     assert rows[-1]["note"] == "did not come back: it did not happen: 4 ranks train again"
 
 
+def test_stages_stand_side_by_side_and_rounds_that_failed_are_told():
+    rows = recovery._by_stage({SPARE: [one(1.0), one(2.0)], AGAIN: [one(16.0)], FT: []})
+    assert [row["name"] for row in rows[:4]] == [
+        f"{stage}: {name}" for stage in ("detect", "abort") for name in (SPARE, AGAIN)
+    ]
+    assert rows[0]["samples"] == [1.0, 2.0]
+    rows += [
+        *recovery._rows(SPARE, [one(1.0), one(2.0)], []),
+        *recovery._rows(AGAIN, [one(30.0)], ["it did not happen: x"]),
+    ]
+    group = {"subject": "P9", "title": "64 MiB, DDP, a rank is killed", "state": "", "rows": rows}
+    assert [verdict.value for verdict in judge([group])] == [20.0]
+    assert "did not come back in 1 more rounds" in rows[-1]["note"]
+
+
 def test_without_a_gpu_the_rows_say_so(monkeypatch):
     monkeypatch.setattr(recovery.torch.cuda, "is_available", lambda: False)
     rows = recovery.run(0, None, fault=recovery.RANK, model="DDP", device="cuda")
