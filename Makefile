@@ -28,10 +28,10 @@ test: $(TOX)
 	$(TOX) -e py -- $(ARGS)
 
 soak: $(TOX)
-	$(TOX) -e py -- -m soak $(ARGS)
+	$(TOX) -e py -- -n 0 -m soak $(ARGS)
 
 test-system: $(TOX)
-	$(TOX) -e py -- -m system -rs $(ARGS)
+	$(TOX) -e py -- -n 0 -m system -rs $(ARGS)
 
 check: env
 	$(BIN)/ruff check .

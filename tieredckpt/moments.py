@@ -1,37 +1,46 @@
-"""Moments of an optimizer that has made no step, so that there is something to fill.
-
-torch's own way is a step with gradients of zeros. For Adam, which nearly everybody has, that allocates the gradients
-and computes an update that nobody wants: a third of what a restore of 64 MiB took. Its moments are known.
-"""
+"""The moments of an optimizer that never stepped, made so that a checkpoint's can be loaded into them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.checkpoint.state_dict import _init_optim_state
-from torch.optim.optimizer import _get_scalar_dtype
-
-_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+from torch.distributed.tensor import DTensor
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """What the first step of ``optimizer`` would make; nothing where it is there, or gradients are waiting."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
-    if optimizer.state or any(one.grad is not None for one in parameters):
+    """DCP has any optimizer make them by a step with zero gradients at a rate of zero.
+
+    Adam's own can be asked for them without that step, which took most of a load: it computes on every element, and
+    on pages that nobody has touched before. What is made is the same.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if optimizer.state:
         return
-    if type(optimizer) not in _ADAM:
+    adam: Any = optimizer if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) else None
+    if adam is None or any(param.grad is not None for param in params):
         _init_optim_state(optimizer)
         return
-    for group in optimizer.param_groups:
-        for one in group["params"]:
-            if one.requires_grad:
-                _of_adam(optimizer, group, one)
+    try:
+        for param in params:
+            if param.requires_grad:
+                param.grad = _no_gradient(param)
+        for group in optimizer.param_groups:
+            adam._init_group(group, [], [], [], [], [], [])
+    finally:
+        optimizer.zero_grad(set_to_none=True)
 
 
-def _of_adam(optimizer: torch.optim.Optimizer, group: dict[str, object], one: torch.nn.Parameter) -> None:
-    on_device = bool(group["capturable"] or group["fused"])
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
-    dtype = _get_scalar_dtype(is_fused=bool(group["fused"]))
-    optimizer.state[one] = {
-        "step": torch.zeros((), dtype=dtype, device=one.device if on_device else "cpu"),
-        **{name: torch.zeros_like(one.detach(), memory_format=torch.preserve_format) for name in names},
-    }
+def _no_gradient(param: torch.Tensor) -> torch.Tensor:
+    """A gradient that takes no memory: all its elements are one."""
+    if not isinstance(param, DTensor):
+        return _one_zero(param)
+    local: Any = _one_zero(param._local_tensor)
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def _one_zero(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)

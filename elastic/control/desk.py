@@ -7,7 +7,7 @@ is to hear. All of it is derived: a desk that is opened while the job runs hears
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,6 +36,7 @@ from elastic.world.policy import ScalingPolicy
 
 log = logging.getLogger(__name__)
 replace = msgspec.structs.replace
+Witness = Callable[["Desk", World, happen.Event, Sequence[act.Action], float], None]
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,23 @@ class Seen:
 
 
 class Desk:
-    """``floor`` is an epoch that no world may have any more, as far as is known from before."""
+    """``floor`` is an epoch that no world may have any more, as far as is known from before.
 
-    def __init__(self, settings: DeskSettings, *, incarnation: str, now: float, fresh: bool, floor: int = -1) -> None:
+    ``witness`` is told of every decision, with the world before it.
+    """
+
+    def __init__(
+        self,
+        settings: DeskSettings,
+        *,
+        incarnation: str,
+        now: float,
+        fresh: bool,
+        floor: int = -1,
+        witness: Witness | None = None,
+    ) -> None:
         self.settings = settings
+        self._witness = witness
         self.incarnation = incarnation
         self.world: World = begun(settings.policy, nproc=settings.nproc, now_s=now)
         self.floor = floor
@@ -167,8 +181,11 @@ class Desk:
         if not events or self.over is not None:
             return
         event = events[0] if len(events) == 1 else happen.Several(tuple(events))
-        self.world, actions = decide(self.world, event, self.settings.policy, now)
+        before = self.world
+        self.world, actions = decide(before, event, self.settings.policy, now)
         self._do(actions, now)
+        if self._witness is not None:
+            self._witness(self, before, event, actions, now)
 
     def _do(self, actions: Iterable[act.Action], now: float) -> None:
         for action in actions:

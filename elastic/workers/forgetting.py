@@ -26,16 +26,19 @@ _TENSOR = "torch.distributed.tensor."
 
 
 @contextlib.contextmanager
-def imports_apart() -> Iterator[None]:
-    """While the block runs, what is there when it begins is not looked through for garbage.
+def only_what_worlds_made() -> Iterator[None]:
+    """In this block the collector looks through nothing that was there before; whoever froze more keeps it frozen.
 
     A cycle of such objects that nobody needs any more stays until the end. What a world has made is never one of them.
     """
+    others = gc.get_freeze_count()
+    gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not others:
+            gc.unfreeze()
 
 
 def forget_world(*, fault: bool) -> None:

@@ -15,3 +15,5 @@ class Place:
     """On the way to the first step of this world: since when it is in its present stage."""
     begun: int = -1
     """The newest step that it has begun."""
+    next_step: int = 0
+    """The one after what was restored in this world."""

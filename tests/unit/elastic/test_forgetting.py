@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic.workers.forgetting import forget_world, imports_apart
+from elastic.workers.forgetting import forget_world, only_what_worlds_made
 from tieredckpt.session import open_session
 from tieredckpt.settings import Settings
 from tieredckpt.testing import memory_node
@@ -73,20 +73,39 @@ def test_what_is_saved_next_is_of_a_new_incarnation(fault):
         assert session.next_key(7, 0).attempt == 0
 
 
-class Knot:
+class Cycle:
     def __init__(self):
-        self.itself = self
+        self.me = self
 
 
-def test_what_was_there_before_is_set_apart_and_given_back():
-    gc.unfreeze()
-    with imports_apart():
+def test_garbage_of_a_world_is_collected_and_what_was_there_before_is_not_looked_through():
+    kept = Cycle()
+    with only_what_worlds_made():
+        assert gc.get_freeze_count() > 10_000
+        old, seen = Cycle(), weakref.ref(kept)
+        gone = weakref.ref(old)
+        del old, kept
+        forget_world(fault=False)
+        assert gone() is None
+        assert seen() is not None
+    assert not gc.get_freeze_count()
+    gc.collect()
+    assert seen() is None
+
+
+def test_who_has_frozen_already_stays_frozen():
+    gc.freeze()
+    try:
+        with only_what_worlds_made():
+            pass
         assert gc.get_freeze_count() > 1000
-    assert gc.get_freeze_count() == 0
+    finally:
+        gc.unfreeze()
 
 
-def test_garbage_of_a_world_is_found_all_the_same():
-    with imports_apart():
-        left = weakref.ref(Knot())
-        forget_world(fault=True)
-        assert left() is None
+def test_garbage_from_before_is_not_kept():
+    old = Cycle()
+    gone = weakref.ref(old)
+    del old
+    with only_what_worlds_made():
+        assert gone() is None

@@ -93,9 +93,9 @@ def test_a_resize_loses_nothing_and_a_smaller_world_has_less_capacity():
 
 
 def test_time_that_a_save_blocks_is_not_productive():
-    told = Told().began(0).world(0).steps(0, 4, at=0).save(1, at=1.75, took=0.25).save(3, at=3.5, took=9).ended(4)
+    told = Told().began(0).world(0).steps(0, 8, at=0).save(1, at=1.75, took=0.25).save(7, at=7.5, took=9).ended(8)
     found = analyse(told.events)
-    assert seconds(found) == {"productive": 3.25, "save": 0.75, "ending": 8.5}
+    assert seconds(found) == {"productive": 7.25, "save": 0.75, "ending": 8.5}
     assert found.save_s.count == 2
 
 
