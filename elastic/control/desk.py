@@ -17,6 +17,7 @@ from elastic.control.messages import (
     Command,
     Do,
     Formed,
+    Gone,
     Leave,
     NodeSays,
     Over,
@@ -66,6 +67,8 @@ class Seen:
     requested: int = 0
     leave_by: float | None = None
     leave_reason: str = ""
+    ended: bool = False
+    """Its supervisor was seen to end: when its connection has, too, it is not waited for."""
 
 
 class Desk:
@@ -150,6 +153,9 @@ class Desk:
         elif isinstance(question, Stop):
             until = None if question.deadline_s is None else now + question.deadline_s
             self._take([happen.StopAsked(question.reason, until)], now)
+        elif isinstance(question, Gone):
+            if question.node in self.nodes:
+                self.nodes[question.node].ended = True
         elif isinstance(question, Leave):
             until = now + question.deadline_s
             for node in question.nodes:
@@ -316,10 +322,14 @@ class Desk:
     def _is_silent(self, seen: Seen, now: float) -> bool:
         if seen.says.node not in self.world.members:
             return False
+        if seen.ended and not seen.connected:
+            return True
         limit_s = self.settings.dead_after_s if seen.connected else self.settings.return_s
         return now - seen.heard_at > limit_s
 
     def _lost(self, seen: Seen, now: float) -> happen.NodeLost:
+        if seen.ended and not seen.connected:
+            return happen.NodeLost(seen.says.node, seen.says.life, "its supervisor has ended")
         how = "has been silent" if seen.connected else "has been cut off"
         return happen.NodeLost(seen.says.node, seen.says.life, f"{how} for {now - seen.heard_at:.1f} s")
 

@@ -228,8 +228,14 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     deadline_s: float | None = None
 
 
-Question: TypeAlias = Status | Resize | Leave | Stop
-Said: TypeAlias = NodeSays | Status | Resize | Leave | Stop
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """This node's supervisor is no more: who started it saw it end. Its connection is not coming back."""
+
+    node: str
+
+
+Question: TypeAlias = Status | Resize | Leave | Stop | Gone
+Said: TypeAlias = NodeSays | Status | Resize | Leave | Stop | Gone
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
