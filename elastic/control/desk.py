@@ -18,6 +18,7 @@ from elastic.control.messages import (
     Do,
     Formed,
     Gone,
+    Inject,
     Leave,
     NodeSays,
     Over,
@@ -29,6 +30,7 @@ from elastic.control.messages import (
 )
 from elastic.control.movement import HangLimits, Movement, Pace
 from elastic.control.wholeness import Wholeness
+from elastic.inject.plan import OUTSIDE, Injection
 from elastic.world import actions as act
 from elastic.world import events as happen
 from elastic.world.decide import begun, decide, rebuilt
@@ -150,6 +152,8 @@ class Desk:
         """What a person wants, and :func:`elastic.control.ordering.refusal` has nothing against."""
         if isinstance(question, Resize):
             self._resize(question.nodes, question.reason, now)
+        elif isinstance(question, Inject):
+            self._inject(question.injection)
         elif isinstance(question, Stop):
             until = None if question.deadline_s is None else now + question.deadline_s
             self._take([happen.StopAsked(question.reason, until)], now)
@@ -237,6 +241,24 @@ class Desk:
         self._numbers += 1
         if node in self.nodes:
             self.nodes[node].commands.append(Command(self._numbers, do, local_ranks))
+
+    def _inject(self, injection: Injection) -> None:
+        """Every node hears of it: who has the rank that it is meant for may change until it happens.
+
+        What a supervisor is to do at once is for the one that has the rank now, as only this desk knows.
+        """
+        self._numbers += 1
+        nodes = self.nodes
+        if injection.is_at_once and injection.kind in OUTSIDE:
+            node, local_rank = injection.node, injection.local_rank
+            if injection.rank is not None and self.formed is not None:
+                place, local_rank = divmod(injection.rank, self.world.nproc)
+                node = self.formed.places[place]
+            injection = replace(injection, rank=None, node=node, local_rank=local_rank)
+            nodes = {node: self.nodes[node]} if node in self.nodes else {}
+        for seen in nodes.values():
+            seen.commands.append(Command(self._numbers, Do.INJECT, injection=injection))
+        self._due.update(self.nodes)
 
     def _hear_requests(self, seen: Seen, now: float) -> None:
         for request in seen.says.requests:
