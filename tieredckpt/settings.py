@@ -22,6 +22,7 @@ from peerstore.peers.plan import MOST_IN_GROUP
 from peerstore.settings import StoreSettings, budget_bytes
 from peerstore.units import parse_size
 from tieredckpt.errors import SettingsError
+from tieredckpt.ledger.writer import LEDGER
 
 Busy = Literal["wait", "skip"]
 TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
@@ -106,6 +107,9 @@ class MemorySettings:
     quarantine_after: int = 5
     """A step that so many restarts began from without reaching a newer one is not used again while there is an older
     one; 0: never."""
+    live: bool = True
+    """In a loop that goes on after faults (``elastic.run``): note every step boundary, so that replicas that survive a
+    fault can go on from the last one, however seldom steps are saved."""
     copy_threads: int = 0
     """Threads that move bytes in a trainer; 0: this process's share of the node's cores, between 1 and 8."""
 
@@ -173,7 +177,7 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     if path:
         tree, problems = _read_file(Path(path))
     for name, value in sorted(environ.items()):
-        if name.startswith("TIEREDCKPT_") and name != "TIEREDCKPT_CONFIG":
+        if name.startswith("TIEREDCKPT_") and name not in ("TIEREDCKPT_CONFIG", LEDGER):
             _set_from_environment(tree, name, value, problems)
     return _build(tree, problems)
 

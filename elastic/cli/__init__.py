@@ -25,6 +25,7 @@ _COMMANDS = {
     "stop": "elastic.cli.asking:stop",
     "plan": "elastic.batch.command:plan",
     "reshard": "elastic.reshard.command:reshard",
+    "demo": "elastic.cli.showing:demo",
 }
 
 

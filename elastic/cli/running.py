@@ -25,6 +25,7 @@ from elastic.errors import PolicyError
 from peerstore.cluster.nodes import node_id
 from peerstore.transport.addresses import is_any, join_address, local_address_for, outward_address, split_address
 from peerstore.transport.secret import read_secret
+from tieredckpt.ledger import LEDGER
 
 _GRACE_S = 30.0
 _LOCAL = "127.0.0.1:0"
@@ -127,6 +128,7 @@ def run(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options:
     secret = read_secret(given) if given else None
     first = _node_names(options)[0]
     command, _ = _command(script, args, options), _policy(options)
+    logs = (options["log_dir"] or Path("elastic-logs") / place.job).absolute()
     with place.held("lock" if leads else f"{first}.lock"):
         record = Run(
             job=place.job,
@@ -136,8 +138,9 @@ def run(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options:
             spares=options["spares"],
             command=command,
             folder=str(Path.cwd()),
-            logs=str((options["log_dir"] or Path("elastic-logs") / place.job).absolute()),
+            logs=str(logs),
             grace_s=options["grace"],
+            ledger=str(names.ledger_directory(logs)),
         )
         place.address_file.unlink(missing_ok=True)
         place.end_file.unlink(missing_ok=True)
@@ -256,15 +259,16 @@ def _coordinator_task(place: RunPlace, record: Run, options: dict[str, Any]) -> 
         epoch_file=str(place.epoch_file),
         end_file=str(place.end_file),
         hang=hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        ledger=record.ledger,
         verbose=options["verbose"],
     )
 
 
 def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any]) -> NodeTask:
     directory = place.node(name)
-    mine = {}
+    mine = {LEDGER: record.ledger} if record.ledger else {}
     if (options["simulate_nodes"] or 1) > 1:  # the peer tier is to see several nodes, too
-        mine = {"TIEREDCKPT_AGENT_DIRECTORY": str(directory / "agent"), "TIEREDCKPT_AGENT_NODE": name}
+        mine |= {"TIEREDCKPT_AGENT_DIRECTORY": str(directory / "agent"), "TIEREDCKPT_AGENT_NODE": name}
     return NodeTask(
         job=record.job,
         secret_file=record.secret_file,

@@ -7,7 +7,7 @@ is to hear. All of it is derived: a desk that is opened while the job runs hears
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,6 +36,7 @@ from elastic.world.policy import ScalingPolicy
 
 log = logging.getLogger(__name__)
 replace = msgspec.structs.replace
+Witness = Callable[["Desk", World, happen.Event, Sequence[act.Action], float], None]
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,23 @@ class Seen:
 
 
 class Desk:
-    """``floor`` is an epoch that no world may have any more, as far as is known from before."""
+    """``floor`` is an epoch that no world may have any more, as far as is known from before.
 
-    def __init__(self, settings: DeskSettings, *, incarnation: str, now: float, fresh: bool, floor: int = -1) -> None:
+    ``witness`` is told of every decision, with the world before it.
+    """
+
+    def __init__(
+        self,
+        settings: DeskSettings,
+        *,
+        incarnation: str,
+        now: float,
+        fresh: bool,
+        floor: int = -1,
+        witness: Witness | None = None,
+    ) -> None:
         self.settings = settings
+        self._witness = witness
         self.incarnation = incarnation
         self.world: World = begun(settings.policy, nproc=settings.nproc, now_s=now)
         self.floor = floor
@@ -103,7 +117,7 @@ class Desk:
             return f"a newer supervisor runs as node {says.node}"
         before = seen.says if seen is not None and seen.says.life == says.life else None
         if seen is None or before is None:
-            seen = self.nodes[says.node] = Seen(says, now)
+            seen = self.nodes[says.node] = _begun_again(seen, says, now)
         seen.says, seen.heard_at, seen.connected = says, now, True
         if says.coordinator == self.incarnation:
             seen.commands = [command for command in seen.commands if command.number > says.done]
@@ -157,7 +171,7 @@ class Desk:
         if events or (tick_s is not None and tick_s <= now) or self._late(now):
             self._take([*events, happen.Tick()], now)
         self._keep_store(now)
-        for node in [node for node, seen in self.nodes.items() if self._is_forgotten(seen)]:
+        for node in [node for node, seen in self.nodes.items() if self._is_forgotten(seen, now)]:
             del self.nodes[node]
 
     # -- what follows -------------------------------------------------------------------------------------------------
@@ -167,8 +181,11 @@ class Desk:
         if not events or self.over is not None:
             return
         event = events[0] if len(events) == 1 else happen.Several(tuple(events))
-        self.world, actions = decide(self.world, event, self.settings.policy, now)
+        before = self.world
+        self.world, actions = decide(before, event, self.settings.policy, now)
         self._do(actions, now)
+        if self._witness is not None:
+            self._witness(self, before, event, actions, now)
 
     def _do(self, actions: Iterable[act.Action], now: float) -> None:
         for action in actions:
@@ -292,9 +309,9 @@ class Desk:
         wait_until_s = self.world.wait_until_s or now + self.settings.policy.scaling_timeout_s
         self.world = replace(self.world, epoch=epoch, wait_until_s=wait_until_s, tick_s=now)
 
-    def _is_forgotten(self, seen: Seen) -> bool:
+    def _is_forgotten(self, seen: Seen, now: float) -> bool:
         """It is gone, and not expected back."""
-        return not seen.connected and seen.says.node not in self.world.members
+        return not seen.connected and seen.says.node not in self.world.members and not _is_to_leave(seen, now)
 
     def _is_silent(self, seen: Seen, now: float) -> bool:
         if seen.says.node not in self.world.members:
@@ -391,3 +408,16 @@ class Desk:
             return []
         due, self._due = sorted(self._due & self.nodes.keys()), set()
         return due
+
+
+def _begun_again(before: Seen | None, says: NodeSays, now: float) -> Seen:
+    """A life's first report. A node that was asked back and was lost before it left is asked back still."""
+    seen = Seen(says, now)
+    if before is not None and _is_to_leave(before, now):
+        seen.leave_by, seen.leave_reason = before.leave_by, before.leave_reason
+    return seen
+
+
+def _is_to_leave(seen: Seen, now: float) -> bool:
+    """It was asked back, and has not said goodbye."""
+    return seen.leave_by is not None and now < seen.leave_by and not seen.says.goodbye

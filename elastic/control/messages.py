@@ -95,6 +95,8 @@ class Lost(msgspec.Struct, frozen=True):
     reason: str
     final: bool = False
     """Another attempt would end the same way."""
+    at: float | None = None
+    """When its process ended, by its node's clock on the wall."""
 
 
 class Pausing(msgspec.Struct, frozen=True):

@@ -37,6 +37,7 @@ class Run(msgspec.Struct, frozen=True):
     """Where the command is run."""
     logs: str
     grace_s: float
+    ledger: str = ""
 
 
 class RunPlace:

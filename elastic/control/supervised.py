@@ -113,7 +113,8 @@ class SupervisorPlane:
         with self._changed:
             self._check_epoch()
             self._tell(timeout_s, sealed=step)
-            self._check_epoch()
+            if self._hears.over not in (Over.STOPPED, Over.DISMISSED):  # which may follow from this before it is heard
+                self._check_epoch()
 
     def progress(self, progress: Progress) -> None:
         self._progress = progress

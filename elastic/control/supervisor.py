@@ -218,7 +218,7 @@ class Supervisor:
 
         def ended(status: int) -> None:
             printed.close()
-            self._post(partial(self._ended, start.token, status, printed.path))
+            self._post(partial(self._ended, start.token, status, printed.path, time.time()))
 
         try:
             self._running[start.token] = self._spawn(
@@ -268,15 +268,15 @@ class Supervisor:
         if self._lines.get(token) is line:
             del self._lines[token]
             self._told.pop(token, None)
-        self._timers.append((self._clock() + _REASON_S, partial(self.seats.hung_up, token)))
+        self._timers.append((self._clock() + _REASON_S, partial(self.seats.hung_up, token, time.time())))
 
-    def _ended(self, token: str, status: int, path: Path) -> None:
+    def _ended(self, token: str, status: int, path: Path, at: float) -> None:
         del self._running[token]
         process = self.seats.processes.get(token)
         if process is not None and process.says is None and self.seats.over is None:
             log.warning("%s never asked for a place: does the script call elastic.run?", path.stem)
         memory = self._kills.since_asked() if status == -signal.SIGKILL else ""
-        self.seats.ended(token, f"{told(status)}{', ' if memory else ''}{memory} (see {path})")
+        self.seats.ended(token, f"{told(status)}{', ' if memory else ''}{memory} (see {path})", at)
 
     def _ordered(self, orders: NodeHears) -> None:
         self._alone_since, self.seats.cut_off = None, False

@@ -46,6 +46,8 @@ class CoordinatorTask(msgspec.Struct, frozen=True, tag="coordinator"):
     return_s: float = 2.0
     gather_s: float = 5.0
     hang: HangLimits = HangLimits()
+    ledger: str = ""
+    """Where it writes down what happens; "" where the environment says so, or nowhere."""
     verbose: int = 0
 
 
@@ -100,12 +102,17 @@ def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
     """Be a job's coordinator until the job is over, or SIGTERM."""
     from elastic.control.coordinator import Coordinator
     from elastic.control.desk import DeskSettings
+    from elastic.control.recording import WHO
+    from tieredckpt.ledger import LedgerWriter, ledger_from_environ
 
     settings = DeskSettings(
         task.job, task.policy, task.nproc, task.store, task.dead_after_s, task.return_s, task.gather_s, task.hang
     )
     epoch_file = Path(task.epoch_file) if task.epoch_file else None
-    coordinator = Coordinator(settings, secret, listen=task.listen, fresh=task.fresh, epoch_file=epoch_file)
+    ledger = LedgerWriter(task.ledger, name=WHO) if task.ledger else ledger_from_environ()
+    coordinator = Coordinator(
+        settings, secret, listen=task.listen, fresh=task.fresh, epoch_file=epoch_file, ledger=ledger
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: coordinator.end())
     log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)

@@ -85,12 +85,12 @@ def for_coordinator(seats: Seats, now: float) -> NodeSays:
             if seats.pausing is not None and (one is None or _is_behind(one, agreed=seats.target is not None))
         ),
         lost=tuple(
-            Lost(process.seat or 0, process.ended)
+            Lost(process.seat or 0, process.ended, at=process.ended_at)
             for process in seated
             if process.ended is not None and not seats.excuses(process)
         ),
         faults=tuple(
-            Lost(process.seat or 0, fault, one.final)
+            Lost(process.seat or 0, fault, final=one.final)
             for process, one in zip(seated, said, strict=True)
             if one is not None and (fault := _fault(one, broken=seats.broken is not None)) is not None
         ),

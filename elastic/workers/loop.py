@@ -22,7 +22,9 @@ from elastic.workers.forgetting import forget_world, only_what_worlds_made
 from elastic.workers.gate import Gate
 from elastic.workers.groups import Groups, NoGroups, address_of, groups_of
 from elastic.workers.health import DeviceHealth, Health
+from elastic.workers.hydrating import Hydrating
 from elastic.workers.losses import Losses, NonFinite
+from elastic.workers.recording import Recording, recording
 from elastic.workers.watching import Watch, signals_to, usual_wishes
 from elastic.workers.world import World
 from tieredckpt.preemption import left_to_others
@@ -138,10 +140,15 @@ def run(
 
         plane = launched_plane()
     try:
-        if warm is not None:
-            warm()
-        with left_to_others(), only_what_worlds_made():
-            return _Rank(train, plane, policy or Policy()).run()
+        policy = policy or Policy()
+        with left_to_others(), recording() as record:
+            if warm is not None:
+                warm()
+            hydrating = Hydrating(plane, own_groups=policy.backend == "none", settle_s=policy.settle_s)
+            with only_what_worlds_made(), hydrating:
+                ended = _Rank(train, plane, policy, record=record, hydrating=hydrating).run()
+            record.ended(ended.how.value)
+            return ended
     finally:
         plane.close()
 
@@ -149,8 +156,12 @@ def run(
 class _Rank(Generic[T]):
     """One process's way through the worlds."""
 
-    def __init__(self, train: Train[T], plane: ControlPlane, policy: Policy) -> None:
+    def __init__(
+        self, train: Train[T], plane: ControlPlane, policy: Policy, *, record: Recording, hydrating: Hydrating
+    ) -> None:
         self._train = train
+        self._record = record
+        self._hydrating = hydrating
         self._plane = plane
         self._policy = policy
         self._groups: Groups | NoGroups | None = None
@@ -166,12 +177,14 @@ class _Rank(Generic[T]):
         try:
             with signals_to(watch, usual_wishes(self._policy.grace_s)):
                 while True:
+                    self._record.waits()
                     try:
                         place = self._plane.ready()
                     except Dismissed:
                         return self._ended(End.DISMISSED)
                     except GaveUpError as error:
                         raise error from self._last_error
+                    self._record.placed(place)
                     world = self._one_world(watch, place)
                     if self._finished:
                         return self._ended(End.FINISHED)
@@ -185,6 +198,7 @@ class _Rank(Generic[T]):
         return Ended(how, self._finished[0] if self._finished else None, self._steps, self._worlds)
 
     def _abort(self, notice: Notice) -> None:
+        self._record.knows()
         groups = self._groups
         if groups is not None:
             log.warning("epoch %d is broken: %s", notice.epoch, notice.reason)
@@ -206,26 +220,31 @@ class _Rank(Generic[T]):
 
     def _one_world(self, watch: Watch, place: Assignment) -> World:
         gate = Gate(self._plane, place.epoch)
-        world = World(place, self._plane, gate, self._losses)
+        world = World(place, self._plane, gate, record=self._record, losses=self._losses)
         self._groups = groups = groups_of(place, self._policy.backend, self._policy.timeout)
         well = False
         watch.follow(gate)
         try:
             with _environment(place), _current(world):
                 groups.enter()
+                self._record.grouped()
                 self._losses.meet(place.restarts)
                 self._worlds += 1
+                self._hydrating.enter(world)
                 value = self._train(world)
             well = True
             self._returned(world, value)
         except WorldChanged as change:
             well = world.ended is not None
+            if not well:
+                self._record.knows()
             log.info("epoch %d has ended: %s", place.epoch, change)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - a user's callback; torch derives the latter from BaseException
             well = self._failed(world, gate, error)
             traceback.clear_frames(error.__traceback__)  # else what they hold, a model say, stays beside the next one
         finally:
             self._steps = max(self._steps, world.completed)
+            self._hydrating.leave(sealed=bool(self._finished) or world.is_sealed)
             world.left()
             watch.follow(None)
             gate.close()
@@ -250,6 +269,7 @@ class _Rank(Generic[T]):
         if world.ended is not None:
             log.warning("on the way out of epoch %d: %s: %s", world.epoch, type(error).__name__, error)
             return True
+        self._record.knows()
         patience_s = self._policy.settle_s if may_be_a_consequence(error) else 0.0
         if gate.wait_broken(patience_s):
             log.info("epoch %d is broken (%s): %s", world.epoch, gate.why_broken, error)

@@ -6,13 +6,14 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from elastic.control.plane import Assignment, ControlPlane, Notice, Progress, Want
 from elastic.errors import ElasticError, PolicyError, WorldChanged
 from elastic.workers.finalizers import Call, Finalizers
 from elastic.workers.gate import Gate, Way
 from elastic.workers.losses import Losses
+from elastic.workers.recording import Recording, recording
 from tieredckpt.errors import TieredCheckpointError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tieredckpt.checkpointer import Checkpointer
+    from tieredckpt.live.keeping import Hydration
     from tieredckpt.null import NullCheckpointer
 
 log = logging.getLogger(__name__)
@@ -43,8 +45,17 @@ class World:
                 ckpt.save(state, step)
     """
 
-    def __init__(self, assignment: Assignment, plane: ControlPlane, gate: Gate, losses: Losses | None = None) -> None:
+    def __init__(
+        self,
+        assignment: Assignment,
+        plane: ControlPlane,
+        gate: Gate,
+        *,
+        record: Recording | None = None,
+        losses: Losses | None = None,
+    ) -> None:
         self._place = assignment
+        self._record = record or recording()
         self._plane = plane
         self._gate = gate
         self._losses = losses or Losses("fault", 1, 0)
@@ -56,6 +67,8 @@ class World:
         """Why all ranks stopped at a common step; ``None`` while they have not."""
         self.is_sealed = False
         """Whether the step they stopped after is safe."""
+        self.hydration: Hydration | None = None
+        """After a fault: where the state comes from, ``live`` or ``snapshot``, and which step had been reached."""
 
     @property
     def rank(self) -> int:
@@ -148,7 +161,11 @@ class World:
                 return
             if way is Way.STOP:
                 self._stop(seal)
+            self._record.begins(self.completed)
             yield self.completed
+            self._record.stepped(self.completed)
+            if checkpoint is not None:
+                _note(*checkpoint, self.completed)
             self.completed += 1
             self._say()
 
@@ -194,15 +211,32 @@ class World:
         """
         if self.ended is not None:
             return True
+        if self._calls > 0:
+            self._record.stepped(self._record.next_step + self._calls - 1)
         way = self._gate.enter(self._calls)
         if way is Way.LEAVE:
             raise WorldChanged(self._gate.why_broken)
         if way is Way.ON:
+            self._record.begins(self._record.next_step + self._calls)
             self._calls += 1
             return False
+        self._record.stops()
         self.completed = self._calls
         self.ended = self._notice()
         return True
+
+    def report(
+        self, *, loss: SupportsFloat | None = None, tokens: int | None = None, samples: int | None = None
+    ) -> None:
+        """What is to be known of the step that runs, in the run's ledger. Tokens and samples are those of all ranks.
+
+        Only the first rank's words count; on all others, and where there is no ledger, ``loss`` is not even looked at.
+        """
+        self._record.reports(loss, tokens, samples)
+
+    def is_broken(self, within_s: float) -> bool:
+        """Whether it is known by then that this world has lost a rank."""
+        return self._gate.wait_broken(within_s)
 
     @property
     def seconds_left(self) -> float | None:
@@ -211,6 +245,7 @@ class World:
         return None if notice is None else notice.deadline_s
 
     def _stop(self, seal: Seal | None) -> None:
+        self._record.stops()
         notice = self._notice()
         try:
             if self.completed > 0 and seal is not None:
@@ -229,6 +264,7 @@ class World:
         try:
             self._plane.sealed(self.completed)
             self.is_sealed = True
+            self._record.sealed()
         except ElasticError as error:  # what comes next is the same
             log.warning("it was not heard that the state after %d steps is sealed: %s", self.completed, error)
 
@@ -251,6 +287,12 @@ def newest_sealed() -> int:
     """The newest step that this process has sealed, in any job; -1 for none."""
     session: Any = sys.modules.get("tieredckpt.session")
     return -1 if session is None else session.newest_sealed()
+
+
+def _note(ckpt: Checkpointer | NullCheckpointer, state: State | Callable[[], State], step: int) -> None:
+    """Also where the train function saves seldom. What is made by calling is noted by who saves, alone."""
+    if not callable(state):
+        ckpt.note(state, step)
 
 
 def fitted(size: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A rank under ``elastic run`` that fails as it is told to: ``python faulty_rank.py FOLDER FAULT...``, one in each world.
+"""A rank under ``elastic run`` that fails as it is told to: ``python faulty_rank.py FOLDER FAULT...``, one a world.
 
 A fault is ``RANK:HOW``. In the world after the last one rank 1's loss is not finite in every attempt at a step.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,8 @@ from tests.support.elastic_training import batch_of, build, optimizer_of
 def footprint() -> str:
     """Threads, descriptors and resident pages of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return f"{len(os.listdir('/proc/self/task'))} {len(os.listdir('/proc/self/fd'))} {pages}"
+    here = Path("/proc/self")
+    return f"{len(list((here / 'task').iterdir()))} {len(list((here / 'fd').iterdir()))} {pages}"
 
 
 def recovers(say: Callable[[str], None], address: str, job: str, faults: int) -> str:
@@ -102,7 +102,7 @@ def seed_all(rank: int) -> None:
     import torch
 
     random.seed(rank)
-    np.random.seed(rank)
+    np.random.seed(rank)  # noqa: NPY002 - what scripts use
     torch.manual_seed(rank)
 
 
@@ -113,7 +113,7 @@ def drawn() -> float:
     import numpy as np
     import torch
 
-    return float(random.gauss() + np.random.standard_normal() + torch.randn(1).item())
+    return float(random.gauss() + np.random.standard_normal() + torch.randn(1).item())  # noqa: NPY002
 
 
 def digest(model: Any, optimizer: Any) -> str:

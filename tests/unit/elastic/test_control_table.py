@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elastic.control.messages import Leave, Resize
 from elastic.control.ordering import refusal
 from elastic.control.tidings import for_coordinator
-from tests.support.control_table import Table
+from tests.support.control_table import Node, Table
 
 HAPPENINGS = (
     "add", "restart_coordinator", "lose_node", "lose_rank", "cut", "heal", "ignore", "ask_back", "resize", "fault",
@@ -152,3 +152,29 @@ def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_withou
     table.settle(60)
     assert set(table.desk.formed.places) == set(table.nodes)
     table.check_whole()
+
+
+@pytest.mark.parametrize("away", [0, 8])
+def test_a_node_that_began_again_before_it_had_left_is_asked_back_still(away):
+    table = Table(2)
+    table.settle(60)
+    table.desk.asked(Leave(("n1",), 20.0, "its machine goes"), table.now)
+    if away:
+        table.lose_node(sorted(table.nodes).index("n1"))
+        table.settle(away)
+        assert table.desk.formed.places == ("n0",)
+    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)  # what ran there was killed, and heard nothing
+    table.settle(15)
+    assert table.desk.formed.places == ("n0",)
+    assert "n1" not in table.nodes
+
+
+def test_a_node_that_has_left_may_come_back():
+    table = Table(2)
+    table.settle(60)
+    table.desk.asked(Leave(("n1",), 20.0, "its machine goes"), table.now)
+    table.settle(5)
+    assert "n1" not in table.nodes
+    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
+    table.settle(60)
+    assert set(table.desk.formed.places) == {"n0", "n1"}

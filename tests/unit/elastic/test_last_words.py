@@ -32,7 +32,7 @@ def test_a_step_is_whole_when_all_ranks_of_a_world_have_sealed_it():
 
 
 @pytest.mark.parametrize(
-    "file, before, after",
+    ("file", "before", "after"),
     [
         ("memory.events", "low 0\noom 3\noom_kill {}\noom_group_kill 0\n", "control group"),
         ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n", "control group"),
