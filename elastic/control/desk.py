@@ -219,9 +219,9 @@ class Desk:
             elif isinstance(action, act.Finish):
                 self.over, self.reason = Over.FINISHED, "all ranks have finished"
             elif isinstance(action, act.Stop):
-                self.over, self.reason = Over.STOPPED, f"{action.reason} ({self.whole})"
+                self.over, self.reason = Over.STOPPED, action.reason
             else:
-                self.over, self.reason = Over.GAVE_UP, f"{action.reason} ({self.whole})"
+                self.over, self.reason = Over.GAVE_UP, action.reason
             self._due.update(self.nodes)
 
     def _form(self, form: act.Form, now: float) -> None:
