@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from benchmarks import (
     memory,
     peer_memory,
     planning,
+    recovery,
     replicate,
     reshard,
     resize,
@@ -71,7 +73,7 @@ class Subject:
     resharded: bool = False
     """``--worlds`` says it."""
     starts_ranks: bool = False
-    """It is run by one process, which starts (and resizes) jobs itself: ``worlds`` are theirs."""
+    """It starts jobs itself, and is run by no rank: ``worlds`` are those of the jobs."""
 
 
 _ABC = ("A", "B", "C")
@@ -89,6 +91,17 @@ _SCENES = (
         "P7", drain.run_steps, "a training loop beside a drain to rclone's S3 server", servers=("rclone",), share=4
     ),
     Subject("P8", planning.run, each_rank_count=True),
+    *(
+        Subject(
+            "P9",
+            partial(recovery.run, fault=fault, model=model, device=device),
+            f"{model}, {fault}" + (", CUDA and NCCL" if device == "cuda" else ""),
+            share=share,
+            worlds=((0, recovery.RANKS),),
+            starts_ranks=True,
+        )
+        for fault, model, share, device in recovery.SCENES
+    ),
     Subject("P10", agent_start.run),
     Subject("P11", memory.run, states=("C",), each_rank_count=True, servers=("rclone",)),
     Subject("P11", peer_memory.replicate, "copies on another node", states=("C",), worlds=((0, 2),)),
@@ -149,7 +162,8 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
         scene = dataclasses.replace(scene, **endpoints)
         if subject.prepare is not None:
             ranks.run(scene.writers, subject.prepare, scene)
-        rows = merge(ranks.run(1 if subject.starts_ranks else scene.ranks, subject.run, scene))
+        # Who starts jobs is this process: when it is told to end it ends them first.
+        rows = merge([subject.run(0, scene)] if subject.starts_ranks else ranks.run(scene.ranks, subject.run, scene))
     return {
         "subject": subject.name,
         "title": _title(subject, scene),
@@ -165,7 +179,8 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
 
 def _title(subject: Subject, scene: Scene) -> str:
     if subject.starts_ranks:
-        return f"{show_size(scene.size_bytes)}, {scene.writers} ranks become {scene.ranks}"
+        what = subject.title or f"{scene.writers} ranks become {scene.ranks}"
+        return f"{show_size(scene.size_bytes)}, {what}"
     return f"saved by {scene.writers}, loaded by {scene.ranks}" if subject.resharded else subject.title
 
 

@@ -20,6 +20,8 @@ _COMMANDS = {
     "status": "tieredckpt.cli.reporting",
     "top": "tieredckpt.cli.watching",
     "whatif": "tieredckpt.cli.foretelling",
+    "goodput": "tieredckpt.cli.accounting",
+    "simulate": "tieredckpt.cli.simulating",
     "inspect": "tieredckpt.cli.inspecting",
     "verify": "tieredckpt.cli.verifying",
     "export": "tieredckpt.cli.exporting",
