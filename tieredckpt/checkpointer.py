@@ -515,6 +515,7 @@ class Checkpointer:
         with self._recorded.restoring() as told:
             told.step = self._restore_any(state, step)
             if told.step >= 0 and self.last_restore is not None:
+                told.mode = self.last_restore.mode
                 told.bytes_by_tier = dict(self.last_restore.bytes_by_tier)
             return told.step
 

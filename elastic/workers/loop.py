@@ -231,6 +231,8 @@ class _Rank(Generic[T]):
                 self._losses.meet(place.restarts)
                 self._worlds += 1
                 self._hydrating.enter(world)
+                if world.hydration is not None:
+                    self._record.given()
                 value = self._train(world)
             well = True
             self._returned(world, value)

@@ -103,6 +103,11 @@ class Recording:
         self._reach()
         self._at = ev.LOADER
 
+    def given(self) -> None:
+        """What survivors of the last world had was asked for, and saved."""
+        self._at = ev.HYDRATE
+        self.grouped()
+
     def _begin(self, place: Assignment, *, supervised: bool, now: float) -> None:
         began = now if self._launched is None else self._launched
         self._ledger.write(ev.Began(began, self._job, node=self._node, local_rank=self._local_rank))
