@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Value = str | bytes
 
 _open: set[RootlessStore] = set()
-"""Process groups keep only the C++ half of a store that is written in Python, which answers nothing without the other."""
+"""Process groups keep only the C++ half of a store that is written in Python; alone it answers nothing."""
 
 
 class RootlessStore(dist.Store):
@@ -64,10 +64,10 @@ class RootlessStore(dist.Store):
             client.set_timeout(timedelta(seconds=within_s))
             return client.get(key)
 
-        return self._when_there(key, ask, self.timeout)
+        return self._when_there(key, ask, self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        until = time.monotonic() + (timeout or self.timeout).total_seconds()
+        until = time.monotonic() + (timeout or self._timeout).total_seconds()
         for key in keys:
 
             def ask(client: dist.TCPStore, within_s: float, key: str = key) -> None:
@@ -92,7 +92,10 @@ class RootlessStore(dist.Store):
         return bytes(found)
 
     def append(self, key: str, value: Value) -> None:
-        self._everywhere(key, lambda client: client.append(key, value))  # type: ignore[arg-type]
+        def tell(client: Any) -> None:
+            client.append(key, value)
+
+        self._everywhere(key, tell)
 
     def delete_key(self, key: str) -> bool:
         return self._at_first(key, lambda client: client.delete_key(key), lambda _: True)
@@ -120,7 +123,7 @@ class RootlessStore(dist.Store):
     def has_extended_api(self) -> bool:
         return True
 
-    def queue_push(self, key: str, value: str) -> None:
+    def queue_push(self, key: str, value: Value) -> None:
         self._at_first(key, lambda client: client.queue_push(key, value), lambda _: False)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:  # noqa: FBT002 - torch's own signature
@@ -130,7 +133,7 @@ class RootlessStore(dist.Store):
 
         if not block:
             return self._at_first(key, lambda client: client.queue_pop(key, False), lambda _: False)
-        return self._when_there(key, ask, self.timeout, most=1)
+        return self._when_there(key, ask, self._timeout, most=1)
 
     def queue_len(self, key: str) -> int:
         return self._at_first(key, lambda client: client.queue_len(key), lambda _: False)
@@ -164,6 +167,12 @@ class RootlessStore(dist.Store):
         _open.discard(self)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _timeout(self) -> timedelta:
+        """As ``set_timeout`` left it, also one that came through a prefix in C++."""
+        known: Any = super()
+        return known.timeout
 
     def _check_open(self) -> None:
         if self._over:

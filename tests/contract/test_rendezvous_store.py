@@ -145,10 +145,10 @@ def test_a_wait_ends_when_the_last_key_is_there(connect):
 
 def test_a_wait_in_vain_ends_in_time(connect):
     one = connect()
-    with pytest.raises(RuntimeError, match="(?i)timeout"):
+    with pytest.raises(RuntimeError, match=r"(?i)timeout"):
         one.wait(["never"], _SOON)
     one.set_timeout(_SOON)
-    with pytest.raises(RuntimeError, match="(?i)timeout"):
+    with pytest.raises(RuntimeError, match=r"(?i)timeout"):
         one.get("never")
     one.set("there", "1")
     one.wait(["there"], _SOON)
