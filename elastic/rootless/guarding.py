@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-_LOOK_S = 0.5
+_LOOK_S = 0.2
 
 
 class Guard:
@@ -24,11 +24,14 @@ class Guard:
 
     @contextlib.contextmanager
     def over(self, within_s: float, end: Callable[[], object]) -> Iterator[None]:
-        """Have ``end`` called when the block takes longer; by another thread, and once."""
+        """Have ``end`` called when the block takes longer: by another thread, again and again until it is left.
+
+        Once is not enough: a client that is being connected connects anew.
+        """
         number = next(self._numbers)
         with self._changed:
             self._calls[number] = (time.monotonic() + within_s, end)
-            if self._thread is None and not self._closed:
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="elastic-guard", daemon=True)
                 self._thread.start()
             elif self._idle:
@@ -39,24 +42,31 @@ class Guard:
             with self._changed:
                 self._calls.pop(number, None)
 
+    def hurry(self) -> None:
+        """No call may take any longer."""
+        with self._changed:
+            self._calls = {number: (0.0, end) for number, (_, end) in self._calls.items()}
+            self._changed.notify_all()
+
     def close(self) -> None:
-        """Calls that still run are ended by nobody any more."""
+        """Calls that still run are looked after until they are through."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
+            is_busy = bool(self._calls)
+        if self._thread is not None and self._thread is not threading.current_thread() and not is_busy:
             self._thread.join()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._idle = not self._calls
-                self._changed.wait(None if self._idle else _LOOK_S)
+                self._idle = not self._calls and not self._closed
+                if not self._closed or self._calls:
+                    self._changed.wait(None if self._idle else _LOOK_S)
                 self._idle = False
-                if self._closed:
+                if self._closed and not self._calls:
                     return
                 now = time.monotonic()
-                late = [number for number, (until, _) in self._calls.items() if until <= now]
-                ends = [self._calls.pop(number)[1] for number in late]
+                ends = [end for until, end in self._calls.values() if until <= now]
             for end in ends:
                 end()

@@ -20,6 +20,8 @@ from peerstore.transport.addresses import split_address
 
 log = logging.getLogger(__name__)
 
+_TRY = timedelta(seconds=2)
+
 T = TypeVar("T")
 Cut = Callable[[str, int], int]
 """Ends this process's connections to ``host, port``; returns how many."""
@@ -69,24 +71,27 @@ class Holder:
         """It did not answer a moment ago."""
         return self.state is State.MUTE and time.monotonic() < self._mute_until
 
-    def call(self, work: Callable[[dist.TCPStore], T], *, within_s: float = 0.0) -> T:
+    def call(self, work: Callable[[dist.TCPStore], T], *, within_s: float = 0.0, again: bool = True) -> T:
         """What ``work`` returns or raises; :class:`NoAnswerError` where it cannot be known.
 
-        ``within_s`` is how long the server may wait before it answers.
+        ``within_s`` is how long the server may wait before it answers; ``again`` is whether it may be asked twice,
+        where a connection breaks that had lain idle.
         """
-        client = self._client()
+        client, is_fresh = self._client()
+        limit_s = within_s + self._patience.answer_s
+        until = time.monotonic() + limit_s
         try:
-            with self._guard.over(within_s + self._patience.answer_s, self.cut):
+            with self._guard.over(limit_s, self.cut):
                 result = work(client)
         except dist.DistNetworkError as error:
-            if not self._closed:
-                self._lost(str(error))
-            raise NoAnswerError(f"{self.address} {self.state.value}") from error
+            self._lost(str(error), late=time.monotonic() >= until)
+            if again and not is_fresh and self.state is State.ANSWERS:
+                return self.call(work, within_s=within_s, again=False)
+            raise NoAnswerError(f"the connection to {self.address} broke") from error
         except dist.DistStoreError:  # the wait was in vain, and that was the answer
             self._keep(client)
             raise
         self._keep(client)
-        self.state = State.ANSWERS
         return result
 
     def cut(self) -> int:
@@ -103,37 +108,44 @@ class Holder:
             self._closed = True
             self._free.clear()
 
-    def _client(self) -> dist.TCPStore:
+    def _client(self) -> tuple[dist.TCPStore, bool]:
+        """A connection that nobody uses, and whether it is a new one."""
         with self._lock:
             if self._free:
-                return self._free.pop()
-        if self._closed:
-            raise NoAnswerError(f"the connections to {self.address} were ended")
-        if self.state is State.GONE:
-            raise NoAnswerError(f"{self.address} {self.state.value}")
-        self._knock()
-        self.connected = True
-        look = timedelta(seconds=self._patience.connect_s)
-        try:
-            with self._guard.over(self._patience.connect_s, self.cut):
-                return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=look)
-        except dist.DistError as error:
-            if not self._closed:
-                self._lost(str(error))
-            raise NoAnswerError(f"{self.address} {self.state.value}") from error
+                return self._free.pop(), False
+        until = time.monotonic() + self._patience.connect_s
+        while not self._closed and self.state is not State.GONE:
+            self._knock()
+            self.connected = True
+            try:
+                with self._guard.over(self._patience.connect_s, self.cut):
+                    client = self._connected()
+                self.state = State.ANSWERS
+                if not self._closed:  # else it was not there yet when all others were cut
+                    return client, True
+            except dist.DistError as error:
+                if time.monotonic() > until:
+                    self._is_mute(str(error))
+                    break
+        raise NoAnswerError(f"the store on {self.address} {self.state.value}")
+
+    def _connected(self) -> dist.TCPStore:
+        return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=_TRY)
 
     def _keep(self, client: dist.TCPStore) -> None:
         with self._lock:
             if not self._closed:
                 self._free.append(client)
 
-    def _lost(self, why: str) -> None:
-        """A connection broke: the others will have, too."""
+    def _lost(self, why: str, *, late: bool) -> None:
+        """A connection broke. Whether the server is there is seen by a new one; the idle ones are no better."""
         with self._lock:
             self._free.clear()
-        with contextlib.suppress(NoAnswerError):
-            self._knock()
+        if late:
             self._is_mute(why)
+        elif not self._closed:
+            with contextlib.suppress(NoAnswerError):
+                self._keep(self._client()[0])
 
     def _knock(self) -> None:
         """A ``TCPStore`` that is made tries for long to reach a server that is gone; this sees it at once."""

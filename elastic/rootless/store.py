@@ -95,7 +95,7 @@ class RootlessStore(dist.Store):
         def tell(client: Any) -> None:
             client.append(key, value)
 
-        self._everywhere(key, tell)
+        self._everywhere(key, tell, again=False)
 
     def delete_key(self, key: str) -> bool:
         return self._at_first(key, lambda client: client.delete_key(key), lambda _: True)
@@ -156,7 +156,9 @@ class RootlessStore(dist.Store):
     def cut(self) -> int:
         """From any thread: whoever waits gets an error, and nobody waits again. Returns how many connections ended."""
         self._over = self._over or "it was cut: its world is over"
-        return sum(holder.end() for holder in self._holders)
+        ended = sum(holder.end() for holder in self._holders)
+        self._guard.hurry()
+        return ended
 
     def close(self) -> None:
         """Idempotent. Who still waits is not kept from it: :meth:`cut` is for that."""
@@ -189,19 +191,19 @@ class RootlessStore(dist.Store):
             raise dist.DistNetworkError(f"what held {key!r} is gone: {where}")
         return living
 
-    def _tried(self, holder: Holder, work: Callable[[dist.TCPStore], T]) -> tuple[T] | None:
+    def _tried(self, holder: Holder, work: Callable[[dist.TCPStore], T], *, again: bool = True) -> tuple[T] | None:
         """What came of it, unless it did not answer."""
         try:
-            return (holder.call(work),)
+            return (holder.call(work, again=again),)
         except NoAnswerError:
             self._check_open()
             return None
 
-    def _everywhere(self, key: str, work: Callable[[dist.TCPStore], object]) -> None:
+    def _everywhere(self, key: str, work: Callable[[dist.TCPStore], object], *, again: bool = True) -> None:
         """At all holders; one is enough."""
         living = self._living(key)
         awake = [holder for holder in living if not holder.is_resting] or living
-        took = [self._tried(holder, work) for holder in awake]
+        took = [self._tried(holder, work, again=again) for holder in awake]
         if not any(took):
             self._living(key)
             raise dist.DistNetworkError(f"no holder of {key!r} answers: {_states(living)}")
@@ -217,7 +219,7 @@ class RootlessStore(dist.Store):
         while True:
             first, *others = self._living(key)
             try:
-                result = first.call(work)
+                result = first.call(work, again=False)
                 break
             except NoAnswerError as error:
                 self._check_open()
@@ -227,7 +229,7 @@ class RootlessStore(dist.Store):
                     ) from error
         if mirrored(result):
             for holder in others:
-                self._tried(holder, mirror or work)
+                self._tried(holder, mirror or work, again=mirror is not None)
         return result
 
     def _is_there(self, key: str) -> bool:

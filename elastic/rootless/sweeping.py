@@ -49,8 +49,10 @@ class Sweep:
 
     def end(self) -> None:
         """What it has not done by now is done after the next meeting."""
-        self._holder.end()
-        self.join(_END_S)
+        if not self.join(0):
+            self._holder.end()
+            self._guard.hurry()
+            self.join(_END_S)
         self._guard.close()
 
     def _run(self) -> None:
