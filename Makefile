@@ -6,7 +6,7 @@ BIN := .tox/py/bin
 .PHONY: help test check demo bench docs soak test-system clean
 
 help:
-	@echo "make demo         train, kill, restore, drain: the whole story in two minutes"
+	@echo "make demo         kill a rank, lose a node, shrink, grow, drain: the whole story in two minutes"
 	@echo "make test         all tests that need nothing but pip"
 	@echo "make check        lint, types, import layers"
 	@echo "make bench        measure everything in docs/benchmarks.md again"
@@ -28,10 +28,10 @@ test: $(TOX)
 	$(TOX) -e py -- $(ARGS)
 
 soak: $(TOX)
-	$(TOX) -e py -- -m soak $(ARGS)
+	$(TOX) -e py -- -n 0 -m soak $(ARGS)
 
 test-system: $(TOX)
-	$(TOX) -e py -- -m system -rs $(ARGS)
+	$(TOX) -e py -- -n 0 -m system -rs $(ARGS)
 
 check: env
 	$(BIN)/ruff check .
@@ -40,7 +40,7 @@ check: env
 	$(BIN)/lint-imports
 
 demo: env
-	@OMP_NUM_THREADS=1 $(BIN)/tieredckpt demo $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/elastic demo $(ARGS)
 
 docs: env
 	@$(BIN)/python docs/build.py $(ARGS)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from benchmarks import (
     fixed_tree,
     hydrate,
     load,
+    meeting,
     memory,
     peer_memory,
     planning,
+    recovery,
     replicate,
     reshard,
     resize,
@@ -71,10 +74,11 @@ class Subject:
     resharded: bool = False
     """``--worlds`` says it."""
     starts_ranks: bool = False
-    """It is run by one process, which starts (and resizes) jobs itself: ``worlds`` are theirs."""
+    """It starts jobs itself, and is run by no rank: ``worlds`` are those of the jobs."""
 
 
 _ABC = ("A", "B", "C")
+_MEETINGS = tuple((0, ranks) for ranks in (2, 4, 8, 16, 32, 64))
 _RESIZED = ((2, 4), (4, 2))
 _SCENES = (
     Subject("P1", blocked.run, states=_ABC, each_rank_count=True, all_threads=True),
@@ -89,6 +93,17 @@ _SCENES = (
         "P7", drain.run_steps, "a training loop beside a drain to rclone's S3 server", servers=("rclone",), share=4
     ),
     Subject("P8", planning.run, each_rank_count=True),
+    *(
+        Subject(
+            "P9",
+            partial(recovery.run, fault=fault, model=model, device=device),
+            f"{model}, {fault}" + (", CUDA and NCCL" if device == "cuda" else ""),
+            share=share,
+            worlds=((0, recovery.RANKS),),
+            starts_ranks=True,
+        )
+        for fault, model, share, device in recovery.SCENES
+    ),
     Subject("P10", agent_start.run),
     Subject("P11", memory.run, states=("C",), each_rank_count=True, servers=("rclone",)),
     Subject("P11", peer_memory.replicate, "copies on another node", states=("C",), worlds=((0, 2),)),
@@ -103,6 +118,7 @@ _SCENES = (
     Subject("P12", fixed_tree.run, share=16, worlds=((0, 2), (0, 4))),
     Subject("P13", resize.run, share=16, worlds=_RESIZED, starts_ranks=True),
     Subject("P13", resize.run, share=2, worlds=_RESIZED, starts_ranks=True),
+    Subject("P14", meeting.run, worlds=_MEETINGS, starts_ranks=True),
 )
 
 
@@ -149,7 +165,8 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
         scene = dataclasses.replace(scene, **endpoints)
         if subject.prepare is not None:
             ranks.run(scene.writers, subject.prepare, scene)
-        rows = merge(ranks.run(1 if subject.starts_ranks else scene.ranks, subject.run, scene))
+        # Who starts jobs is this process: when it is told to end it ends them first.
+        rows = merge([subject.run(0, scene)] if subject.starts_ranks else ranks.run(scene.ranks, subject.run, scene))
     return {
         "subject": subject.name,
         "title": _title(subject, scene),
@@ -164,8 +181,11 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
 
 
 def _title(subject: Subject, scene: Scene) -> str:
+    if subject.starts_ranks and subject.worlds == _MEETINGS:
+        return f"{scene.ranks} ranks on {meeting.nodes_of(scene.ranks)} nodes"
     if subject.starts_ranks:
-        return f"{show_size(scene.size_bytes)}, {scene.writers} ranks become {scene.ranks}"
+        what = subject.title or f"{scene.writers} ranks become {scene.ranks}"
+        return f"{show_size(scene.size_bytes)}, {what}"
     return f"saved by {scene.writers}, loaded by {scene.ranks}" if subject.resharded else subject.title
 
 

@@ -15,9 +15,11 @@ from benchmarks import (
     fixed_tree,
     hydrate,
     load,
+    meeting,
     memory,
     peer_memory,
     planning,
+    recovery,
     replicate,
     reshard,
     resize,
@@ -158,6 +160,13 @@ def _p8(group: Group) -> Iterator[Verdict]:
         yield Verdict("P8", where, "planning and lease", median(group, planning.OURS) * 1e3, 20, False, "ms")
 
 
+def _p9(group: Group) -> Iterator[Verdict]:
+    for ours in (recovery.SPARE, recovery.OURS):
+        if row(group, ours) and row(group, recovery.AGAIN):
+            value = ratio(group, recovery.AGAIN, ours)
+            yield Verdict("P9", group["title"], f"{ours}: less than {recovery.AGAIN}", value, 10, True, "times")
+
+
 def _p10(group: Group) -> Iterator[Verdict]:
     yield Verdict("P10", "", "start", median(group, agent_start.START), 0.5, False, "s")
     yield Verdict("P10", "", "idle", median(group, agent_start.IDLE) / MiB, 60, False, "MiB")
@@ -198,7 +207,14 @@ def _p13(group: Group) -> Iterator[Verdict]:
         yield Verdict("P13", where, "read from storage", max(found["samples"]) / MiB, 0, False, "MiB")
 
 
+def _p14(group: Group) -> Iterator[Verdict]:
+    for names in ("{}", meeting.LAZY):
+        value = ratio(group, names.format(meeting.OURS), names.format(meeting.ONE))
+        what = f"{names.format(meeting.OURS)}, beside {meeting.ONE}"
+        yield Verdict("P14", group["title"], what, value, 1, False, "times")
+
+
 _JUDGES: dict[str, Callable[[Group], Iterator[Verdict]]] = {
-    "P1": _p1, "P2": _p2, "P3": _p3, "P4": _p4, "P5": _p5, "P6": _p6, "P7": _p7, "P8": _p8, "P10": _p10, "P11": _p11,
-    "P12": _p12, "P13": _p13,
+    "P1": _p1, "P2": _p2, "P3": _p3, "P4": _p4, "P5": _p5, "P6": _p6, "P7": _p7, "P8": _p8, "P9": _p9, "P10": _p10,
+    "P11": _p11, "P12": _p12, "P13": _p13, "P14": _p14,
 }  # fmt: skip

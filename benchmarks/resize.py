@@ -13,14 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.diary import Line
 from benchmarks.parameters import Scene
-from benchmarks.resize_jobs import Again, Agents, Elastic, Job, Line
+from benchmarks.resize_jobs import Again, Agents, Elastic, Resizable
 from benchmarks.rounds import Kind, byte_row
 
 OURS, AGENTS, AGAIN = "elastic run", "torchrun, agents come and go", "torchrun, stopped and started"
 STILL = "{}: without training"
 STORAGE = "elastic run: read from storage"
-_JOBS: dict[str, tuple[Kind, type[Job], str]] = {
+_JOBS: dict[str, tuple[Kind, type[Resizable], str]] = {
     OURS: ("ours", Elastic, "nodes that are not in the world wait, with torch imported; sealed with a copy elsewhere"),
     AGENTS: ("opponent", Agents, "last call 1 s, silent for 3 s is lost (defaults: 30 s and 15 s); its agent is there"),
     AGAIN: ("opponent", Again, "SIGTERM, then another torchrun with as many ranks as wanted"),
@@ -56,7 +57,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     return [*_rows(found), *_bytes(found[OURS])]
 
 
-def _once(name: str, kind: type[Job], scene: Scene, number: int) -> Resized:
+def _once(name: str, kind: type[Resizable], scene: Scene, number: int) -> Resized:
     folder = scene.folder / f"{kind.__name__.lower()}-{number}"
     folder.mkdir()
     try:

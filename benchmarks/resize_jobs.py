@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from benchmarks.sandbox import end_agent
+from benchmarks.jobs import LOOK_CLOSELY_S, PATIENCE_S, Job, free_port
 from elastic.control.link import ask
 from elastic.control.messages import Answer, Question, Status
 from elastic.control.messages import Resize as Asked
@@ -23,34 +14,21 @@ from elastic.errors import ControlLostError
 from peerstore.owners import started_at
 from peerstore.units import show_size
 
-Line = dict[str, Any]
-_ROOT = Path(__file__).parent.parent
 _TRAINER = "benchmarks.resize_trainer"
 _NODES = 4
 _PER_AGENT = 2
 """Ranks of an agent of torchrun."""
 _JOB = "resize"
-_PATIENCE_S = 120.0
-_LOOK_S, _LOOK_CLOSELY_S = 0.1, 0.01
-_STRANGE = ("ELASTIC_", "TIEREDCKPT_", "TORCHELASTIC_")
 
 
-class Job:
-    """The trainer's processes, and what they wrote."""
+class Resizable(Job):
+    """A job whose number of ranks can be changed."""
 
     way = "torchrun"
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._size_bytes = size_bytes
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._environ = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(_STRANGE)},
-            "PYTHONPATH": str(_ROOT),
-            "OMP_NUM_THREADS": "1",
-            # Else an agent that joins torchrun later waits for an address that the first one has told others already.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
         self.gone_at = 0.0
         """When the last process of the old world had ended, where processes end."""
 
@@ -73,58 +51,15 @@ class Job:
 
         self._until(done, f"{ranks} ranks do {steps} steps")
 
-    def lines(self) -> list[Line]:
-        found = []
-        for path in (self._folder / "diary").glob("*.jsonl"):
-            found += [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        return sorted(found, key=lambda line: float(line["at"]))
-
-    def close(self) -> None:
-        for one in self._started:
-            if one.poll() is None:
-                one.terminate()
-        for one in self._started:
-            try:
-                one.wait(10)
-            except subprocess.TimeoutExpired:
-                one.kill()
-                one.wait()
-        for pid in {line["pid"] for line in self.lines()}:
-            if started_at(pid) >= 0:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        for lock in self._folder.rglob("agent.lock"):
-            end_agent(lock.parent)
-
-    def _start(self, *words: str) -> subprocess.Popen[bytes]:
-        with (self._folder / f"output-{len(self._started)}").open("wb") as output:
-            one = subprocess.Popen(
-                [sys.executable, *words], cwd=self._folder, env=self._environ, stdout=output, stderr=subprocess.STDOUT
-            )
-        self._started.append(one)
-        return one
-
     def _arguments(self) -> tuple[str, ...]:
         return (self.way, str(self._folder), str(self._size_bytes))
 
-    def _until(self, ready: Callable[[], bool], what: str, every_s: float = _LOOK_S) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not ready():
-            if time.monotonic() > deadline:
-                logs = (*self._folder.glob("output-*"), *self._folder.glob("logs/*/*.log"))
-                said = "\n".join(path.read_text(errors="replace")[-3000:] for path in logs)
-                raise RuntimeError(f"it did not happen: {what}\n{said}")
-            time.sleep(every_s)
-
     def _until_gone(self, pids: set[int]) -> None:
-        self._until(lambda: all(started_at(pid) < 0 for pid in pids), "old processes end", _LOOK_CLOSELY_S)
+        self._until(lambda: all(started_at(pid) < 0 for pid in pids), "old processes end", LOOK_CLOSELY_S)
         self.gone_at = time.time()
 
-    def _pids(self) -> set[int]:
-        return {line["pid"] for line in self.lines()}
 
-
-class Elastic(Job):
+class Elastic(Resizable):
     """Four nodes of one rank each; the coordinator is asked as ``elastic resize`` asks it."""
 
     way = "elastic"
@@ -158,7 +93,7 @@ class Elastic(Job):
             return None
 
 
-class Agents(Job):
+class Agents(Resizable):
     """An agent of ``torchrun`` joins or leaves; whoever is there starts all its processes again."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
@@ -190,11 +125,11 @@ class Agents(Job):
         here = ("--rdzv-conf", conf, "--local-addr", "127.0.0.1", "--max-restarts", "3")
         nodes = ("--nnodes", "1:2", "--nproc-per-node", str(_PER_AGENT))
         self._start("-c", code, *nodes, *meeting, *here, "-m", _TRAINER, *self._arguments())
-        self._until(ready.exists, "torchrun has started", _LOOK_CLOSELY_S)
+        self._until(ready.exists, "torchrun has started", LOOK_CLOSELY_S)
         return ready.stat().st_mtime
 
 
-class Again(Job):
+class Again(Resizable):
     """What is done where nothing is elastic: the job is stopped, and started with another number of ranks."""
 
     def begin(self, ranks: int) -> None:
@@ -205,13 +140,7 @@ class Again(Job):
         before = self._pids()
         asked = time.time()
         self._started[-1].terminate()
-        self._started[-1].wait(_PATIENCE_S)
+        self._started[-1].wait(PATIENCE_S)
         self._until_gone(before)
         self.begin(ranks)
         return asked
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

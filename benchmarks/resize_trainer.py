@@ -5,11 +5,8 @@ Each rank appends what it has come to, and when, to a file of its own. Arguments
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.diary import Diary, began
 from elastic.control.plane import Assignment
 from elastic.reshard.checksum import checksum
 from elastic.workers.launched import launched_plane
@@ -35,16 +33,6 @@ _ADAM = 12
 """Bytes of state for each parameter: its own, and two moments."""
 _KEPT = 3
 _SEAL_S = 600.0
-
-
-class Diary:
-    """This rank's lines. All clocks of a machine are the same one."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
-
-    def write(self, what: str, **values: Any) -> None:
-        self._file.write(json.dumps({"what": what, "at": time.time(), "pid": os.getpid(), **values}) + "\n")
 
 
 class Training:
@@ -170,19 +158,11 @@ def _step_of(path: Path) -> int:
     return int(path.name)
 
 
-def began() -> float:
-    """When this process was started, as ``time.time`` counts."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    up_s = float(Path("/proc/uptime").read_text().split()[0])
-    return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
-
-
 WAYS: dict[str, Callable[[Path, int, Diary], None]] = {"elastic": elastic, "torchrun": restarted}
 
 
 def main(way: str, folder: str, size: str) -> None:
     torch.set_num_threads(1)
-    (Path(folder) / "diary").mkdir(exist_ok=True)
     diary = Diary(Path(folder) / "diary")
     diary.write("imported", began=began())
     WAYS[way](Path(folder), int(size), diary)

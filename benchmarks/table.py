@@ -25,10 +25,12 @@ SUBJECTS = {
     "P6": "A load by another number of ranks, from memory",
     "P7": "Draining to S3",
     "P8": "Planning in steady state",
+    "P9": "From a fault to the next step",
     "P10": "The node agent",
     "P11": "Memory beside state and slots",
     "P12": "Gradients whose bits no number of ranks changes",
     "P13": "Another number of ranks",
+    "P14": "Meeting again: from no group to the first all-reduce",
 }
 Cells = tuple[str, ...]
 

@@ -15,6 +15,8 @@
     ├── samples.WorkersLostError    processes that read samples died; nothing committed is affected
     ├── prepared.CacheFullError     no room for a prepared batch
     ├── prepared.PrepareError       what makes a batch raised, for this one
+    ├── NonFiniteLossError          a loss that no rank may use: the step is dropped by all of them
+    ├── UnhealthyError              this process is not fit for another world: it ends, and a new one takes its seat
     └── GaveUpError                 the job cannot go on; says after what, and how to resume
 
     WorldChanged (BaseException)    not an error: the world of this attempt has ended, the train function is left
@@ -46,6 +48,26 @@ class StaleEpochError(ElasticError):
 
 class DeadlineError(ElasticError):
     """The time given was not enough."""
+
+
+class NonFiniteLossError(ElasticError):
+    """A loss that no rank may use."""
+
+    def __init__(self, message: str, *, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
+        """Another attempt would end the same way."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _non_finite, (str(self), self.final)
+
+
+def _non_finite(message: str, final: bool) -> NonFiniteLossError:
+    return NonFiniteLossError(message, final=final)
+
+
+class UnhealthyError(ElasticError):
+    """This process is not fit for another world."""
 
 
 class GaveUpError(ElasticError):

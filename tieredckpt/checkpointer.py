@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor
 
 from peerstore.errors import PeerStoreError
@@ -39,12 +38,14 @@ from tieredckpt.errors import (
 )
 from tieredckpt.joining import join_others
 from tieredckpt.location import check_step, parse_location
+from tieredckpt.moments import make_moments
 from tieredckpt.node import Durability
 from tieredckpt.plain import plain_reader, plain_steps, plain_writer
 from tieredckpt.planned import PlannedSave
 from tieredckpt.preemption import Preemption
 from tieredckpt.quiet import collector_paused
 from tieredckpt.reader import RestoreReport, TieredReader
+from tieredckpt.recorded import Recorded
 from tieredckpt.saved import Saved, SaveState, StepInfo, show_durability, step_infos
 from tieredckpt.session import Session, Staged, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override
@@ -118,6 +119,7 @@ class Checkpointer:
             process_group = self._own_group = dist.new_group(backend="gloo", timeout=_PLAN_TIMEOUT)
         self._group = process_group
         self._archives = ObjectArchives()
+        self._recorded = Recorded()
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-seal")
         self._sealing: Future[ShardRecord] | None = None
         self._board: Board | None = None
@@ -184,6 +186,7 @@ class Checkpointer:
             if saved.state in (SaveState.SKIPPED, SaveState.FAILED) and self._skips is not None:
                 self._sealer.submit(self._left_out, step)
         self._last_saved = saved
+        self._recorded.saved(saved, time.perf_counter() - began)
         if self._preemption is not None and last:
             self._preemption.finish()
         if saved.error is not None and self._on_failure == "raise":
@@ -481,6 +484,13 @@ class Checkpointer:
         next older whole one is used; a tier that cannot be asked and nothing in the others is an error. After an error
         ``state`` may hold parts of what was being read: do not train on it.
         """
+        with self._recorded.restoring() as told:
+            told.step = self._restore_any(state, step)
+            if told.step >= 0 and self.last_restore is not None:
+                told.bytes_by_tier = dict(self.last_restore.bytes_by_tier)
+            return told.step
+
+    def _restore_any(self, state: State, step: int | None) -> int:
         if not self.settings.enabled:
             return self._restore_plain(state, step)
         self._join(restoring=True)
@@ -499,6 +509,7 @@ class Checkpointer:
             if not self._anything(reader, step):
                 return -1
             _make_moments(state, reader)
+            _tell_saved(state, reader)
             try:
                 self._dcp(dcp.load, state, storage_reader=reader)
             except CheckpointException as failure:
@@ -624,7 +635,20 @@ def _make_moments(state: State, reader: TieredReader) -> None:
         return  # the load that follows says so to all ranks
     for name in empty:
         if any(key.startswith(f"{name}.state.") for key in saved):
-            _init_optim_state(state[name])
+            make_moments(state[name])
+
+
+def _tell_saved(state: State, reader: TieredReader) -> None:
+    """A ``Stateful`` whose names depend on the ranks hears which of them the checkpoint has."""
+    asking = {name: value for name, value in state.items() if hasattr(value, "before_restore")}
+    if not asking:
+        return
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except TieredCheckpointError:
+        return  # the load that follows says so to all ranks
+    for name, value in asking.items():
+        value.before_restore([key.removeprefix(f"{name}.") for key in saved if key.startswith(f"{name}.")])
 
 
 def _some(names: Sequence[str]) -> str:

@@ -78,6 +78,12 @@ def close_sessions() -> None:
             session.close()
 
 
+def newest_sealed() -> int:
+    """The newest step that this process has sealed, whichever job's; -1 for none."""
+    with _sessions_lock:
+        return max((one.sealed_step for name, one in _sessions.items() if name[0] == os.getpid()), default=-1)
+
+
 def forget_worlds(*, fault: bool) -> None:
     """The ranks of this process have left the world they were in, and will be in another one.
 
@@ -132,6 +138,8 @@ class Session:
         """World size of the incarnation."""
         self.base: int | None = None
         """The step this incarnation was restored from."""
+        self.sealed_step = -1
+        """What this process sealed last."""
         self._began_from: Group | None = None
         self.committed: Group | None = None
         """The newest version this process knows to be whole."""
@@ -419,6 +427,7 @@ class Session:
             record = self.node.store.seal(staged.lease.id, total, encode_meta(meta))
         except PeerStoreError as error:
             raise SaveFailedError(f"{key} was not sealed: {error}") from error
+        self.sealed_step = key.version
         reach("seal.asked")
         return record
 

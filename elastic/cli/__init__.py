@@ -25,6 +25,7 @@ _COMMANDS = {
     "stop": "elastic.cli.asking:stop",
     "plan": "elastic.batch.command:plan",
     "reshard": "elastic.reshard.command:reshard",
+    "demo": "elastic.cli.showing:demo",
 }
 
 
@@ -64,6 +65,7 @@ def commands() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. Errors are one message; ``--debug`` shows where from."""
     screen = ElasticScreen("elastic")
+    screen.words = sys.argv[1:] if argv is None else list(argv)
     try:
         result = commands.main(
             args=None if argv is None else list(argv), prog_name="elastic", standalone_mode=False, obj=screen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from elastic.control.movement import HangLimits
 from elastic.errors import PolicyError
 from elastic.world import foreign
 from elastic.world.policy import ScalingPolicy
@@ -27,6 +29,23 @@ def node_range(text: str) -> tuple[int, int]:
     if not 1 <= least <= most:
         raise PolicyError(f"--nnodes {text!r}: MIN is at least 1 and at most MAX")
     return least, most
+
+
+def hang_limits(step: str, first: str) -> HangLimits:
+    """Seconds, ``auto`` or ``off``."""
+    return HangLimits(_limit("--hang-timeout", step), _limit("--first-step-timeout", first))
+
+
+def _limit(option: str, text: str) -> float | None:
+    if text == "auto":
+        return None
+    try:
+        seconds = 0.0 if text == "off" else float(text)
+    except ValueError:
+        seconds = -1.0
+    if not math.isfinite(seconds) or seconds < 0 or (seconds == 0 and text != "off"):
+        raise PolicyError(f"{option} {text!r}: write a number of seconds above 0, auto or off")
+    return seconds
 
 
 def policy_from(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:

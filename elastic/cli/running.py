@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -14,7 +15,7 @@ import click
 
 from elastic.cli.exits import Exit, exit_for
 from elastic.cli.options import pass_screen
-from elastic.cli.policies import policy_from
+from elastic.cli.policies import hang_limits, policy_from
 from elastic.cli.screen import ElasticScreen
 from elastic.control import settings as names
 from elastic.control.launching import Launcher
@@ -25,6 +26,7 @@ from elastic.rootless.placement import ROOTLESS
 from peerstore.cluster.nodes import node_id
 from peerstore.transport.addresses import is_any, join_address, local_address_for, outward_address, split_address
 from peerstore.transport.secret import read_secret
+from tieredckpt.ledger import LEDGER
 
 _GRACE_S = 30.0
 _LOCAL = "127.0.0.1:0"
@@ -51,7 +53,18 @@ def _elasticity(command: Any) -> Any:
                 "--resize-grace", type=float, metavar="S", help="Time to reach a common step and to seal. [600]"
             ),
             click.option("--max-restarts", type=int, metavar="N", help="Give up after so many faults."),
-            click.option("--hang-timeout", type=float, metavar="S", help="A fault when no rank gets on so long."),
+            click.option(
+                "--hang-timeout",
+                default="auto",
+                metavar="S|auto|off",
+                help="A fault when no rank gets on so long; auto: ten times the longest step, at least 600.",
+            ),
+            click.option(
+                "--first-step-timeout",
+                default="auto",
+                metavar="S|auto|off",
+                help="The same until a world's first step; auto: ten times the longest so far, 3600 at first.",
+            ),
             click.option(
                 "--store",
                 default="",
@@ -120,6 +133,7 @@ def run(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options:
     secret = read_secret(given) if given else None
     first = _node_names(options)[0]
     command, _ = _command(script, args, options), _policy(options)
+    logs = (options["log_dir"] or Path("elastic-logs") / place.job).absolute()
     with place.held("lock" if leads else f"{first}.lock"):
         record = Run(
             job=place.job,
@@ -129,10 +143,12 @@ def run(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options:
             spares=options["spares"],
             command=command,
             folder=str(Path.cwd()),
-            logs=str((options["log_dir"] or Path("elastic-logs") / place.job).absolute()),
+            logs=str(logs),
             grace_s=options["grace"],
+            ledger=str(names.ledger_directory(logs)),
         )
         place.address_file.unlink(missing_ok=True)
+        place.end_file.unlink(missing_ok=True)
         leader = _coordinator_task(place, record, options) if leads else None
         nodes = [_node_task(place, record, name, options) for name in _node_names(options)]
         return _launch(screen, place, record, nodes, leader)
@@ -185,7 +201,7 @@ def coordinator(screen: ElasticScreen, /, listen: str, job: str, secret: str, ve
         nproc=options["nproc"],
         fresh=False,
         store=_store(options["store"]),
-        hang_s=options["hang_timeout"],
+        hang=hang_limits(options["hang_timeout"], options["first_step_timeout"]),
     )
     over, reason = coordinate(task, read_secret(given))
     screen.note(f"{over.value}: {reason}")
@@ -213,13 +229,15 @@ def _launch(
         status = exit_for(error)
         raise
     finally:
+        words = place.last_words() if leader is not None else ""
         if leader is not None:
             place.remove()
         for task in nodes:
             (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
             _tidy(Path(task.directory))
     if status in (Exit.STOPPED, Exit.GAVE_UP):
-        screen.note("the same command resumes it from its newest whole step")
+        before = f"{words}; " if words else ""
+        screen.note(f"{before}the same command resumes it: {shlex.join(['elastic', *screen.words])}")
     return status
 
 
@@ -244,16 +262,18 @@ def _coordinator_task(place: RunPlace, record: Run, options: dict[str, Any]) -> 
         store=_store(options["store"]),
         address_file=str(place.address_file),
         epoch_file=str(place.epoch_file),
-        hang_s=options["hang_timeout"],
+        end_file=str(place.end_file),
+        hang=hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        ledger=record.ledger,
         verbose=options["verbose"],
     )
 
 
 def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any]) -> NodeTask:
     directory = place.node(name)
-    mine = {}
+    mine = {LEDGER: record.ledger} if record.ledger else {}
     if (options["simulate_nodes"] or 1) > 1:  # the peer tier is to see several nodes, too
-        mine = {"TIEREDCKPT_AGENT_DIRECTORY": str(directory / "agent"), "TIEREDCKPT_AGENT_NODE": name}
+        mine |= {"TIEREDCKPT_AGENT_DIRECTORY": str(directory / "agent"), "TIEREDCKPT_AGENT_NODE": name}
     return NodeTask(
         job=record.job,
         secret_file=record.secret_file,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 
 from rich.markup import escape
 
@@ -13,6 +14,9 @@ from tieredckpt.cli.screen import Screen
 
 
 class ElasticScreen(Screen):
+    words: Sequence[str] = ()
+    """Of the command line."""
+
     def ended_by(self, error: BaseException) -> Exit:
         """Report what ended the command; its exit code."""
         code, advice = exit_for(error), advice_for(error)

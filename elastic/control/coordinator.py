@@ -22,12 +22,14 @@ from elastic.control.desk import Desk, DeskSettings
 from elastic.control.link import COORDINATOR
 from elastic.control.messages import MAX_NODE_BYTES, Answer, NodeHears, NodeSays, Over, Question, Said
 from elastic.control.ordering import for_node, refusal
+from elastic.control.recording import Recorder
 from elastic.control.runs import write_private
 from peerstore.errors import PeerRefusedError, PeerStoreError, ProtocolError
 from peerstore.frames import decode
 from peerstore.transport.handshake import admit
 from peerstore.transport.seam import Channel
 from peerstore.transport.tcp import TcpTransport
+from tieredckpt.ledger import Ledger, NullLedger
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +52,19 @@ class Coordinator:
         fresh: bool = True,
         epoch_file: Path | None = None,
         farewell_s: float = 60.0,
+        ledger: Ledger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         floor = -1 if fresh else _epoch_in(epoch_file)
-        self.desk = Desk(settings, incarnation=secrets.token_hex(8), now=clock(), fresh=fresh, floor=floor)
+        self._recorder = Recorder(ledger or NullLedger(), settings.job, again=not fresh)
+        self.desk = Desk(
+            settings,
+            incarnation=secrets.token_hex(8),
+            now=clock(),
+            fresh=fresh,
+            floor=floor,
+            witness=self._recorder.saw,
+        )
         self._epoch_file, self._epoch = epoch_file, floor
         self._secret, self._clock, self._farewell_s = secret, clock, farewell_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -71,7 +82,9 @@ class Coordinator:
                 if not self._wires or self._clock() - over_at > self._farewell_s:
                     break
         self.close()
-        return self.desk.over or Over.STOPPED, self.desk.reason
+        over = self.desk.over or Over.STOPPED
+        self._recorder.ended(over, self.desk.reason)
+        return over, self.desk.reason
 
     def end(self) -> None:
         """Have ``run`` return at once, whatever becomes of the job; from any thread."""

@@ -7,7 +7,7 @@ is to hear. All of it is derived: a desk that is opened while the job runs hears
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,7 +26,8 @@ from elastic.control.messages import (
     Stop,
     Wish,
 )
-from elastic.control.movement import Movement
+from elastic.control.movement import HangLimits, Movement, Pace
+from elastic.control.wholeness import Wholeness
 from elastic.rootless.placement import ROOTLESS, members_of
 from elastic.world import actions as act
 from elastic.world import events as happen
@@ -36,6 +37,7 @@ from elastic.world.policy import ScalingPolicy
 
 log = logging.getLogger(__name__)
 replace = msgspec.structs.replace
+Witness = Callable[["Desk", World, happen.Event, Sequence[act.Action], float], None]
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,7 @@ class DeskSettings:
     """How long a supervisor whose connection has ended may take to come back."""
     gather_s: float = 5.0
     """How long a coordinator that starts again waits for other nodes, from the first one on that it hears of."""
-    hang_s: float | None = None
-    """How long no rank may get on."""
+    hang: HangLimits = field(default_factory=HangLimits)
 
 
 @dataclass
@@ -69,10 +70,23 @@ class Seen:
 
 
 class Desk:
-    """``floor`` is an epoch that no world may have any more, as far as is known from before."""
+    """``floor`` is an epoch that no world may have any more, as far as is known from before.
 
-    def __init__(self, settings: DeskSettings, *, incarnation: str, now: float, fresh: bool, floor: int = -1) -> None:
+    ``witness`` is told of every decision, with the world before it.
+    """
+
+    def __init__(
+        self,
+        settings: DeskSettings,
+        *,
+        incarnation: str,
+        now: float,
+        fresh: bool,
+        floor: int = -1,
+        witness: Witness | None = None,
+    ) -> None:
         self.settings = settings
+        self._witness = witness
         self.incarnation = incarnation
         self.world: World = begun(settings.policy, nproc=settings.nproc, now_s=now)
         self.floor = floor
@@ -91,7 +105,9 @@ class Desk:
         self._gather_by: float | None = None
         self._due: set[str] = set()
         self._numbers = 0
-        self.movement = Movement()
+        self.pace = Pace()
+        self.movement = Movement(pace=self.pace)
+        self.whole = Wholeness()
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
@@ -102,7 +118,7 @@ class Desk:
             return f"a newer supervisor runs as node {says.node}"
         before = seen.says if seen is not None and seen.says.life == says.life else None
         if seen is None or before is None:
-            seen = self.nodes[says.node] = Seen(says, now)
+            seen = self.nodes[says.node] = _begun_again(seen, says, now)
         seen.says, seen.heard_at, seen.connected = says, now, True
         if says.coordinator == self.incarnation:
             seen.commands = [command for command in seen.commands if command.number > says.done]
@@ -118,6 +134,8 @@ class Desk:
         self._keep_store(now)
         self._agree()
         self.movement.said(before, says, now)
+        if self.formed is not None:
+            self.whole.said(self.formed, self._said_in(self.formed))
         return ""
 
     def gone(self, node: str, life: int, now: float) -> None:
@@ -147,14 +165,14 @@ class Desk:
         events: list[happen.Event] = [
             self._lost(seen, now) for seen in self.nodes.values() if self._is_silent(seen, now)
         ]
-        if self.settings.hang_s is not None and self.formed is not None and self.world.phase is Phase.RUNNING:
+        if self.formed is not None and self.world.phase is Phase.RUNNING:
             reports = {node: seen.says for node, seen in self.nodes.items()}
-            events += self.movement.hangs(self.formed, reports, self.settings.hang_s, now)
+            events += self.movement.hangs(self.formed, reports, self.settings.hang, now)
         tick_s = self.world.tick_s
         if events or (tick_s is not None and tick_s <= now) or self._late(now):
             self._take([*events, happen.Tick()], now)
         self._keep_store(now)
-        for node in [node for node, seen in self.nodes.items() if self._is_forgotten(seen)]:
+        for node in [node for node, seen in self.nodes.items() if self._is_forgotten(seen, now)]:
             del self.nodes[node]
 
     # -- what follows -------------------------------------------------------------------------------------------------
@@ -164,14 +182,17 @@ class Desk:
         if not events or self.over is not None:
             return
         event = events[0] if len(events) == 1 else happen.Several(tuple(events))
-        self.world, actions = decide(self.world, event, self.settings.policy, now)
-        self._do(actions)
+        before = self.world
+        self.world, actions = decide(before, event, self.settings.policy, now)
+        self._do(actions, now)
+        if self._witness is not None:
+            self._witness(self, before, event, actions, now)
 
-    def _do(self, actions: Iterable[act.Action]) -> None:
+    def _do(self, actions: Iterable[act.Action], now: float) -> None:
         for action in actions:
             log.info("%s", action)
             if isinstance(action, act.Form):
-                self._form(action)
+                self._form(action, now)
             elif isinstance(action, act.Break):
                 self.broken, self.pause, self.target = action.reason, None, None
             elif isinstance(action, act.Pause):
@@ -189,23 +210,15 @@ class Desk:
             elif isinstance(action, act.Finish):
                 self.over, self.reason = Over.FINISHED, "all ranks have finished"
             elif isinstance(action, act.Stop):
-                self.over, self.reason = Over.STOPPED, action.reason + self._sealed()
+                self.over, self.reason = Over.STOPPED, f"{action.reason} ({self.whole})"
             else:
-                self.over, self.reason = Over.GAVE_UP, action.reason + self._sealed()
+                self.over, self.reason = Over.GAVE_UP, f"{action.reason} ({self.whole})"
             self._due.update(self.nodes)
 
-    def _sealed(self) -> str:
-        """What is known of the state that is left; whether it is whole is seen by who resumes."""
-        steps = [
-            progress.sealed for seen in self.nodes.values() for progress in seen.says.steps if progress is not None
-        ]
-        newest = max(steps, default=-1)
-        return f" (the newest step that a rank has sealed is {newest})" if newest >= 0 else ""
-
-    def _form(self, form: act.Form) -> None:
+    def _form(self, form: act.Form, now: float) -> None:
+        self.movement = Movement(now, self.pace)
         self.formed = self._met(Formed(form.epoch, form.nodes, form.restarts, form.reason))
         self.broken = self.pause = self.target = None
-        self.movement = Movement()
         self.wanted = 0
 
     def _count_spares(self, seen: Seen) -> None:
@@ -297,9 +310,9 @@ class Desk:
         wait_until_s = self.world.wait_until_s or now + self.settings.policy.scaling_timeout_s
         self.world = replace(self.world, epoch=epoch, wait_until_s=wait_until_s, tick_s=now)
 
-    def _is_forgotten(self, seen: Seen) -> bool:
+    def _is_forgotten(self, seen: Seen, now: float) -> bool:
         """It is gone, and not expected back."""
-        return not seen.connected and seen.says.node not in self.world.members
+        return not seen.connected and seen.says.node not in self.world.members and not _is_to_leave(seen, now)
 
     def _is_silent(self, seen: Seen, now: float) -> bool:
         if seen.says.node not in self.world.members:
@@ -365,7 +378,8 @@ class Desk:
         reports = [happened.remembered(one) for one in says]
         self.formed = newest
         self.world, actions = rebuilt(reports, policy, nproc=self.settings.nproc, now_s=now)
-        self._do(actions)
+        self.movement = Movement(now, self.pace)
+        self._do(actions, now)
         self._surpass(self.floor, now)
         inside = [] if newest is None else [one for one in says if self._epoch_of(one) == newest.epoch]
         self._resume_pause([one.pausing for one in inside if one.pausing is not None], now)
@@ -407,3 +421,16 @@ class Desk:
             return []
         due, self._due = sorted(self._due & self.nodes.keys()), set()
         return due
+
+
+def _begun_again(before: Seen | None, says: NodeSays, now: float) -> Seen:
+    """A life's first report. A node that was asked back and was lost before it left is asked back still."""
+    seen = Seen(says, now)
+    if before is not None and _is_to_leave(before, now):
+        seen.leave_by, seen.leave_reason = before.leave_by, before.leave_reason
+    return seen
+
+
+def _is_to_leave(seen: Seen, now: float) -> bool:
+    """It was asked back, and has not said goodbye."""
+    return seen.leave_by is not None and now < seen.leave_by and not seen.says.goodbye

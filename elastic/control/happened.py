@@ -39,7 +39,7 @@ def between(before: NodeSays | None, says: NodeSays, now: float) -> Iterator[Eve
             yield RankLost(node, life, says.births, lost.local_rank, lost.reason)
     if new or before is None or before.faults != says.faults:
         for fault in says.faults:
-            yield RankFault(node, life, epoch, fault.local_rank, fault.reason)
+            yield RankFault(node, life, epoch, fault.local_rank, fault.reason, fault.final)
     if says.ready and (new or before is None or not before.ready or _stock(before) != _stock(says)):
         yield NodeReady(node, life, says.births, epoch, says.spares)
     if says.goodbye:

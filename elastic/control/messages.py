@@ -59,6 +59,8 @@ class RankSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     paused: int | None = None
     sealed: int | None = None
     fault: str | None = None
+    final: bool = False
+    """The fault is one that another attempt does not mend."""
     progress: Progress | None = None
     requests: tuple[Request, ...] = ()
 
@@ -91,6 +93,10 @@ class Lost(msgspec.Struct, frozen=True):
 
     local_rank: int
     reason: str
+    final: bool = False
+    """Another attempt would end the same way."""
+    at: float | None = None
+    """When its process ended, by its node's clock on the wall."""
 
 
 class Pausing(msgspec.Struct, frozen=True):
@@ -148,6 +154,8 @@ class NodeSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="nod
     """Of ranks that live."""
     steps: tuple[Progress | None, ...] = ()
     """Of every seat."""
+    quiet_s: tuple[float, ...] = ()
+    """The same: since when nothing was heard of its process."""
     requests: tuple[Request, ...] = ()
     leaving_s: float | None = None
     """It was asked back, and has so long."""

@@ -1,39 +1,127 @@
-"""Whether the ranks of a world get on. Pure: the time is given."""
+"""Whether the ranks of a world get on, and who it is that does not. Pure: the time is given."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
 
 from elastic.control.messages import Formed, NodeSays
-from elastic.world.events import Hang
+from elastic.world.events import Hang, RankLost
+
+_TIMES = 10.0
+_LEAST_S = 600.0
+_FIRST_S = 3600.0
+_QUIET_S = 5.0
+"""A process that has said nothing for so long, while nobody gets on, is who to look at first: it says something every
+second from a thread of its own, unless it is stopped or something in it keeps the interpreter's lock."""
+
+
+class Pace(msgspec.Struct):
+    """The longest that a job's ranks have taken so far, in any of its worlds."""
+
+    step_s: float = 0.0
+    """From one step to the next."""
+    first_s: float = 0.0
+    """From a world's beginning to its first step."""
+
+
+class HangLimits(msgspec.Struct, frozen=True):
+    """How long no rank may get on. What is not given follows from what the job has taken so far."""
+
+    step_s: float | None = None
+    """Between two steps; 0: for ever. Not given: ten times the longest so far, ten minutes at least."""
+    first_s: float | None = None
+    """From a world's beginning to its first step, which restores and compiles; 0: for ever. Not given: ten times the
+    longest so far, ten minutes at least, and an hour while there has been no first step."""
+    silent_s: float = 60.0
+    """The same where a process does not even run a thread that has nothing to do."""
+
+    def limit_s(self, pace: Pace, *, stepped: bool) -> float:
+        given, seen_s = (self.step_s, pace.step_s) if stepped else (self.first_s, pace.first_s)
+        if given is not None:
+            return given or float("inf")
+        return max(_LEAST_S, _TIMES * seen_s) if stepped or seen_s else _FIRST_S
+
+    def silent_limit_s(self, pace: Pace) -> float:
+        if self.step_s == 0:
+            return float("inf")
+        return min(self.silent_s, self.step_s) if self.step_s is not None else max(self.silent_s, 2 * pace.step_s)
+
+
+class _Place(NamedTuple):
+    """A rank, as its node says it is."""
+
+    step: int
+    node: str
+    local_rank: int
+    quiet_s: float
+    free: bool
 
 
 class Movement:
-    """Of one world; it counts from the first step that one of its ranks completes, however long that takes."""
+    """Of one world, from when it was formed. ``pace`` is the job's."""
 
-    def __init__(self) -> None:
-        self._moved_at: float | None = None
+    def __init__(self, began_at: float | None = None, pace: Pace | None = None) -> None:
+        self._moved_at = began_at
+        self._stepped = self._told = False
+        self._pace = Pace() if pace is None else pace
 
     def said(self, before: NodeSays | None, says: NodeSays, now: float) -> None:
         """A node's two latest reports."""
-        if before is not None and _steps(before) != _steps(says):
-            self._moved_at = now
+        if before is None or not any(new > old for old, new in zip(_steps(before), _steps(says), strict=False)):
+            return
+        took_s = 0.0 if self._moved_at is None else now - self._moved_at
+        if self._stepped:
+            self._pace.step_s = max(self._pace.step_s, took_s)
+        else:
+            self._pace.first_s = max(self._pace.first_s, took_s)
+        self._moved_at, self._stepped = now, True
 
-    def hangs(self, formed: Formed, reports: Mapping[str, NodeSays], limit_s: float, now: float) -> list[Hang]:
-        """That nobody gets on, once; and whose rank is behind all others, where it is one."""
-        if self._moved_at is None or now - self._moved_at <= limit_s:
+    def hangs(
+        self, formed: Formed, reports: Mapping[str, NodeSays], limits: HangLimits, now: float
+    ) -> list[Hang | RankLost]:
+        """That nobody gets on, once; and whose processes are to be replaced for it, where that is known."""
+        if self._moved_at is None or self._told:
             return []
-        self._moved_at = None
-        places = [
-            (step, node, local_rank)
-            for node in formed.places
-            if node in reports
-            for local_rank, step in enumerate(_steps(reports[node]))
+        still_s, silent_limit_s = now - self._moved_at, limits.silent_limit_s(self._pace)
+        places = list(_places(formed, reports))
+        is_silent = still_s > silent_limit_s and any(place.quiet_s > silent_limit_s for place in places)
+        is_late = still_s > limits.limit_s(self._pace, stepped=self._stepped) and not any(one.free for one in places)
+        if not is_silent and not is_late:
+            return []
+        self._told = True
+        quiet = [place for place in places if place.quiet_s > min(_QUIET_S, silent_limit_s)]
+        blamed = quiet or _behind(places)
+        what = f"no rank has got on for {still_s:.0f} s"
+        if not blamed:
+            return [Hang(formed.epoch, what)]
+        if quiet:
+            what += ", and its process does not answer (it is stopped, or something in it does not let Python run)"
+        first, *others = blamed
+        lost = [
+            RankLost(one.node, reports[one.node].life, reports[one.node].births, one.local_rank, what) for one in others
         ]
-        least = min((step for step, _, _ in places), default=-1)
-        behind = [(node, local_rank) for step, node, local_rank in places if step == least]
-        node, local_rank = behind[0] if len(behind) == 1 else ("", -1)
-        return [Hang(formed.epoch, f"no rank has got on for {limit_s:g} s", node, local_rank)]
+        return [Hang(formed.epoch, what, first.node, first.local_rank), *lost]
+
+
+def _places(formed: Formed, reports: Mapping[str, NodeSays]) -> Iterator[_Place]:
+    for node in formed.places:
+        says = reports.get(node)
+        if says is None or says.formed is None or says.formed.epoch != formed.epoch:
+            continue
+        for local_rank, progress in enumerate(says.steps):
+            quiet_s = says.quiet_s[local_rank] if local_rank < len(says.quiet_s) else 0.0
+            step, free = (-1, False) if progress is None else (progress.step, progress.free)
+            yield _Place(step, node, local_rank, quiet_s, free)
+
+
+def _behind(places: list[_Place]) -> list[_Place]:
+    """Who is behind all others, where it is one: those who wait for it have come further, or as far as it."""
+    least = min((place.step for place in places), default=-1)
+    behind = [place for place in places if place.step == least]
+    return behind if len(behind) == 1 < len(places) else []
 
 
 def _steps(says: NodeSays) -> list[int]:

@@ -7,9 +7,10 @@ import logging
 import os
 import signal
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-from peerstore.client import connect
+from peerstore.client import Client, connect
 from peerstore.errors import PeerStoreError
 from peerstore.launch import connect_or_launch
 from peerstore.owners import started_at
@@ -22,11 +23,16 @@ log = logging.getLogger(__name__)
 
 
 class NodeAgent:
-    """An agent that answers already is left alone. One that was started here outlives the supervisor that is killed."""
+    """An agent that answers already is used. One that was started here outlives the supervisor that is killed.
+
+    While this is open, a connection tells the agent that it is needed: a node that waits outside the world has nobody
+    else who does, and an agent that nobody needs leaves after a while.
+    """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self._mine: AgentPlace | None = None
+        self._needing: Client | None = None
 
     def start(self) -> None:
         """Training goes on without: the first rank tries again, and says what is wrong."""
@@ -36,11 +42,12 @@ class NodeAgent:
                 return
             place = AgentPlace(settings.agent_directory)
             try:
-                connect(place.socket).close()
+                self._needing = Client(partial(connect, place.socket), retry_s=0.0)
                 return
             except PeerStoreError:
                 pass
-            connect_or_launch(place, agent_command(settings), environ=_importable(self._environ)).close()
+            launch = partial(connect_or_launch, place, agent_command(settings), environ=_importable(self._environ))
+            self._needing = Client(launch, retry_s=0.0)
             self._mine = place
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.warning("the node agent was not started: %s", error)
@@ -53,6 +60,13 @@ class NodeAgent:
                 if started_at(pid) >= 0:
                     os.kill(pid, signal.SIGTERM)
             self._mine = None
+        self.close()
+
+    def close(self) -> None:
+        """Whoever else needs the agent says so."""
+        needing, self._needing = self._needing, None
+        if needing is not None:
+            needing.close()
 
     @property
     def stays(self) -> Path | None:

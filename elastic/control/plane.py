@@ -69,6 +69,8 @@ class Progress(msgspec.Struct, frozen=True):
     """Steps completed."""
     sealed: int = -1
     """Newest step known to be sealed by this rank, or -1."""
+    free: bool = False
+    """It is in no step, and not about to begin one: how long that takes says nothing."""
 
 
 class ControlPlane(Protocol):
@@ -112,8 +114,11 @@ class ControlPlane(Protocol):
     def progress(self, progress: Progress) -> None:
         """Where this rank is; costs a write to memory, is passed on with the next heartbeat."""
 
-    def fault(self, reason: str) -> None:
-        """Something went wrong in this rank (an exception, a loss that is not finite): the world is broken."""
+    def fault(self, reason: str, *, final: bool = False) -> None:
+        """Something went wrong in this rank (an exception, a loss that is not finite): the world is broken.
+
+        ``final``: another attempt would end the same way, so there is to be none.
+        """
 
     def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
         """Ask for a change: by the script, or because this process was told (a signal) that its machine goes away.

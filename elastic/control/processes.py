@@ -116,6 +116,6 @@ def told(status: int) -> str:
     if status >= 0:
         return f"it ended with status {status}"
     try:
-        return f"it was ended by {signal.Signals(-status).name}"
+        return f"it was killed by signal {-status} ({signal.Signals(-status).name})"
     except ValueError:
-        return f"it was ended by signal {-status}"
+        return f"it was killed by signal {-status}"

@@ -37,6 +37,7 @@ class Run(msgspec.Struct, frozen=True):
     """Where the command is run."""
     logs: str
     grace_s: float
+    ledger: str = ""
 
 
 class RunPlace:
@@ -50,6 +51,8 @@ class RunPlace:
         self.secret_file = self.directory / "secret"
         self.address_file = self.directory / "address"
         self.epoch_file = self.directory / "epoch"
+        self.end_file = self.directory / "end"
+        """The job's last words, once there are some."""
 
     def node(self, name: str) -> Path:
         """A node's directory; its socket must not have too long a name for the kernel."""
@@ -93,8 +96,14 @@ class RunPlace:
     def write(self, run: Run) -> None:
         write_private(self.file, msgspec.json.encode(run))
 
+    def last_words(self) -> str:
+        """How the job ended, where it did not just finish."""
+        with contextlib.suppress(OSError):
+            return self.end_file.read_text()
+        return ""
+
     def remove(self) -> None:
-        for path in (self.file, self.secret_file, self.address_file, self.epoch_file):
+        for path in (self.file, self.secret_file, self.address_file, self.epoch_file, self.end_file):
             path.unlink(missing_ok=True)
 
     def read(self) -> Run:

@@ -57,14 +57,21 @@ class Process:
     given: int = -1
     """The newest world it was given a place in: that one, once the store is there."""
     says: RankSays | None = None
+    heard_at: float | None = None
     ended: str | None = None
     """Why it is no more."""
+    ended_at: float | None = None
+    """When, by the clock on the wall, where that is known."""
     requested: int = 0
 
     @property
     def is_ready(self) -> bool:
         says = self.says
         return self.ended is None and says is not None and says.stand is Stand.READY and says.epoch == self.placed
+
+    def quiet_s(self, now: float) -> float:
+        """Since when nothing was heard of it, where it was to say something."""
+        return 0.0 if self.heard_at is None or self.ended is not None else max(0.0, now - self.heard_at)
 
     def said_in(self, epoch: int) -> RankSays | None:
         """What it says, where that is about this world."""
@@ -125,26 +132,26 @@ class Seats:
             self._seat(seat)
         self._refill()
 
-    def ended(self, token: str, reason: str) -> None:
+    def ended(self, token: str, reason: str, at: float | None = None) -> None:
         """A process is no more, whether or not it was to."""
         process = self.processes.get(token)
         if process is None or process.ended is not None:
             return
         was_warm = process.is_ready
-        process.ended = reason
+        process.ended, process.ended_at = reason, at
         if process.seat is None:
             del self.processes[token]
             self.wasted_spares += not was_warm
             self._refill()
 
-    def hung_up(self, token: str) -> None:
+    def hung_up(self, token: str, at: float | None = None) -> None:
         """A rank closed its connection, and its process may still be there."""
         process = self.processes.get(token)
         if process is None or process.ended is not None or self.over is not None:
             return
         if not self.excuses(process):
             self.effects.append(End(token))
-            self.ended(token, "it closed its connection before it had finished")
+            self.ended(token, "it closed its connection before it had finished", at)
 
     def excuses(self, process: Process) -> bool:
         stopping = self.pausing is not None and self.pausing.stop
@@ -161,7 +168,7 @@ class Seats:
         process = self.processes.get(token)
         if process is None or process.ended is not None:
             return
-        process.says = says
+        process.says, process.heard_at = says, now
         for request in says.requests:
             if request.number > process.requested:
                 process.requested = request.number

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.errors import ControlLostError, PolicyError
+from tieredckpt.ledger import LEDGER
 
 SOCKET = "ELASTIC_SOCKET"
 TOKEN = "ELASTIC_TOKEN"  # noqa: S105 - the name of a variable
@@ -40,6 +41,11 @@ def run_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """Where the run files of this user's jobs are: ``$ELASTIC_RUN_DIRECTORY``, or on the machine's shared memory."""
     named = environ.get(RUN_DIRECTORY)
     return Path(named) if named else Path("/dev/shm") / f"elastic-{os.getuid()}"  # noqa: S108
+
+
+def ledger_directory(logs: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where what happens to a job is written down: ``$TIEREDCKPT_LEDGER``, or beside what its ranks print."""
+    return Path(environ.get(LEDGER, "") or logs / "ledger").absolute()
 
 
 def secret_in(environ: Mapping[str, str] = os.environ) -> str:

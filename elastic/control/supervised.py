@@ -23,6 +23,8 @@ from peerstore.errors import PeerStoreError
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.5
+_BEAT_S = 1.0
+"""So often it says something, also where there is nothing new: that it can."""
 _HEARD_S = 30.0
 
 
@@ -38,6 +40,7 @@ class SupervisorPlane:
         self._sending = threading.Lock()
         self._says = RankSays(0, Stand.INSIDE)
         self._progress: Progress | None = None
+        self._said_at = 0.0
         self._sent = 0
         """Number of the newest message that went out."""
         self._hears = RankHears()
@@ -65,6 +68,7 @@ class SupervisorPlane:
     def ready(self, *, timeout_s: float | None = None) -> Assignment:
         with self._changed:
             self._left = True
+            self._progress = None
             self._say(stand=Stand.READY)
             until = _until(timeout_s)
             while True:
@@ -75,10 +79,10 @@ class SupervisorPlane:
                 self._epoch = place.epoch
                 if not self._is_broken:
                     self._left = False
-                    self._say(stand=Stand.INSIDE, epoch=place.epoch, paused=None, sealed=None, fault=None)
+                    self._say(stand=Stand.INSIDE, epoch=place.epoch, **_NEW)
                     return place
                 # It broke before this rank was in it.
-                self._say(stand=Stand.READY, epoch=place.epoch, paused=None, sealed=None, fault=None)
+                self._say(stand=Stand.READY, epoch=place.epoch, **_NEW)
 
     def notice(self) -> Notice | None:
         if self._left:
@@ -108,16 +112,17 @@ class SupervisorPlane:
         with self._changed:
             self._check_epoch()
             self._tell(timeout_s, sealed=step)
-            self._check_epoch()
+            if self._hears.over not in (Over.STOPPED, Over.DISMISSED):  # which may follow from this before it is heard
+                self._check_epoch()
 
     def progress(self, progress: Progress) -> None:
         self._progress = progress
 
-    def fault(self, reason: str) -> None:
+    def fault(self, reason: str, *, final: bool = False) -> None:
         with self._changed:
             if self._left or self._overtaken() is not None:
                 raise StaleEpochError(f"epoch {self._epoch} is of the past: {reason!r} was not heard")
-            self._tell(None, fault=reason)
+            self._tell(None, fault=reason, final=final)
 
     def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
         """``RESIZE`` without ``nodes`` and with a deadline: this rank's machine is asked back."""
@@ -154,6 +159,7 @@ class SupervisorPlane:
 
     def _say(self, **changes: object) -> None:
         self._sent += 1
+        self._said_at = time.monotonic()
         self._says = msgspec.structs.replace(self._says, number=self._sent, progress=self._progress, **changes)
         if self._lost:
             return
@@ -225,14 +231,10 @@ class SupervisorPlane:
     # -- the plane's own thread ---------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        told = None
         try:
             while True:
                 if not select.select([self._sock], [], [], _PROGRESS_S)[0]:
-                    if self._progress is not told:
-                        told = self._progress
-                        with self._changed:
-                            self._say()
+                    self._beat()
                     continue
                 hears = frames.receive(self._sock, RankHears, limit_bytes=MAX_RANK_BYTES)
                 if hears is None:
@@ -241,6 +243,11 @@ class SupervisorPlane:
         except (OSError, ValueError, PeerStoreError, ControlLostError) as error:
             with self._changed:
                 self._lose(str(error))
+
+    def _beat(self) -> None:
+        if self._progress is not self._says.progress or time.monotonic() - self._said_at >= _BEAT_S:
+            with self._changed:
+                self._say()
 
     def _take(self, hears: RankHears) -> None:
         with self._changed:
@@ -269,6 +276,10 @@ class SupervisorPlane:
     def _lose(self, why: str) -> None:
         self._lost = self._lost or why or "it ended"
         self._changed.notify_all()
+
+
+_NEW: dict[str, object] = {"paused": None, "sealed": None, "fault": None, "final": False}
+"""What was said in a world that is left."""
 
 
 def _until(timeout_s: float | None) -> float | None:

@@ -21,6 +21,7 @@ from elastic.control import settings as names
 from elastic.control import tidings
 from elastic.control.door import Door, Line
 from elastic.control.keeping import StoreKeeper
+from elastic.control.kills import Kills
 from elastic.control.link import Link
 from elastic.control.messages import NodeHears, NodeSays, Over, RankHears, RankSays
 from elastic.control.processes import Printed, Running, told
@@ -93,6 +94,7 @@ class Supervisor:
         self._alone_since: float | None = None
         self._fading_since: float | None = None
         self._last_life = 0
+        self._kills = Kills()
         private_directory(settings.directory)
         post = self._post
         self._store = StoreKeeper(settings.host, lambda address: post(partial(self._keeps, address)), spawn=spawn)
@@ -216,7 +218,7 @@ class Supervisor:
 
         def ended(status: int) -> None:
             printed.close()
-            self._post(partial(self._ended, start.token, status, printed.path))
+            self._post(partial(self._ended, start.token, status, printed.path, time.time()))
 
         try:
             self._running[start.token] = self._spawn(
@@ -266,14 +268,15 @@ class Supervisor:
         if self._lines.get(token) is line:
             del self._lines[token]
             self._told.pop(token, None)
-        self._timers.append((self._clock() + _REASON_S, partial(self.seats.hung_up, token)))
+        self._timers.append((self._clock() + _REASON_S, partial(self.seats.hung_up, token, time.time())))
 
-    def _ended(self, token: str, status: int, path: Path) -> None:
+    def _ended(self, token: str, status: int, path: Path, at: float) -> None:
         del self._running[token]
         process = self.seats.processes.get(token)
         if process is not None and process.says is None and self.seats.over is None:
             log.warning("%s never asked for a place: does the script call elastic.run?", path.stem)
-        self.seats.ended(token, f"{told(status)} (see {path})")
+        memory = self._kills.since_asked() if status == -signal.SIGKILL else ""
+        self.seats.ended(token, f"{told(status)}{', ' if memory else ''}{memory} (see {path})", at)
 
     def _ordered(self, orders: NodeHears) -> None:
         self._alone_since, self.seats.cut_off = None, False

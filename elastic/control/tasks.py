@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.control.messages import Over
+from elastic.control.movement import HangLimits
 from elastic.control.runs import write_private
 from elastic.world.policy import ScalingPolicy
 from peerstore.transport.secret import read_secret
@@ -39,10 +40,14 @@ class CoordinatorTask(msgspec.Struct, frozen=True, tag="coordinator"):
     """Where it writes under which address it can be reached."""
     epoch_file: str = ""
     """Where it notes the newest world's number, which is all it could not always learn again."""
+    end_file: str = ""
+    """Where it writes how the job ended, where somebody else is to say that."""
     dead_after_s: float = 10.0
     return_s: float = 2.0
     gather_s: float = 5.0
-    hang_s: float | None = None
+    hang: HangLimits = HangLimits()
+    ledger: str = ""
+    """Where it writes down what happens; "" where the environment says so, or nowhere."""
     verbose: int = 0
 
 
@@ -84,9 +89,12 @@ def main(text: str) -> int:
     logging.basicConfig(level=_LEVELS[min(task.verbose, 2)], format="elastic: %(message)s", stream=sys.stderr)
     secret = read_secret(Path(task.secret_file))
     over, reason = coordinate(task, secret) if isinstance(task, CoordinatorTask) else supervise(task, secret)
-    is_said = isinstance(task, NodeTask) and task.beside and over is not Over.REFUSED
-    if over not in (Over.FINISHED, Over.DISMISSED) and not is_said:
-        log.warning("%s", reason if reason.startswith(over.value) else f"{over.value}: {reason}")
+    if over not in (Over.FINISHED, Over.DISMISSED):
+        words = reason if reason.startswith(over.value) else f"{over.value}: {reason}"
+        if isinstance(task, CoordinatorTask) and task.end_file:
+            write_private(Path(task.end_file), words.encode())
+        elif isinstance(task, CoordinatorTask) or not task.beside or over is Over.REFUSED:
+            log.warning("%s", words)
     return STATUS[over]
 
 
@@ -94,12 +102,17 @@ def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
     """Be a job's coordinator until the job is over, or SIGTERM."""
     from elastic.control.coordinator import Coordinator
     from elastic.control.desk import DeskSettings
+    from elastic.control.recording import WHO
+    from tieredckpt.ledger import LedgerWriter, ledger_from_environ
 
     settings = DeskSettings(
-        task.job, task.policy, task.nproc, task.store, task.dead_after_s, task.return_s, task.gather_s, task.hang_s
+        task.job, task.policy, task.nproc, task.store, task.dead_after_s, task.return_s, task.gather_s, task.hang
     )
     epoch_file = Path(task.epoch_file) if task.epoch_file else None
-    coordinator = Coordinator(settings, secret, listen=task.listen, fresh=task.fresh, epoch_file=epoch_file)
+    ledger = LedgerWriter(task.ledger, name=WHO) if task.ledger else ledger_from_environ()
+    coordinator = Coordinator(
+        settings, secret, listen=task.listen, fresh=task.fresh, epoch_file=epoch_file, ledger=ledger
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: coordinator.end())
     log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)

@@ -267,11 +267,13 @@ class MemorySeat:
     def progress(self, progress: Progress) -> None:
         self.last_progress = progress
 
-    def fault(self, reason: str) -> None:
+    def fault(self, reason: str, *, final: bool = False) -> None:
         with self._plane._changed:
             if not self.is_alive or self._is_out:
                 raise StaleEpochError(f"epoch {self.epoch} is of the past: {reason!r} was not heard")
             self.faults.append(reason)
+            if final:
+                self._plane.gave_up = f"gave up: rank {self.rank}: {reason}"
             self._plane._break(f"rank {self.rank}: {reason}")
 
     def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:

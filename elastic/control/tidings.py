@@ -85,16 +85,17 @@ def for_coordinator(seats: Seats, now: float) -> NodeSays:
             if seats.pausing is not None and (one is None or _is_behind(one, agreed=seats.target is not None))
         ),
         lost=tuple(
-            Lost(process.seat or 0, process.ended)
+            Lost(process.seat or 0, process.ended, at=process.ended_at)
             for process in seated
             if process.ended is not None and not seats.excuses(process)
         ),
         faults=tuple(
-            Lost(process.seat or 0, fault)
+            Lost(process.seat or 0, fault, final=one.final)
             for process, one in zip(seated, said, strict=True)
             if one is not None and (fault := _fault(one, broken=seats.broken is not None)) is not None
         ),
         steps=tuple(process.says.progress if process.says is not None else None for process in seated),
+        quiet_s=tuple(process.quiet_s(now) for process in seated),
         requests=tuple(request for _, request in seats.requests),
         leaving_s=None if seats.leave_by is None else max(0.0, seats.leave_by - now),
         leaving=seats.leaving,
@@ -137,6 +138,7 @@ def lasting_for_coordinator(says: NodeSays) -> NodeSays:
         says,
         number=0,
         steps=(),
+        quiet_s=(),
         leaving_s=None if says.leaving_s is None else 0.0,
         pausing=None if says.pausing is None else replace(says.pausing, within_s=0.0),
     )

@@ -20,7 +20,8 @@ from peerstore.transport.addresses import split_address
 
 log = logging.getLogger(__name__)
 
-_TRY = timedelta(seconds=2)
+_TRY = timedelta(seconds=10)
+"""A client that is made asks the name service for the server's name, and gives up when that took longer than this."""
 
 T = TypeVar("T")
 Cut = Callable[[str, int], int]
@@ -35,7 +36,7 @@ class Patience:
     """A wait is at one holder of its key; so long, then at the next one, and round again."""
     answer_s: float = 20.0
     """What needs no waiting takes no longer, on any network and under any load that a job survives."""
-    connect_s: float = 10.0
+    connect_s: float = 30.0
     again_s: float = 10.0
     """One that did not answer is left alone so long where there is another one to ask."""
 

@@ -78,14 +78,25 @@ class Groups:
 
     def abort(self) -> None:
         """From any thread: whoever hangs in a collective of this epoch, or on its way in, gets an error."""
+        self.abort_groups()
+        self.cut_connections()
+
+    def abort_groups(self) -> None:
+        """As far as their backends can: NCCL's."""
         with self._lock:
-            if not self._open:
-                return
-            for group in list(c10d._world.pg_map):
-                with contextlib.suppress(RuntimeError):  # of a backend that cannot: it is cut below
+            for group in list(c10d._world.pg_map) if self._open else ():
+                with contextlib.suppress(RuntimeError):  # of a backend that cannot: it is cut
                     group.abort()
-            cut = cut_gloo() + (self._spread.cut() if self._spread is not None else cut_store(*self._address))
-            log.info("epoch %d was aborted, %d connections cut", self._assignment.epoch, cut)
+
+    def cut_connections(self) -> None:
+        """Of gloo's groups, and to the store."""
+        with self._lock:
+            if self._open:
+                cut = cut_gloo() + self._cut_store()
+                log.info("epoch %d was aborted, %d connections cut", self._assignment.epoch, cut)
+
+    def _cut_store(self) -> int:
+        return cut_store(*self._address) if self._spread is None else self._spread.cut()
 
     def leave(self, *, broken: bool) -> None:
         """Forget the groups. In a broken world nobody is waited for."""
@@ -119,7 +130,10 @@ class NoGroups:
     def enter(self) -> None:
         pass
 
-    def abort(self) -> None:
+    def abort_groups(self) -> None:
+        pass
+
+    def cut_connections(self) -> None:
         pass
 
     def leave(self, *, broken: bool) -> None:

@@ -9,18 +9,21 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic.control.plane import Assignment, ControlPlane, Dismissed, Notice, Want
-from elastic.errors import ElasticError, GaveUpError, WorldChanged
+from elastic.errors import ElasticError, GaveUpError, NonFiniteLossError, UnhealthyError, WorldChanged
 from elastic.workers.blame import may_be_a_consequence
-from elastic.workers.forgetting import forget_world
+from elastic.workers.forgetting import forget_world, only_what_worlds_made
 from elastic.workers.gate import Gate
 from elastic.workers.groups import Groups, NoGroups, address_of, groups_of
+from elastic.workers.health import DeviceHealth, Health
+from elastic.workers.losses import Losses, NonFinite
+from elastic.workers.recording import Recording, recording
 from elastic.workers.watching import Watch, signals_to, usual_wishes
 from elastic.workers.world import World
 from tieredckpt.preemption import left_to_others
@@ -29,6 +32,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Train = Callable[[World], T]
+Warm = Callable[[], Any]
 
 
 class End(enum.Enum):
@@ -75,46 +79,73 @@ class Policy:
     """How long an error that could come of the loss of another rank waits for word of one."""
     grace_s: float = 25.0
     """What SIGTERM leaves."""
+    nonfinite: NonFinite = "fault"
+    """What becomes of a loss that ``world.check`` finds not to be finite. ``"fault"``: all ranks try the step again,
+    and the job gives up after so many attempts; ``"skip"``: it is left out by all of them then; ``"ignore"``: nothing.
+    """
+    nonfinite_tries: int = 2
+    """Attempts at one step."""
+    nonfinite_skips: int = 10
+    """Steps that may be left out; with one more the job gives up."""
+    health: Health = field(default_factory=DeviceHealth)
+    """Called between two worlds; where it raises, this process ends and another one takes its seat."""
+    abort: tuple[Literal["groups", "connections"] | Callable[[], Any], ...] = ("groups", "connections")
+    """What is done, in this order and from a thread of its own, when a world breaks while this rank may hang in it.
+    A function closes or wakes what the script itself waits for, before, between or after the two."""
 
 
 @overload
 def recoverable(train: Train[T]) -> Callable[[], Ended[T]]: ...
 @overload
 def recoverable(
-    *, plane: ControlPlane | None = None, policy: Policy | None = None
+    *, plane: ControlPlane | None = None, policy: Policy | None = None, warm: Warm | None = None
 ) -> Callable[[Train[T]], Callable[[], Ended[T]]]: ...
 
 
 def recoverable(
-    train: Train[T] | None = None, *, plane: ControlPlane | None = None, policy: Policy | None = None
+    train: Train[T] | None = None,
+    *,
+    plane: ControlPlane | None = None,
+    policy: Policy | None = None,
+    warm: Warm | None = None,
 ) -> Any:
     """The decorated function runs as :func:`run` runs it: called without arguments, it is entered with every world."""
 
     def decorate(inner: Train[T]) -> Callable[[], Ended[T]]:
         @functools.wraps(inner)
         def call() -> Ended[T]:
-            return run(inner, plane=plane, policy=policy)
+            return run(inner, plane=plane, policy=policy, warm=warm)
 
         return call
 
     return decorate if train is None else decorate(train)
 
 
-def run(train: Train[T], *, plane: ControlPlane | None = None, policy: Policy | None = None) -> Ended[T]:
+def run(
+    train: Train[T], *, plane: ControlPlane | None = None, policy: Policy | None = None, warm: Warm | None = None
+) -> Ended[T]:
     """Call ``train`` with every world this process has a place in, until it returns.
 
     ``plane`` is who runs the job; by default the one that started this process: ``elastic run``, ``torchrun``, or
     nobody. Faults of other ranks, resizes and (``policy.on_error``) its own exceptions end one call of ``train`` and
     begin the next; what the process has imported, compiled and cached stays. Raises
     :class:`~elastic.errors.GaveUpError` when there is no further world, from the last exception of ``train``.
+
+    ``warm`` is called once, before this process asks for a place, in no process group: what it imports, compiles or
+    maps is there when a spare takes the place of a rank that was lost.
     """
     if plane is None:
         from elastic.workers.launched import launched_plane
 
         plane = launched_plane()
     try:
-        with left_to_others():
-            return _Rank(train, plane, policy or Policy()).run()
+        with left_to_others(), recording() as record:
+            if warm is not None:
+                warm()
+            with only_what_worlds_made():
+                ended = _Rank(train, plane, policy or Policy(), record).run()
+            record.ended(ended.how.value)
+            return ended
     finally:
         plane.close()
 
@@ -122,14 +153,16 @@ def run(train: Train[T], *, plane: ControlPlane | None = None, policy: Policy | 
 class _Rank(Generic[T]):
     """One process's way through the worlds."""
 
-    def __init__(self, train: Train[T], plane: ControlPlane, policy: Policy) -> None:
+    def __init__(self, train: Train[T], plane: ControlPlane, policy: Policy, record: Recording) -> None:
         self._train = train
+        self._record = record
         self._plane = plane
         self._policy = policy
         self._groups: Groups | NoGroups | None = None
         self._worlds = 0
         self._steps = 0
         self._last_error: BaseException | None = None
+        self._losses = Losses(policy.nonfinite, policy.nonfinite_tries, policy.nonfinite_skips)
         self._finished: list[T] = []
         """What the train function returned, once it has and that was heard."""
 
@@ -138,17 +171,20 @@ class _Rank(Generic[T]):
         try:
             with signals_to(watch, usual_wishes(self._policy.grace_s)):
                 while True:
+                    self._record.waits()
                     try:
                         place = self._plane.ready()
                     except Dismissed:
                         return self._ended(End.DISMISSED)
                     except GaveUpError as error:
                         raise error from self._last_error
+                    self._record.placed(place)
                     world = self._one_world(watch, place)
                     if self._finished:
                         return self._ended(End.FINISHED)
                     if world.ended is not None and world.ended.want is Want.STOP and world.is_sealed:
                         return self._ended(End.STOPPED)
+                    self._examine()
         finally:
             watch.close()
 
@@ -156,32 +192,52 @@ class _Rank(Generic[T]):
         return Ended(how, self._finished[0] if self._finished else None, self._steps, self._worlds)
 
     def _abort(self, notice: Notice) -> None:
+        self._record.knows()
         groups = self._groups
         if groups is not None:
             log.warning("epoch %d is broken: %s", notice.epoch, notice.reason)
-            groups.abort()
+            ours = {"groups": groups.abort_groups, "connections": groups.cut_connections}
+            for step in self._policy.abort:
+                try:
+                    (ours[step] if isinstance(step, str) else step)()
+                except Exception as error:  # what comes after it is done all the same
+                    log.error("%s failed when the world was aborted", step, exc_info=error)
+
+    def _examine(self) -> None:
+        """A process that is not fit for another world ends: it is better to start a new one than to find out later."""
+        try:
+            self._policy.health()
+        except UnhealthyError:
+            raise
+        except Exception as error:
+            raise UnhealthyError(f"this process is not fit for another world: {error}") from error
 
     def _one_world(self, watch: Watch, place: Assignment) -> World:
         gate = Gate(self._plane, place.epoch)
-        world = World(place, self._plane, gate)
+        world = World(place, self._plane, gate, record=self._record, losses=self._losses)
         self._groups = groups = groups_of(place, self._policy.backend, self._policy.timeout)
         well = False
         watch.follow(gate)
         try:
             with _environment(place), _current(world):
                 groups.enter()
+                self._record.grouped()
+                self._losses.meet(place.restarts)
                 self._worlds += 1
                 value = self._train(world)
             well = True
             self._returned(world, value)
         except WorldChanged as change:
             well = world.ended is not None
+            if not well:
+                self._record.knows()
             log.info("epoch %d has ended: %s", place.epoch, change)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - a user's callback; torch derives the latter from BaseException
             well = self._failed(world, gate, error)
             traceback.clear_frames(error.__traceback__)  # else what they hold, a model say, stays beside the next one
         finally:
             self._steps = max(self._steps, world.completed)
+            world.left()
             watch.follow(None)
             gate.close()
             groups.leave(broken=not well)
@@ -205,6 +261,7 @@ class _Rank(Generic[T]):
         if world.ended is not None:
             log.warning("on the way out of epoch %d: %s: %s", world.epoch, type(error).__name__, error)
             return True
+        self._record.knows()
         patience_s = self._policy.settle_s if may_be_a_consequence(error) else 0.0
         if gate.wait_broken(patience_s):
             log.info("epoch %d is broken (%s): %s", world.epoch, gate.why_broken, error)
@@ -212,7 +269,8 @@ class _Rank(Generic[T]):
         self._last_error = error
         log.error("epoch %d, rank %d: the train function failed", world.epoch, world.rank, exc_info=error)
         try:
-            self._plane.fault(f"{type(error).__name__}: {error}")
+            final = isinstance(error, NonFiniteLossError) and error.final
+            self._plane.fault(f"{type(error).__name__}: {error}", final=final)
         except ElasticError as unheard:
             log.warning("the fault was not heard: %s", unheard)
         if self._policy.on_error == "raise":

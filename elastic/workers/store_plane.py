@@ -103,7 +103,8 @@ class StorePlane:
     def progress(self, progress: Progress) -> None:
         pass  # nobody to tell: whoever runs the job looks at the processes
 
-    def fault(self, reason: str) -> None:
+    def fault(self, reason: str, *, final: bool = False) -> None:
+        """Whoever started these processes counts how often it does, and knows no fault that is final."""
         self._check()
         self._tell(_Event(Want.RESTART, f"rank {self._place.rank}: {reason}"))
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from elastic.control.plane import Assignment, ControlPlane, Notice, Progress, Want
 from elastic.errors import ElasticError, PolicyError, WorldChanged
+from elastic.workers.finalizers import Call, Finalizers
 from elastic.workers.gate import Gate, Way
+from elastic.workers.losses import Losses
+from elastic.workers.recording import Recording, recording
 from tieredckpt.errors import TieredCheckpointError
 
 if TYPE_CHECKING:
@@ -39,10 +44,21 @@ class World:
                 ckpt.save(state, step)
     """
 
-    def __init__(self, assignment: Assignment, plane: ControlPlane, gate: Gate) -> None:
+    def __init__(
+        self,
+        assignment: Assignment,
+        plane: ControlPlane,
+        gate: Gate,
+        *,
+        record: Recording | None = None,
+        losses: Losses | None = None,
+    ) -> None:
         self._place = assignment
+        self._record = record or recording()
         self._plane = plane
         self._gate = gate
+        self._losses = losses or Losses("fault", 1, 0)
+        self._finalizers = Finalizers()
         self._calls = 0
         self.completed = 0
         """Steps completed, as far as :meth:`steps` was told."""
@@ -138,12 +154,48 @@ class World:
             if way is Way.LEAVE:
                 raise WorldChanged(self._gate.why_broken)
             if total is not None and self.completed >= total:
+                self._say(free=True)
                 return
             if way is Way.STOP:
                 self._stop(seal)
+            self._record.begins(self.completed)
             yield self.completed
+            self._record.stepped(self.completed)
             self.completed += 1
-            self._plane.progress(Progress(self.completed))
+            self._say()
+
+    def _say(self, *, free: bool = False) -> None:
+        self._plane.progress(Progress(self.completed, newest_sealed(), free))
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """In this block, an evaluation say, no rank is expected to get on: however long it takes, it does not hang."""
+        self._say(free=True)
+        try:
+            yield
+        finally:
+            self._say()
+
+    def check(self, loss: float | torch.Tensor, *, step: int | None = None) -> bool:
+        """Whether the gradients of this step may be used; asked after ``backward`` and before the optimizer steps.
+
+        A loss that is not finite is what :class:`elastic.workers.loop.Policy` makes of it: a fault, by which all ranks
+        drop the step and try it again, and in the end the job's, or a step that all ranks leave out: then all of them
+        get False, and go on to the next step. ``step`` is the one of :meth:`steps`, where it is not given. The loss is
+        read from its device, which takes as long as the device does.
+        """
+        return self._losses.check(self.completed if step is None else step, loss)
+
+    def on_leave(self, call: Call) -> Call:
+        """Have ``call`` called when this world is left, whichever way; what was added last is called first.
+
+        The process groups are still there, and may be broken.
+        """
+        return self._finalizers.add(call)
+
+    def left(self) -> None:
+        """The train function has been left: what it wanted to be called is."""
+        self._finalizers.run()
 
     def event_detected(self) -> bool:
         """Called once a step by all ranks: whether to save and leave, with the same answer for all of them.
@@ -152,15 +204,28 @@ class World:
         """
         if self.ended is not None:
             return True
+        if self._calls > 0:
+            self._record.stepped(self._record.next_step + self._calls - 1)
         way = self._gate.enter(self._calls)
         if way is Way.LEAVE:
             raise WorldChanged(self._gate.why_broken)
         if way is Way.ON:
+            self._record.begins(self._record.next_step + self._calls)
             self._calls += 1
             return False
+        self._record.stops()
         self.completed = self._calls
         self.ended = self._notice()
         return True
+
+    def report(
+        self, *, loss: SupportsFloat | None = None, tokens: int | None = None, samples: int | None = None
+    ) -> None:
+        """What is to be known of the step that runs, in the run's ledger. Tokens and samples are those of all ranks.
+
+        Only the first rank's words count; on all others, and where there is no ledger, ``loss`` is not even looked at.
+        """
+        self._record.reports(loss, tokens, samples)
 
     @property
     def seconds_left(self) -> float | None:
@@ -169,6 +234,7 @@ class World:
         return None if notice is None else notice.deadline_s
 
     def _stop(self, seal: Seal | None) -> None:
+        self._record.stops()
         notice = self._notice()
         try:
             if self.completed > 0 and seal is not None:
@@ -187,6 +253,7 @@ class World:
         try:
             self._plane.sealed(self.completed)
             self.is_sealed = True
+            self._record.sealed()
         except ElasticError as error:  # what comes next is the same
             log.warning("it was not heard that the state after %d steps is sealed: %s", self.completed, error)
 
@@ -203,6 +270,12 @@ class World:
             )
 
         return seal
+
+
+def newest_sealed() -> int:
+    """The newest step that this process has sealed, in any job; -1 for none."""
+    session: Any = sys.modules.get("tieredckpt.session")
+    return -1 if session is None else session.newest_sealed()
 
 
 def fitted(size: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -97,6 +97,8 @@ class RankFault(_Event, frozen=True):
     epoch: int
     local_rank: int
     reason: str
+    final: bool = False
+    """Another attempt would end the same way."""
 
 
 class Hang(_Event, frozen=True):

@@ -156,8 +156,12 @@ def _rank_fault(turn: Turn, event: RankFault) -> None:
     member = turn.known(event.node, event.life)
     if member is None or not member.placed or event.epoch != turn.world.epoch:
         return
-    if not (member.sealed and (turn.world.stopping or member.leaving)):
-        turn.fault(f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}", event.node)
+    if member.sealed and (turn.world.stopping or member.leaving):
+        return
+    what = f"rank {event.local_rank} of {event.node} reported a fault: {event.reason}"
+    turn.fault(what, "" if event.final else event.node)
+    if event.final and not turn.world.phase.over:
+        turn.give_up(f"gave up, as another attempt would end the same way: {what}")
 
 
 def _hang(turn: Turn, event: Hang) -> None:

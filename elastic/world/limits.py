@@ -41,6 +41,7 @@ BOUNDS: Mapping[str, Bound] = {
     "faulty_scale_down_timeout_s": _SECONDS,
     "scale_up_snooze_s": _SECONDS,
     "restart_timeout_s": Bound(whole=False, lowest=1),
+    "leave_timeout_s": Bound(whole=False, lowest=1),
     "startup_timeout_s": Bound(whole=False, lowest=0, optional=True),
     "eval_period_s": Bound(whole=False, lowest=1),
     "num_restart_before_full_job_restart": Bound(whole=True, lowest=0, optional=True),

@@ -35,6 +35,9 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How long a world that a fault has made smaller does not grow."""
     restart_timeout_s: float = 300.0
     """How long the ranks of a node may take to be ready; then they are started anew, and the next time given up."""
+    leave_timeout_s: float = 60.0
+    """How long a process that lives may take to leave a broken world; then another one is started in its place. No
+    longer than ``restart_timeout_s``, which is what the new one has."""
     startup_timeout_s: float | None = None
     """How long the first world may take to begin."""
 
@@ -58,6 +61,10 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def wanted(self) -> int:
         """The size to begin with."""
         return self.replicas or self.max_replicas
+
+    @property
+    def leave_s(self) -> float:
+        return min(self.leave_timeout_s, self.restart_timeout_s)
 
     def allows(self, size: int) -> bool:
         return self.at_most(size) == size

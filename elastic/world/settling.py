@@ -33,7 +33,8 @@ def _expire(turn: Turn) -> None:
             turn.lose(member, "asked back, and its time is up", cut=True)
         elif _is_past(member.due_s, turn):
             if member.prodded:
-                turn.lose(member, f"its ranks were not ready in twice {turn.policy.restart_timeout_s:g} s", cut=True)
+                limit_s = turn.policy.restart_timeout_s
+                turn.lose(member, f"its ranks did not come, nor others in their place within {limit_s:g} s", cut=True)
             else:
                 _prod(turn, member)
 

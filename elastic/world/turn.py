@@ -114,7 +114,7 @@ class Turn:
             wait_until_s=self.now_s + self.policy.faulty_scale_down_timeout_s,
         )
         for member in self.placed:
-            due_s = None if member.ready else self.now_s + self.policy.restart_timeout_s
+            due_s = None if member.ready else self.now_s + self.policy.leave_s
             self.put(member, due_s=due_s, sealed=False)
         if counted:
             self.count(reason, node, births)

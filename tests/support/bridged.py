@@ -76,8 +76,8 @@ class BridgedPlane:
     def progress(self, progress: Progress) -> None:
         self._ask("progress", progress)
 
-    def fault(self, reason: str) -> None:
-        self._ask("fault", reason)
+    def fault(self, reason: str, *, final: bool = False) -> None:
+        self._ask("fault", reason, final=final)
 
     def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
         self._ask("request", want, reason, deadline_s=deadline_s, nodes=nodes)

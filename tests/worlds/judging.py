@@ -14,6 +14,7 @@ from elastic.world.events import (
     NodeLeft,
     NodeLost,
     NodeReport,
+    RankFault,
     RankLost,
     ResizeAsked,
     Several,
@@ -42,6 +43,8 @@ class Judge:
         """Nodes asked back since the newest world began."""
         self.places: tuple[str, ...] = ()
         self.stop_asked = False
+        self.hopeless = False
+        """A rank has said that another attempt would end the same way."""
         self.epoch = -1
         self.formed = 0
         self.causes = self.faults = 0
@@ -69,6 +72,10 @@ class Judge:
         if self._looked % 16 == 0 and decide(before, event, self.policy, now_s) != (world, actions):
             raise Violation("the same event in the same world is decided on in two ways")
         self._hear(event, now_s)
+        if self._is_final(event, before):
+            self.hopeless = True
+            if not world.phase.over:
+                raise Violation(f"the job goes on after {event}")
         self._restarted(before.restarts, world.restarts, now_s)
         if len(world.offences) > len(before.offences):
             self.happened(fault=False)  # and will be forgiven
@@ -116,6 +123,16 @@ class Judge:
             self.losses[event.node, event.life] += 1
         elif isinstance(event, StopAsked):
             self.stop_asked = True
+
+    @staticmethod
+    def _is_final(event: Event, world: World) -> bool:
+        """A fault that no other attempt mends, of a rank of the newest world, also where that is broken by now."""
+        if not isinstance(event, RankFault) or not event.final or world.phase.over or event.epoch != world.epoch:
+            return False
+        member = world.members.get(event.node)
+        if member is None or member.life != event.life or not member.placed:
+            return False
+        return not (member.sealed and (world.stopping or member.leaving))
 
     def _bury(self, node: str, life: int) -> None:
         self.gone[node] = max(life, self.gone.get(node, -1))
@@ -243,7 +260,9 @@ class Judge:
     def _released(self, action: Release, now_s: float) -> None:
         if self.asked.get(action.node) == action.life or self.losses[action.node, action.life] >= 3:
             return
-        if action.node in self.alive and now_s < self.joined_s[action.node] + 1.99 * self.policy.restart_timeout_s:
+        policy = self.policy
+        patience_s = min(policy.leave_timeout_s, policy.restart_timeout_s) + 0.99 * policy.restart_timeout_s
+        if action.node in self.alive and now_s < self.joined_s[action.node] + patience_s:
             raise Violation(f"{action.node} is sent away, and has had no time")
 
     def _stopped(self, before: World, now_s: float) -> None:
@@ -258,6 +277,8 @@ class Judge:
         most = self.policy.job_max_retry_count
         limits = [(each + 1) * (full + 1)] if each is not None and full is not None else []
         limits += [most + 1] if most is not None else []
+        if self.hopeless:
+            return
         if "before the first world" not in action.reason and self.restarts < min(limits, default=1 << 30):
             raise Violation(f"the job gives up after {self.restarts} restarts: {action.reason}")
 

@@ -74,6 +74,7 @@ def policy_of(rng: random.Random) -> ScalingPolicy:
         job_max_retry_count=rng.choice((3, 10) if each is None else (None, None, None, 3, 10)),
         max_num_repeat_offenders_to_avoid=rng.choice((0, 1, 1, 2)),
         repeat_offender_faults=rng.choice((1, 2, 2, 3)),
+        leave_timeout_s=rng.choice((5.0, 20.0, 300.0)),
     )
 
 
@@ -167,6 +168,14 @@ def _fault(cluster: Cluster, happening: Happening) -> None:
         machine.report_fault(machine.seats[happening.other % cluster.nproc])
 
 
+def _final(cluster: Cluster, happening: Happening) -> None:
+    """A rank whose loss is never finite."""
+    machine = _one(cluster, happening)
+    if machine is not None:
+        cluster.judge.happened()
+        machine.report_fault(machine.seats[happening.other % cluster.nproc], final=True)
+
+
 def _mistake(cluster: Cluster, happening: Happening) -> None:
     machine = _one(cluster, happening)
     if machine is not None:
@@ -239,6 +248,7 @@ KINDS: dict[str, tuple[int, Callable[[Cluster, Happening], None]]] = {
     "kill rank": (5, _kill_rank),
     "hang": (3, _hang),
     "fault": (3, _fault),
+    "final": (0.3, _final),
     "mistake": (2, _mistake),
     "take": (4, _take),
     "offer": (1, _offer),

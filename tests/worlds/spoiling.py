@@ -61,6 +61,7 @@ SPOILT = {
     "replace twice": Spoilt(
         happenings, "_is_replaced", lambda *_: False, "restarts, although only", ("wait", *["kill rank"] * 3)
     ),
+    "never despair": Spoilt(Turn, "give_up", lambda *_: None, "the job goes on after", ("wait", *["final"] * 3)),
     "forget the dead": Spoilt(Turn, "drop", lambda *_: None, "dead or asked back"),
     "tick never": Spoilt(settling, "_timers", lambda _: [], "nothing is left to happen"),
 }

@@ -60,8 +60,9 @@ class Supervisor:
             seat.process += 1
             self.cluster.post(RankLost(self.node, self.life, self.births, seat.number, reason))
 
-    def report_fault(self, seat: Seat) -> None:
-        self.cluster.post(RankFault(self.node, self.life, self.epoch, seat.number, "a loss that is not finite"))
+    def report_fault(self, seat: Seat, *, final: bool = False) -> None:
+        why = "a loss that is not finite"
+        self.cluster.post(RankFault(self.node, self.life, self.epoch, seat.number, why, final))
 
     def finish(self) -> None:
         if all(seat.state is State.TRAINING for seat in self.seats):

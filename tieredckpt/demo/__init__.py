@@ -79,7 +79,7 @@ class _Node:
 def main(*, as_json: bool = False, keep: Path | None = None) -> int:
     """Run the demo; 0 when every loss was equal bit for bit. ``keep`` is where the bucket's files stay afterwards."""
     console = Console(stderr=as_json, soft_wrap=True)
-    keep = _emptied(keep or Path(tempfile.gettempdir()) / f"tieredckpt-demo-{os.getuid()}")
+    keep = emptied(keep or Path(tempfile.gettempdir()) / f"tieredckpt-demo-{os.getuid()}")
     began = time.monotonic()
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tieredckpt-demo-")))
@@ -102,11 +102,11 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         console.print(
             "[bold]4.[/] n2 is lost with everything on it; on the new node n3 its rank pulls its bytes from n1's memory"
         )
-        _lose_node(both[1].directory)
+        lose_node(both[1].directory)
         replaced = _train(folder / "replaced", PHASES[2], [nodes["n1"], nodes[SPARE]], durable=bucket.url)
         console.print("[bold]5.[/] all nodes are lost; new ranks find the last step in the bucket")
         for node in nodes.values():
-            _lose_node(node.directory)
+            lose_node(node.directory)
         hydrated = _train(folder / "hydrated", PHASES[3], both, durable=bucket.url)
         seen = _listing(both[0], bucket)
         phases = {"killed": killed, "resumed": resumed, "replaced": replaced, "hydrated": hydrated}
@@ -119,7 +119,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
     return 0 if result["equal"] else 1
 
 
-def _emptied(folder: Path) -> Path:
+def emptied(folder: Path) -> Path:
     """A folder of our own: what an earlier demo left there is removed, anything else is refused."""
     folder = folder.absolute()
     if folder.exists() and not (folder / _MARK).is_file() and any(folder.iterdir()):
@@ -138,7 +138,7 @@ def _arena() -> Iterator[str]:
         yield str(directory)
     finally:
         for node in (*NODES, SPARE):
-            _lose_node(directory / node)
+            lose_node(directory / node)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -177,9 +177,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], began: float) -> None:
 
 
 def _rank_environ(rank: int, port: int, extra: Mapping[str, str]) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("TIEREDCKPT_", "AWS_", "PEERSTORE_"))}
     return {
-        **kept,
+        **kept_environ(),
         **extra,
         "RANK": str(rank),
         "WORLD_SIZE": str(WORLD),
@@ -192,6 +191,12 @@ def _rank_environ(rank: int, port: int, extra: Mapping[str, str]) -> dict[str, s
     }
 
 
+def kept_environ(*others: str) -> dict[str, str]:
+    """This process's environment without settings a demo makes itself."""
+    ours = ("TIEREDCKPT_", "AWS_", "PEERSTORE_", *others)
+    return {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+
+
 def _events(path: Path) -> list[dict[str, Any]]:
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -202,7 +207,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _lose_node(arena: Path) -> None:
+def lose_node(arena: Path) -> None:
     """As far as the job can tell: the agent and everything in its memory are gone at once."""
     with contextlib.suppress(OSError, ValueError):
         os.kill(int((arena / "agent.lock").read_text()), signal.SIGKILL)
@@ -279,7 +284,7 @@ def _summary(
     }
 
 
-def _short(loss: str) -> str:
+def short_loss(loss: str) -> str:
     """``0x1.4f23aa0000000p+0`` without the zeros that a single-precision number leaves."""
     digits, _, exponent = loss.partition("p")
     return f"{digits.rstrip('0')}p{exponent}"
@@ -309,7 +314,7 @@ def _show(
     for step in (0, PHASES[0] - 2, *edges, PHASES[-1] - 1):
         loss, name = found[step]
         same = "[green]equal[/]" if loss == expected[step] else "[red]different[/]"
-        table.add_row(str(step), _short(expected[step]), _short(loss), same, names[name])
+        table.add_row(str(step), short_loss(expected[step]), short_loss(loss), same, names[name])
     console.print(table)
 
     where = Table(title="what is where at the end", header_style="bold", title_justify="left")

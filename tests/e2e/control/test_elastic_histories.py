@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections import defaultdict
 
 import pytest
@@ -13,7 +14,9 @@ from tests.support.neighbours import until
 
 pytestmark = pytest.mark.e2e
 
-IN_A_SOAK = range(64)
+ALWAYS = (16, 33, 41, 46)
+"""Between them, everything that can happen, each at least twice."""
+IN_A_SOAK = sorted(set(range(64)).difference(ALWAYS))
 EVENTS = 6
 
 
@@ -86,7 +89,17 @@ class History:
         node = self.random.choice(sorted({"n1", "n2"} - self.alive))
         self.told.append(f"{node} comes back")
         self.alive.add(node)
+        began = time.monotonic()
         self.job.start("join", "--node", node, "--no-agent")
+        until(lambda: self.job.pids('"type":"node"', f'"node":"{node}"'), f"{node} is being started")
+
+        def heard() -> bool:
+            """Before that, to lose the node or to ask it back is about the process that was here earlier, or nobody."""
+            ago_s, status = time.monotonic() - began, self.job.status()
+            nodes = () if status is None else status.nodes
+            return any(one.node == node and one.state != "cut off" and one.heard_s < ago_s for one in nodes)
+
+        until(heard, f"{node} is heard of")
 
     def end(self) -> None:
         until(lambda: "error" not in self.job.ask("resize", "--nodes", "max"), "the coordinator is asked for all nodes")
@@ -133,6 +146,11 @@ def play(seed: int) -> None:
             check(job)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {'; '.join(history.told)}: {error}\n{job.output()}") from None
+
+
+@pytest.mark.parametrize("seed", ALWAYS)
+def test_a_history_of_faults_and_resizes(seed: int) -> None:
+    play(seed)
 
 
 @pytest.mark.soak

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.control.messages import Formed, Leave, NodeSays, Resize
-from elastic.control.movement import Movement
+from elastic.control.messages import Leave, Resize
 from elastic.control.ordering import refusal
-from elastic.control.plane import Progress
 from elastic.control.tidings import for_coordinator
-from tests.support.control_table import Table
+from tests.support.control_table import Node, Table
 
 HAPPENINGS = (
     "add", "restart_coordinator", "lose_node", "lose_rank", "cut", "heal", "ignore", "ask_back", "resize", "fault",
@@ -138,36 +136,6 @@ def test_somebody_who_asks_for_what_cannot_be_had_is_told_why():
     assert refusal(table.desk, Resize(3, "more")) == ""
 
 
-def _report(node: str, *steps: int | None) -> NodeSays:
-    return NodeSays(1, node, 1, len(steps), steps=tuple(None if step is None else Progress(step) for step in steps))
-
-
-WORLD = Formed(7, ("n0", "n1"), 0, "")
-
-
-def test_a_hang_names_the_rank_that_is_behind_all_others():
-    movement = Movement()
-    movement.said(_report("n0", 3, 3), _report("n0", 4, 4), 10.0)
-    reports = {"n0": _report("n0", 4, 4), "n1": _report("n1", 4, 3)}
-    assert movement.hangs(WORLD, reports, 5.0, 15.0) == []
-    (hang,) = movement.hangs(WORLD, reports, 5.0, 15.1)
-    assert (hang.epoch, hang.node, hang.local_rank) == (7, "n1", 1)
-    assert movement.hangs(WORLD, reports, 5.0, 99.0) == []  # once is enough
-
-
-def test_a_hang_of_several_ranks_is_nobodys():
-    movement = Movement()
-    movement.said(_report("n0", 3), _report("n0", 4), 10.0)
-    (hang,) = movement.hangs(WORLD, {"n0": _report("n0", 4), "n1": _report("n1", 4)}, 5.0, 99.0)
-    assert (hang.node, hang.local_rank) == ("", -1)
-
-
-def test_before_the_first_step_nothing_hangs():
-    movement = Movement()
-    movement.said(_report("n0", None), _report("n0", None), 10.0)
-    assert movement.hangs(WORLD, {"n0": _report("n0", None)}, 5.0, 9999.0) == []
-
-
 def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_without_it_meanwhile():
     table = Table(2)
     table.settle(60)
@@ -184,3 +152,29 @@ def test_a_node_hears_that_its_world_is_over_also_when_the_next_one_began_withou
     table.settle(60)
     assert set(table.desk.formed.places) == set(table.nodes)
     table.check_whole()
+
+
+@pytest.mark.parametrize("away", [0, 8])
+def test_a_node_that_began_again_before_it_had_left_is_asked_back_still(away):
+    table = Table(2)
+    table.settle(60)
+    table.desk.asked(Leave(("n1",), 20.0, "its machine goes"), table.now)
+    if away:
+        table.lose_node(sorted(table.nodes).index("n1"))
+        table.settle(away)
+        assert table.desk.formed.places == ("n0",)
+    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)  # what ran there was killed, and heard nothing
+    table.settle(15)
+    assert table.desk.formed.places == ("n0",)
+    assert "n1" not in table.nodes
+
+
+def test_a_node_that_has_left_may_come_back():
+    table = Table(2)
+    table.settle(60)
+    table.desk.asked(Leave(("n1",), 20.0, "its machine goes"), table.now)
+    table.settle(5)
+    assert "n1" not in table.nodes
+    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
+    table.settle(60)
+    assert set(table.desk.formed.places) == {"n0", "n1"}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic.workers.forgetting import forget_world
+from elastic.workers.forgetting import forget_world, only_what_worlds_made
 from tieredckpt.session import open_session
 from tieredckpt.settings import Settings
 from tieredckpt.testing import memory_node
@@ -68,3 +71,41 @@ def test_what_is_saved_next_is_of_a_new_incarnation(fault):
         second = session.begin_incarnation([first.epoch], 2)
         assert second.epoch > first.epoch
         assert session.next_key(7, 0).attempt == 0
+
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+
+def test_garbage_of_a_world_is_collected_and_what_was_there_before_is_not_looked_through():
+    kept = Cycle()
+    with only_what_worlds_made():
+        assert gc.get_freeze_count() > 10_000
+        old, seen = Cycle(), weakref.ref(kept)
+        gone = weakref.ref(old)
+        del old, kept
+        forget_world(fault=False)
+        assert gone() is None
+        assert seen() is not None
+    assert not gc.get_freeze_count()
+    gc.collect()
+    assert seen() is None
+
+
+def test_who_has_frozen_already_stays_frozen():
+    gc.freeze()
+    try:
+        with only_what_worlds_made():
+            pass
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+
+
+def test_garbage_from_before_is_not_kept():
+    old = Cycle()
+    gone = weakref.ref(old)
+    del old
+    with only_what_worlds_made():
+        assert gone() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -367,3 +368,13 @@ def test_a_notice_of_an_epoch_that_was_left_aborts_nothing():
 def test_errors_of_the_package_have_one_root():
     assert issubclass(GaveUpError, ElasticError)
     assert not issubclass(WorldChanged, Exception)
+
+
+def test_what_a_process_has_imported_is_looked_through_in_no_world():
+    def train(_world):
+        return gc.get_freeze_count()
+
+    gc.unfreeze()
+    (end,) = results(job(MemoryPlane(1), train))
+    assert end.value > 1000
+    assert gc.get_freeze_count() == 0

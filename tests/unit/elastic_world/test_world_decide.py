@@ -299,11 +299,14 @@ def test_where_nobody_knows_who_hangs_those_that_do_not_come_are_started_anew_an
     job = Told(FOUR, "abcd")
     job.tell(Hang(0, "no step for 300 s"), at_s=10)
     job.ready("a", "b", "d")
-    job.tell(Tick(), at_s=110)
+    job.tell(Tick(), at_s=69)
+    assert job.actions == ()
+    job.tell(Tick(), at_s=70)
     assert job.actions == (RespawnStragglers("c", 1),)
-    job.tell(Tick(), at_s=210)
-    assert job.did(Release) == Release("c", 1, "its ranks were not ready in twice 100 s", cut=True)
-    job.tell(Tick(), at_s=240)
+    job.tell(Tick(), at_s=170)
+    why = "its ranks did not come, nor others in their place within 100 s"
+    assert job.did(Release) == Release("c", 1, why, cut=True)
+    job.tell(Tick(), at_s=200)
     assert job.did(Form).nodes == ("a", "b", "d")
 
 
@@ -687,3 +690,13 @@ def test_asked_to_stop_when_the_time_for_that_is_over_it_stops_at_once(changing)
     job.tell(StopAsked("maintenance", -5.0), at_s=10)
     assert job.did(Pause).deadline_s == 10
     assert "not all was saved" in job.did(Stop).reason
+
+
+def test_a_fault_that_another_attempt_would_not_mend_is_the_end_and_nobodys_offence():
+    job = Told(FOUR, "abcd")
+    actions = job.tell(RankFault("c", 1, 0, 1, "the loss of step 7 is not finite, for the 3rd time", final=True))
+    assert [type(one) for one in actions] == [Break, GiveUp]
+    for said in ("gave up", "rank 1 of c", "step 7", "the 3rd time", "resumes from its newest whole step"):
+        assert said in actions[1].reason
+    assert job.world.offences == ()
+    assert job.tell(RankFault("c", 1, 0, 1, "again", final=True)) == ()

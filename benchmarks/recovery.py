@@ -1,0 +1,249 @@
+"""P9: something happens to one of four ranks on two nodes; how long until all of them have done the next step.
+
+Everybody runs ``benchmarks/recovery_trainer.py``, with the same model, optimizer, loader and steps, and everything is
+on this one machine. Stages end when the last rank has come so far. After that, three steps on, what every rank has is
+compared with a run in which nothing happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.diary import Line
+from benchmarks.parameters import Scene
+from benchmarks.recovery_jobs import (
+    ERROR,
+    NODE,
+    RANK,
+    RANKS,
+    Disturbed,
+    Elastic,
+    GoesOn,
+    Torchft,
+    Torchrun,
+    Undisturbed,
+    Warm,
+    WarmNode,
+)
+from benchmarks.recovery_trainer import Task
+from benchmarks.resize import durations
+from benchmarks.rounds import Kind, missing
+
+SPARE, OURS, AGAIN = "elastic run, a warm spare", "elastic run", "torchrun and dcp on tmpfs"
+FT, FT_REST = "torchft, waits for the lost one", "torchft, the rest goes on"
+_EARLY = "{}: the rest's next step"
+_JOBS: dict[str, tuple[Kind, str]] = {
+    SPARE: ("ours", "every=1, copies on the other node; a warm process on each node, or a warm node"),
+    OURS: ("ours", "the same without a spare: a lost process or node is started again"),
+    AGAIN: ("opponent", "dcp.save after every step; monitor interval 10 ms, a silent node is lost after 3 s"),
+    FT: ("opponent", "HTTPTransport, min_replicas: all; torchrun starts lost ranks again"),
+    FT_REST: ("opponent", "PGTransport, min_replicas: 1; until all are in it again"),
+}
+_FAULTS: dict[str, dict[str, type[Disturbed]]] = {
+    RANK: {SPARE: Warm, OURS: Elastic, AGAIN: Torchrun, FT: Torchft, FT_REST: GoesOn},
+    NODE: {SPARE: WarmNode, OURS: Elastic, AGAIN: Torchrun, FT: Torchft},
+    ERROR: {OURS: Elastic, AGAIN: Torchrun, FT: Torchft},
+}
+SCENES = (
+    (RANK, "DDP", 16, "cpu"),
+    (RANK, "FSDP2", 16, "cpu"),
+    (NODE, "DDP", 16, "cpu"),
+    (NODE, "FSDP2", 16, "cpu"),
+    (ERROR, "DDP", 16, "cpu"),
+    (RANK, "DDP", 2, "cpu"),
+    (RANK, "FSDP2", 2, "cpu"),
+    (RANK, "DDP", 2, "cuda"),
+    (RANK, "FSDP2", 2, "cuda"),
+)
+"""What happens, to which model, how small a part of the size it has, and where."""
+
+
+@dataclass
+class Recovered:
+    """What became of one fault."""
+
+    stages: dict[str, float]
+    lost: int
+    """Steps that were done and are done again."""
+    step: int
+    """After this one it was looked at what the ranks have."""
+    sums: list[str]
+    early_s: float | None = None
+    """Until a step of those that were left, where they go on alone."""
+    same: bool = True
+    trouble: str = field(default="")
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.stages.values())
+
+
+def run(rank: int, scene: Scene, *, fault: str, model: str, device: str = "cpu") -> list[dict[str, Any]]:
+    kinds = {name: kind for name, kind in _FAULTS[fault].items() if model == "DDP" or name != FT_REST}
+    if device == "cuda" and not torch.cuda.is_available():
+        return [missing(name, "skipped: no GPU") for name in kinds]
+    task = Task("", "", model, scene.size_bytes, device)
+    found: dict[str, list[Recovered]] = {name: [] for name in kinds}
+    failures: dict[str, list[str]] = {name: [] for name in kinds}
+    names = list(kinds)
+    for number in range(scene.rounds):
+        shift = number % len(names)
+        for name in [*names[shift:], *names[:shift]]:
+            try:
+                found[name].append(_once(kinds[name], task, scene, number, fault))
+            except RuntimeError as error:
+                if _JOBS[name][0] == "ours":
+                    raise
+                failures[name].append(str(error))
+    _compare(found, task, scene)
+    return [row for name in names for row in _rows(name, found[name], failures[name])]
+
+
+def _once(kind: type[Disturbed], task: Task, scene: Scene, number: int, fault: str) -> Recovered:
+    folder = scene.folder / f"{kind.__name__.lower()}-{number}"
+    folder.mkdir()
+    try:
+        with contextlib.closing(kind(folder, task)) as job:
+            job.begin()
+            job.until_going()
+            at = job.disturb(fault)
+            job.until_back(at)
+            lines = job.lines()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return (healed if issubclass(kind, Torchft) else rebuilt)(lines, at, job.gone_at)
+
+
+# -- from lines to stages ---------------------------------------------------------------------------------------------
+
+
+def rebuilt(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
+    """All ranks leave the world, and all that are there then make another one."""
+    entered = {line["pid"]: line["at"] for line in lines if line["what"] == "entered" and line["at"] > at}
+    new = [line for line in lines if line["at"] >= entered.get(line["pid"], float("inf"))]
+    before = [line for line in lines if line["at"] < entered.get(line["pid"], float("inf"))]
+    fresh = [line for line in before if line["what"] == "imported" and line["pid"] in entered and line["at"] > at]
+    heard = [line["at"] for line in before if line["what"] == "heard" and line["at"] > at]
+    assigned = [line["at"] for line in before if line["what"] == "assigned" and line["at"] > at]
+    ready = {line["pid"]: line["at"] for line in before if line["what"] == "ready"}
+    imports = ("imports", max((line["at"] for line in fresh), default=at))
+    if assigned:  # a rank that was there comes back by itself; what is started anew is waited for then
+        known = {line["pid"] for line in before if line["at"] <= at}
+        abort = max((ready[pid] for pid in entered if pid in known), default=at)
+        between = [("abort", abort), imports, ("rendezvous", max(assigned))]
+    else:
+        between = [("abort", gone_at), ("rendezvous", max(line["began"] for line in fresh)), imports]
+    loaded = {line["step"] for line in new if line["what"] == "loaded"}
+    stages, _ = durations(at, [("detect", max(heard, default=at)), *between, *_ends(new)])
+    done = max(line["step"] for line in before if line["what"] == "stepped")
+    step, sums = _seen(new)
+    return Recovered(stages, done - min(loaded), step, sums, same=len(loaded) == 1)
+
+
+def healed(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
+    """Who is new gets what the others have; they may go on meanwhile."""
+    fresh = [line for line in lines if line["what"] == "imported" and line["at"] > at]
+    there = max(line["at"] for line in fresh)
+    heard = [line["at"] for line in lines if line["what"] in ("heard", "refused") and at < line["at"] < there]
+    stepped = [line for line in lines if line["what"] == "stepped"]
+    old = [line for line in stepped if line["at"] <= there]
+    new = [line for line in lines if line["at"] > there and line.get("together", RANKS) == RANKS]
+    stages, _ = durations(
+        at,
+        [
+            ("detect", min(heard, default=at)),
+            ("abort", gone_at),
+            ("rendezvous", max(line["began"] for line in fresh)),
+            ("imports", there),
+            *_ends(new),
+        ],
+    )
+    early = [line["at"] - at for line in old if line["at"] > at and line["together"] < RANKS]
+    first = min(line["step"] for line in new if line["what"] == "stepped")
+    step, sums = _seen(new)
+    ended = {line["pid"]: line.get("error", "") for line in lines if line["what"] == "heard" and line["at"] > at}
+    trouble = f"ranks that were left ended, too ({next(iter(ended.values()))})" if ended else ""
+    done = max(line["step"] for line in old)
+    return Recovered(stages, max(0, done + 1 - first), step, sums, min(early, default=None), trouble=trouble)
+
+
+_STAGES = {"entered": "groups", "built": "model", "loaded": "hydrate", "fed": "loader", "stepped": "first step"}
+
+
+def _ends(new: Sequence[Line]) -> list[tuple[str, float]]:
+    """When the last rank had come so far for the first time."""
+    ends = []
+    for what, stage in _STAGES.items():
+        firsts: dict[int, float] = {}
+        for line in new:
+            if line["what"] == what:
+                firsts.setdefault(line["pid"], line["at"])
+        ends.append((stage, max(firsts.values(), default=0.0)))
+    return ends
+
+
+def _seen(new: Sequence[Line]) -> tuple[int, list[str]]:
+    """After which step all ranks looked at what they have; -1 when that was not the same one."""
+    seen = {line["rank"]: (line["step"], line["sum"]) for line in new if line["what"] == "looked"}
+    steps = {step for step, _ in seen.values()}
+    return (steps.pop() if len(steps) == 1 and len(seen) == RANKS else -1), sorted(sum_ for _, sum_ in seen.values())
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
+def _compare(found: dict[str, list[Recovered]], task: Task, scene: Scene) -> None:
+    """With a run of the same script in which nothing happens: torchft's sums are added in another order."""
+    for kind, names in ((Undisturbed, (SPARE, OURS, AGAIN)), (Torchft, (FT,))):
+        results = [one for name in names for one in found.get(name, ())]
+        steps = {one.step for one in results if one.step >= 0}
+        if not steps:
+            continue
+        folder = scene.folder / f"undisturbed-{kind.__name__.lower()}"
+        folder.mkdir()
+        with contextlib.closing(kind(folder, task)) as job:
+            expected = job.reference(steps)
+        shutil.rmtree(folder, ignore_errors=True)
+        for one in results:
+            one.same = one.same and one.sums == expected.get(one.step)
+    for one in found.get(FT_REST, ()):
+        one.same = one.step >= 0 and len(set(one.sums)) == 1
+    for name in scene.spoil:
+        for one in found.get(name, ()):
+            one.same = False
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _rows(name: str, results: list[Recovered], failures: list[str]) -> list[dict[str, Any]]:
+    if not results:
+        return [missing(name, f"did not come back: {failures[0].splitlines()[0]}")]
+    lost = sorted({one.lost for one in results})
+    notes = [_JOBS[name][1], f"steps lost: {', '.join(map(str, lost))}"]
+    notes += [f"did not come back in {len(failures)} more rounds"] * bool(failures)
+    troubles = [one.trouble for one in results if one.trouble]
+    notes += [f"in {len(troubles)} of {len(results)} rounds {troubles[0]}"] if troubles else []
+    if name == FT_REST:
+        notes.append("compared among its ranks: steps without the lost one's share are others than undisturbed ones")
+    rows = [_row(name, name, [one.total_s for one in results], "; ".join(notes), all(one.same for one in results))]
+    early = [one.early_s for one in results if one.early_s is not None]
+    if early:
+        rows.append(_row(_EARLY.format(name), name, early, "without the lost rank's share of it"))
+    return [*rows, *(_row(f"{name}: {stage}", name, [one.stages[stage] for one in results]) for stage in _ORDER)]
+
+
+_ORDER = ("detect", "abort", "imports", "rendezvous", *_STAGES.values())
+
+
+def _row(name: str, whose: str, samples: list[float], note: str = "", equal: bool | None = None) -> dict[str, Any]:
+    return {
+        "name": name, "kind": _JOBS[whose][0], "unit": "s", "first": None, "samples": samples, "equal": equal,
+        "compared": equal is not None, "note": note,
+    }  # fmt: skip

@@ -1,0 +1,135 @@
+"""``elastic demo``: the whole story on this machine, and the proof that no bit of it shows in what was learned."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from elastic.demo.names import JOB
+from elastic.demo.story import Act, DemoFailedError, Story, all_told, losses_of
+from peerstore.units import show_size
+from tieredckpt.demo import emptied, kept_environ, lose_node, short_loss
+from tieredckpt.demo.bucket import local_bucket
+
+_REFERENCE_S = 180.0
+
+
+def main(*, as_json: bool = False, keep: Path | None = None) -> int:
+    """Run the demo; 0 when every loss and the final state were equal bit for bit. ``keep`` is where its files stay."""
+    console = Console(stderr=as_json, soft_wrap=True, highlight=False)
+    keep = emptied(keep or Path(tempfile.gettempdir()) / f"elastic-demo-{os.getuid()}")
+    began = time.monotonic()
+    with contextlib.ExitStack() as cleanup:
+        memory = Path(cleanup.enter_context(_memory()))
+        bucket = cleanup.enter_context(local_bucket(keep))
+        environ = {
+            **kept_environ("ELASTIC_"),
+            **bucket.environ,
+            "TIEREDCKPT_DURABLE_URL": bucket.url,
+            "TIEREDCKPT_AGENT_BUDGET": "512MiB",
+            "PYTHONWARNINGS": "ignore",
+        }
+        console.print("[bold]a transformer under FSDP2 trains, and things happen to it[/]")
+        story = cleanup.enter_context(contextlib.closing(Story(keep, memory, environ, console.print)))
+        story.play()
+        losses = losses_of(story.told("step"))
+        console.print(f"[bold]the same {len(losses)} steps on one process, undisturbed; then from the bucket alone[/]")
+        alone = _undisturbed(keep, memory, len(losses), environ)
+        summary = _summary(story, losses, alone, time.monotonic() - began)
+        if as_json:
+            print(json.dumps(summary, indent=2))
+        else:
+            _show(console, story.acts, losses, summary)
+            look = bucket.look.replace(" demo ", f" {JOB} ")
+            verdict = "[bold green]equal bit for bit[/]" if summary["equal"] else "[bold red]NOT equal[/]"
+            console.print(f"durable tier: {bucket.name}\nlook at what is in it: {look}")
+            console.print(f"{summary['steps']} losses compared: {verdict}, in {summary['seconds']:.0f} s")
+    return 0 if summary["equal"] else 1
+
+
+@contextlib.contextmanager
+def _memory() -> Iterator[str]:
+    """A short path, since sockets are in it, where memory is a file system."""
+    root = Path("/dev/shm")  # noqa: S108 - see above
+    with tempfile.TemporaryDirectory(prefix="elastic-demo-", dir=root if os.access(root, os.W_OK) else None) as folder:
+        yield folder
+
+
+def _undisturbed(keep: Path, memory: Path, steps: int, environ: Mapping[str, str]) -> list[dict[str, Any]]:
+    folder, agent = keep / "undisturbed", memory / "empty"
+    folder.mkdir()
+    command = [sys.executable, "-m", "elastic.demo.trainer", str(folder), str(steps)]
+    own = {"TIEREDCKPT_AGENT_DIRECTORY": str(agent), "OMP_NUM_THREADS": "1"}
+    try:
+        with (folder / "output").open("wb") as out:
+            subprocess.run(  # noqa: S603 - ours
+                command, env={**environ, **own}, stdout=out, stderr=out, check=True, timeout=_REFERENCE_S
+            )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise DemoFailedError(f"the undisturbed run: {error}; see {folder / 'output'}") from error
+    finally:
+        lose_node(agent)
+    return list(all_told(folder))
+
+
+def _summary(story: Story, losses: Mapping[int, str], alone: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    expected = losses_of(one for one in alone if one["event"] == "step")
+    (own,) = {one["sum"] for one in story.told("sum")}
+    reference = next(one for one in alone if one["event"] == "sum")
+    bucket = next(one for one in alone if one["event"] == "bucket")
+    different = [step for step, loss in expected.items() if losses.get(step) != loss]
+    done = len({(one["step"], one["epoch"]) for one in story.told("step")})
+    return {
+        "equal": not different and own == reference["sum"] == bucket["sum"] and bucket["step"] == len(expected) - 1,
+        "steps": len(expected),
+        "expected": expected,
+        "found": dict(losses),
+        "different": different,
+        "done_twice": done - len(losses),
+        "state": own,
+        "undisturbed_state": reference["sum"],
+        "bucket_state": bucket["sum"],
+        "bucket_step": bucket["step"],
+        "bucket_tiers": bucket["tiers"],
+        "worlds": len({one["epoch"] for one in story.told("world")}),
+        "acts": [
+            {"what": act.what, "at": act.at, "first": act.first, "seconds": act.seconds, "tiers": dict(act.tiers)}
+            for act in story.acts
+        ],
+        "seconds": seconds,
+    }
+
+
+def _show(console: Console, acts: list[Act], losses: Mapping[int, str], summary: Mapping[str, Any]) -> None:
+    table = Table(title="what happened, and what it cost", header_style="bold", title_justify="left")
+    for name in ("what", "ranks", "goes on with step", "after", "read to go on"):
+        table.add_column(name, justify="right" if name in ("ranks", "goes on with step", "after") else "left")
+    for act in acts:
+        read = ", ".join(f"{show_size(count)} from {tier}" for tier, count in act.tiers.items() if count) or "nothing"
+        table.add_row(act.what, str(act.ranks), str(act.first), f"{act.seconds:.1f} s", read)
+    console.print(table)
+    expected: Mapping[int, str] = summary["expected"]
+    table = Table(title="loss, bit for bit", header_style="bold", title_justify="left")
+    for name in ("step", "undisturbed, one process", "this job", ""):
+        table.add_column(name)
+    last = len(expected) - 1
+    for step in sorted({0, *(act.first for act in acts), *(act.first - 1 for act in acts if act.first), last}):
+        same = "[green]equal[/]" if losses.get(step) == expected[step] else "[red]different[/]"
+        table.add_row(str(step), short_loss(expected[step]), short_loss(losses.get(step, "-")), same)
+    console.print(table)
+    console.print(
+        f"{summary['worlds']} worlds, {summary['done_twice']} steps done twice\n"
+        f"parameters and moments after step {last}: {summary['state']}, undisturbed {summary['undisturbed_state']}, "
+        f"from the bucket alone {summary['bucket_state']}"
+    )

@@ -1,0 +1,222 @@
+"""What happens in ``elastic demo``: a job on simulated nodes, and what is done to it while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from elastic.control import settings as names
+from elastic.control.link import ask
+from elastic.control.messages import Answer, Resize, Status
+from elastic.control.runs import RunPlace, secret_of
+from elastic.demo.names import JOB, LAST
+from elastic.errors import ControlLostError, ElasticError
+from tieredckpt.demo import lose_node
+
+T = TypeVar("T")
+
+NODES, NPROC, SPARES = 2, 2, 1
+_LIMIT_S = 60.0
+_LOOK_S = 0.05
+_AT_LEAST = 12
+"""Steps of every world before something happens to it."""
+
+
+@dataclass(frozen=True)
+class Act:
+    """One thing that was done to the job, and what came of it."""
+
+    what: str
+    at: float
+    """Seconds since the demo began."""
+    before: int
+    """The newest step when it was done."""
+    first: int = 0
+    """The first step after it."""
+    seconds: float = 0.0
+    """Until that step was done."""
+    ranks: int = 0
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that all ranks together read to go on, by where they came from."""
+
+
+class DemoFailedError(ElasticError):
+    """Something in the demo did not happen."""
+
+
+class Story:
+    """The job's processes, what they tell, and hands to do something to them."""
+
+    def __init__(self, folder: Path, memory: Path, environ: Mapping[str, str], told: Callable[[str], None]) -> None:
+        self.folder, self._told = folder, told
+        self.lines_folder, self.logs = folder / "events", folder / "logs"
+        self.lines_folder.mkdir()
+        self._run_directory = memory / "run"
+        self._environ = {**environ, names.RUN_DIRECTORY: str(self._run_directory), "OMP_NUM_THREADS": "1"}
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._began = time.time()
+        self.acts: list[Act] = []
+
+    # -- the story ----------------------------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """All of it; returns when every rank has ended, well."""
+        job = self._start("run", *self._size(), "--job", JOB, "--log-dir", str(self.logs), *self._script())
+        self._act("two nodes with two ranks each and a spare start", lambda _: None, ranks=4)
+        self._act("a rank gets SIGKILL; its spare takes over", self._kill_rank, ranks=4)
+        self._act("a node is lost, with its ranks and its memory", self._kill_node, ranks=2)
+        self._act("a new node joins", lambda _: self._join(), ranks=4)
+        self._act("somebody asks for one node", lambda _: self._resize(1), ranks=2)
+        self._act("and for all there are", lambda _: self._resize(None), ranks=4)
+        self._end_after(2 * _AT_LEAST)
+        if job.wait(_LIMIT_S):
+            raise DemoFailedError(f"the job ended with {job.returncode}; what it printed is in {self.folder}")
+
+    def _act(self, what: str, do: Callable[[list[dict[str, Any]]], None], *, ranks: int) -> None:
+        inside = self._newest()
+        before = self.newest_step
+        at = time.time()
+        self._told(f"[dim]{at - self._began:5.1f} s[/]  {what}")
+        do(inside)
+        epoch = inside[0]["epoch"] if inside else -1
+        there = self._until(lambda: self._world(ranks, after=epoch), f"a world of {ranks} ranks ({what})")
+        first = there[0]["first"]
+        done = self._until(lambda: self._done(first, there[0]["epoch"], ranks), f"step {first} ({what})")
+        tiers: dict[str, int] = {}
+        for one in there:
+            for tier, count in one["tiers"].items():
+                tiers[tier] = tiers.get(tier, 0) + count
+        act = Act(what, at - self._began, before, first, max(one["at"] for one in done) - at, ranks, tiers)
+        self.acts.append(act)
+        self._told(f"         step {first} is done by {ranks} ranks {act.seconds:.1f} s later")
+        self._until(lambda: self.newest_step >= first + _AT_LEAST, f"{_AT_LEAST} more steps")
+
+    def _kill_rank(self, inside: list[dict[str, Any]]) -> None:
+        os.kill(inside[1]["pid"], signal.SIGKILL)
+
+    def _kill_node(self, inside: list[dict[str, Any]]) -> None:
+        victim = inside[-1]
+        os.kill(victim["ppid"], signal.SIGKILL)
+        lose_node(self._run_directory / JOB / victim["node"] / "agent")
+
+    def _join(self) -> None:
+        self._start("join", JOB)
+
+    def _resize(self, nodes: int | None) -> None:
+        self._ask(Resize(nodes, "the demo"))
+
+    def _end_after(self, steps: int) -> None:
+        new = self.lines_folder / f"{LAST}.new"
+        new.write_text(str(self.newest_step + steps))
+        new.rename(self.lines_folder / LAST)
+
+    # -- what it told -------------------------------------------------------------------------------------------------
+
+    def told(self, event: str) -> list[dict[str, Any]]:
+        return [one for one in all_told(self.lines_folder) if one["event"] == event]
+
+    @property
+    def newest_step(self) -> int:
+        return max((one["step"] for one in self.told("step")), default=-1)
+
+    def _newest(self) -> list[dict[str, Any]]:
+        """The ranks of the newest world, in order."""
+        worlds = self.told("world")
+        newest = max((one["epoch"] for one in worlds), default=-1)
+        return sorted((one for one in worlds if one["epoch"] == newest), key=lambda one: one["rank"])
+
+    def _world(self, ranks: int, *, after: int) -> list[dict[str, Any]]:
+        inside = self._newest()
+        good = len(inside) == ranks and inside[0]["size"] == ranks and inside[0]["epoch"] > after
+        return inside if good else []
+
+    def _done(self, step: int, epoch: int, ranks: int) -> list[dict[str, Any]]:
+        done = [one for one in self.told("step") if one["step"] == step and one["epoch"] == epoch]
+        return done if len(done) == ranks else []
+
+    def _until(self, there: Callable[[], T], what: str) -> T:
+        deadline = time.monotonic() + _LIMIT_S
+        while not (found := there()):
+            if time.monotonic() > deadline:
+                raise DemoFailedError(f"within {_LIMIT_S:g} s there was not: {what}; see {self.folder}")
+            ended = [one.args for one in self._started[:1] if one.poll() is not None]
+            if ended:
+                raise DemoFailedError(f"the job ended before: {what}; see {self.folder}")
+            time.sleep(_LOOK_S)
+        return found
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def _size(self) -> tuple[str, ...]:
+        nodes = ("--simulate-nodes", str(NODES), "--nnodes", f"1:{NODES}", "--nproc", str(NPROC))
+        return (*nodes, "--spares", str(SPARES), "--shrink-after", "0.5", "--grow-after", "0.5")
+
+    def _script(self) -> tuple[str, ...]:
+        return ("-m", "elastic.demo.trainer", str(self.lines_folder))
+
+    def _start(self, *words: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"output-{len(self._started)}").open("wb") as out:
+            one = subprocess.Popen(  # noqa: S603 - ours
+                [sys.executable, "-m", "elastic", *words],
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+        self._started.append(one)
+        return one
+
+    def _ask(self, question: Resize | Status) -> Answer:
+        deadline = time.monotonic() + _LIMIT_S
+        while True:
+            run = RunPlace(self._run_directory, JOB).read()
+            try:
+                return ask(run.coordinator, question, job=JOB, secret=secret_of(run))
+            except ControlLostError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Nothing of it runs on."""
+        for one in reversed(self._started):
+            if one.poll() is None:
+                one.terminate()
+        for one in self._started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                one.wait(_LIMIT_S)
+            one.kill()
+            one.wait()
+        for agent in (self._run_directory / JOB).glob("*/agent"):
+            lose_node(agent)
+
+
+def all_told(folder: Path) -> Iterable[dict[str, Any]]:
+    """Every line of every process; the line somebody died in is left out."""
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def losses_of(steps: Iterable[Mapping[str, Any]]) -> dict[int, str]:
+    """The loss of each step as the world that did it last found it; all ranks of a world must agree."""
+    worlds: dict[int, int] = {}
+    found: dict[tuple[int, int], set[str]] = {}
+    for one in steps:
+        epoch = one.get("epoch", 0)
+        worlds[one["step"]] = max(worlds.get(one["step"], -1), epoch)
+        found.setdefault((one["step"], epoch), set()).add(one["loss"])
+    split = [step for (step, _), losses in found.items() if len(losses) > 1]
+    if split:
+        raise DemoFailedError(f"ranks of one world found different losses at step {split[0]}")
+    return {step: found[step, epoch].pop() for step, epoch in sorted(worlds.items())}

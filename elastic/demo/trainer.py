@@ -1,0 +1,153 @@
+"""One rank of ``elastic demo``: a small transformer under FSDP2, the same samples and the same sums in any world.
+
+It trains until its director names the last step. What happens to it goes, a JSON line each, to a file of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from elastic.batch.plan import BatchPlan
+from elastic.demo.names import JOB, LAST
+from elastic.gradients.exact import ExactGradients
+from elastic.reshard.checksum import checksum
+from elastic.samples.loader import ElasticDataLoader
+from elastic.samples.seeds import seeded
+from elastic.samples.shares import PlanShares
+from elastic.workers.loop import run
+from elastic.workers.world import World
+from tieredckpt import Checkpointer
+from tieredckpt.demo.trainer import CONTEXT, Transformer, corpus
+
+BATCH, MICROBATCH, SEED = 8, 2, 0
+_LOOK_EVERY = 5
+"""All ranks look for it after the same steps, and it names one that none of them has begun."""
+
+
+class Text(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Pieces of a text that every Python has."""
+
+    def __init__(self) -> None:
+        self._text = corpus()
+
+    def __len__(self) -> int:
+        return len(self._text) - CONTEXT - 1
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        row = self._text[index : index + CONTEXT + 1]
+        return row[:-1], row[1:]
+
+
+class Teller:
+    """This process's lines."""
+
+    def __init__(self, folder: Path) -> None:
+        self._out = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def __call__(self, event: str, **values: Any) -> None:
+        self._out.write(json.dumps({"event": event, "at": time.time(), "pid": os.getpid(), **values}) + "\n")
+
+
+class Training:
+    """Model, optimizer and samples of one process, for one world; without one, for a process alone."""
+
+    def __init__(self, world: World | None = None) -> None:
+        torch.manual_seed(SEED)
+        self.model = Transformer()
+        if world is not None:
+            mesh = world.mesh()
+            for block in self.model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self._plan = BatchPlan(BATCH, world.size if world is not None else 1, microbatch=MICROBATCH)
+        self._gradients = ExactGradients(self.model, tree=True)
+        shares = PlanShares(self._plan, world.rank if world is not None else 0)
+        self.data = ElasticDataLoader(Text(), shares, seed=SEED)
+        self.state = {"model": self.model, "optim": self.optimizer, "data": self.data}
+
+    def step(self, step: int) -> float:
+        """The loss of the whole batch, the same on every rank of any world."""
+        work = next(iter(self.data))
+        mine = [batch.data for batch in work]
+        for turn in self._gradients.step(self._plan):
+            letters, following = mine[turn.place]
+            with seeded(SEED, step, turn.id):
+                found = self.model(letters).flatten(0, 1)
+                loss = nn.functional.cross_entropy(found, following.flatten(), reduction="sum")
+                turn.backward(loss, weight=following.numel())
+        total = self._gradients.finish(clip=1.0)
+        self.optimizer.step()
+        work.commit()
+        return total.loss
+
+    def sum(self) -> str:
+        """Of every parameter and moment, however it is sharded."""
+        return f"{checksum({'model': self.model, 'optim': self.optimizer}).combined().of_tensors.value:016x}"
+
+
+def train(world: World, folder: Path, tell: Teller) -> None:
+    place = {"epoch": world.epoch, "rank": world.rank, "size": world.size, "node": os.environ["ELASTIC_NODE"]}
+    training = Training(world)
+    state = training.state
+    with Checkpointer(f"tiered://{JOB}", every=1, durable_every=50) as ckpt, training.data:
+        first = ckpt.restore(state) + 1
+        tell("world", first=first, tiers=_tiers(ckpt), ppid=os.getppid(), **place)
+        last = _last(folder)
+        for step in world.steps(first, checkpoint=(ckpt, state)):
+            loss = training.step(step)
+            ckpt.save(state, step)
+            tell("step", step=step, loss=loss.hex(), **place)
+            if step % _LOOK_EVERY == 0:
+                last = _last(folder)
+            if step == last:
+                ckpt.seal(state, step, durable=True)
+                tell("sum", step=step, sum=training.sum(), **place)
+                break
+
+
+def _tiers(ckpt: Checkpointer) -> dict[str, int]:
+    return {} if ckpt.last_restore is None else dict(ckpt.last_restore.bytes_by_tier)
+
+
+def _last(folder: Path) -> int | None:
+    try:
+        return int((folder / LAST).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def undisturbed(steps: int, tell: Teller) -> None:
+    """The same on one process, without worlds and without a checkpointer; then what the bucket alone gives."""
+    training = Training()
+    with training.data:
+        for step in range(steps):
+            tell("step", step=step, loss=training.step(step).hex())
+    tell("sum", step=steps - 1, sum=training.sum())
+    training = Training()
+    with Checkpointer(f"tiered://{JOB}") as ckpt, training.data:
+        step = ckpt.restore(training.state)
+        tell("bucket", step=step, sum=training.sum(), tiers=_tiers(ckpt))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    tell = Teller(folder)
+    if len(sys.argv) > 2:
+        undisturbed(int(sys.argv[2]), tell)
+    else:
+        run(lambda world: train(world, folder, tell))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Whether a process that has left a world is fit for another one; else it ends, and a new one takes its seat."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from elastic.errors import UnhealthyError
+
+Health = Callable[[], Any]
+"""Raises where this process is not fit for another world."""
+
+
+class DeviceHealth:
+    """The device does what it is given within ``limit_s``, and has its memory back.
+
+    ``most_left_bytes``: so much more than after the first world may be allocated after a later one; not given: as much
+    as it likes. Nothing is looked at where this process has not used CUDA.
+    """
+
+    def __init__(self, limit_s: float = 30.0, most_left_bytes: int | None = None) -> None:
+        self._limit_s = limit_s
+        self._most_left_bytes = most_left_bytes
+        self._baseline_bytes: int | None = None
+
+    def __call__(self) -> None:
+        import torch
+
+        if not torch.cuda.is_initialized():
+            return
+        within(self._limit_s, torch.cuda.synchronize, "the device")
+        if self._most_left_bytes is None:
+            return
+        gc.collect()
+        torch.cuda.empty_cache()
+        left_bytes = torch.cuda.memory_allocated()
+        if self._baseline_bytes is None:
+            self._baseline_bytes = left_bytes
+        more_bytes = left_bytes - self._baseline_bytes
+        if more_bytes > self._most_left_bytes:
+            raise UnhealthyError(
+                f"{more_bytes} bytes more of the device's memory are in use than after the first world, "
+                f"{self._most_left_bytes} may be: something outside the train function keeps what it made"
+            )
+
+
+def within(limit_s: float, call: Callable[[], Any], what: str) -> None:
+    """``call`` on a thread that is left behind where it does not come back: a driver that hangs cannot be woken."""
+    problem: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - handed over
+            problem.append(error)
+
+    thread = threading.Thread(target=work, name="elastic-health", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise UnhealthyError(f"{what} has not answered for {limit_s:g} s")
+    if problem:
+        raise UnhealthyError(f"{what} is broken: {problem[0]}") from problem[0]

@@ -1,0 +1,57 @@
+"""A node agent is needed for as long as its node's supervisor is there, also where the node is in no world."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from elastic.control.node_agent import NodeAgent
+from peerstore.owners import started_at
+from tests.support.agents import agent_directory, agent_pid, wait_gone
+
+pytestmark = pytest.mark.e2e
+
+
+@contextlib.contextmanager
+def started():
+    """The agent of a node without ranks, that leaves as soon as nobody needs it; and its process."""
+    with agent_directory() as directory:
+        environ = {
+            "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
+            "TIEREDCKPT_AGENT_BUDGET": "16MiB",
+            "TIEREDCKPT_AGENT_LINGER_S": "0",
+        }
+        agent = NodeAgent(environ)
+        try:
+            agent.start()
+            pid = agent_pid(directory)
+            assert pid is not None
+            yield agent, pid
+        finally:
+            agent.close()
+
+
+def test_an_agent_stays_while_its_supervisor_does():
+    with started() as (agent, pid):
+        for _ in range(2):  # others that began later come to their end
+            with started() as (other, gone):
+                other.close()
+                wait_gone(gone)
+            assert started_at(pid) >= 0
+        agent.close()
+        wait_gone(pid)
+
+
+def test_an_agent_that_was_there_stays_for_a_second_supervisor():
+    with started() as (first, pid):
+        second = NodeAgent(first._environ)
+        second.start()
+        first.close()
+        with started() as (other, gone):
+            other.close()
+            wait_gone(gone)
+        assert started_at(pid) >= 0
+        assert second.stays is None
+        second.end()  # it is not the second one's to end: it leaves because nobody needs it
+        wait_gone(pid)

@@ -1,0 +1,132 @@
+"""What a process does between worlds, on its own: finalizers, health, abort order, warming up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from elastic.control.plane import Notice, Want
+from elastic.control.testing import MemoryPlane
+from elastic.errors import UnhealthyError
+from elastic.workers.finalizers import Finalizers
+from elastic.workers.health import DeviceHealth, within
+from elastic.workers.loop import End, Policy, _Rank, recoverable, run
+from tests.support.planes import PATIENCE_S
+
+QUIET = Policy(backend="none", settle_s=0.0)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """What is collected between worlds is large only because of everything else that tests have imported."""
+    monkeypatch.setattr("elastic.workers.forgetting.gc.collect", lambda: 0)
+
+
+def test_the_last_one_added_is_called_first_and_each_once(caplog):
+    called, finalizers = [], Finalizers()
+    finalizers.add(lambda: called.append("first"))
+
+    @finalizers.add
+    def fails():
+        called.append("second")
+        raise ZeroDivisionError("on the way out")
+
+    finalizers.add(lambda: finalizers.add(lambda: called.append("late")))
+    with caplog.at_level(logging.ERROR):
+        finalizers.run()
+        finalizers.run()
+    assert called == ["late", "second", "first"]
+    assert "fails failed" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["returns", "raises", "resize", "restart"])
+def test_a_world_is_undone_whichever_way_it_is_left(how):
+    plane, undone = MemoryPlane(1), []
+
+    def train(world):
+        world.on_leave(lambda: undone.append(world.epoch))
+        if world.epoch:
+            return
+        for step in world.steps(0, 5):
+            if step == 2 and how == "raises":
+                raise ZeroDivisionError("a step too far")
+            if step == 2 and how == "resize":
+                plane.resize(1)
+            if step == 2 and how == "restart":
+                plane.restart()
+        if how == "returns":
+            plane.restart()
+
+    assert run(train, plane=plane.seats[0], policy=QUIET).how is End.FINISHED
+    assert undone == [0, 1]
+
+
+def test_a_process_that_is_not_fit_ends_instead_of_asking_for_a_place():
+    plane, asked = MemoryPlane(1), []
+
+    def health():
+        asked.append(1)
+        raise RuntimeError("an error that the device remembers")
+
+    def train(_world):
+        raise ZeroDivisionError("a step too far")
+
+    with pytest.raises(UnhealthyError, match="the device remembers"):
+        run(train, plane=plane.seats[0], policy=Policy(backend="none", settle_s=0.0, health=health))
+    assert asked == [1]
+    assert not plane.seats[0].is_alive
+
+
+def test_a_device_that_does_not_answer_is_not_fit():
+    hangs = threading.Event()
+    with pytest.raises(UnhealthyError, match="has not answered for"):
+        within(0.01, hangs.wait, "the device")
+    hangs.set()
+    with pytest.raises(UnhealthyError, match="the device is broken: division"):
+        within(PATIENCE_S, lambda: 1 / 0, "the device")
+    within(PATIENCE_S, lambda: None, "the device")
+    DeviceHealth()()  # nothing has used one
+
+
+def test_a_broken_world_is_aborted_in_the_order_asked_for(caplog):
+    order = []
+
+    class Groups:
+        def abort_groups(self):
+            order.append("groups")
+
+        def cut_connections(self):
+            order.append("connections")
+
+    def fails():
+        order.append("mine")
+        raise ZeroDivisionError("on the way out")
+
+    rank = _Rank(lambda _: None, MemoryPlane(1).seats[0], Policy(abort=("connections", fails, "groups")))
+    rank._groups = Groups()
+    with caplog.at_level(logging.ERROR):
+        rank._abort(Notice(0, Want.RESTART, "broken"))
+    assert order == ["connections", "mine", "groups"]
+    assert "on the way out" in caplog.text
+
+
+def test_it_is_warmed_up_once_before_it_asks_for_a_place():
+    plane, order = MemoryPlane(1), []
+
+    @recoverable(plane=plane.seats[0], policy=QUIET, warm=lambda: order.append(plane.epoch))
+    def train(world):
+        order.append(world.epoch)
+        if world.epoch == 0:
+            raise ZeroDivisionError("a step too far")
+
+    assert train().how is End.FINISHED
+    assert order == [-1, 0, 1]
+
+
+def test_a_process_that_cannot_be_warmed_up_ends():
+    plane = MemoryPlane(1)
+    with pytest.raises(ZeroDivisionError):
+        run(lambda _: None, plane=plane.seats[0], policy=QUIET, warm=lambda: 1 / 0)
+    assert not plane.seats[0].is_alive

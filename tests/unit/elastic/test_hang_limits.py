@@ -1,0 +1,158 @@
+"""Whether the ranks of a world get on, from what their nodes say: a table of reports and times."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.cli.policies import hang_limits
+from elastic.control.messages import Formed, NodeSays
+from elastic.control.movement import HangLimits, Movement, Pace
+from elastic.control.plane import Progress
+from elastic.errors import PolicyError
+from elastic.world.events import Hang, RankLost
+
+WORLD = Formed(7, ("n0", "n1"), 0, "")
+SHORT = HangLimits(step_s=5.0, first_s=100.0)
+
+
+def report(node, *steps, quiet=(), free=False):
+    said = tuple(None if step is None else Progress(step, free=free) for step in steps)
+    return NodeSays(1, node, 3, len(steps), births=9, formed=WORLD, steps=said, quiet_s=tuple(map(float, quiet)))
+
+
+def both(one, other):
+    return {"n0": one, "n1": other}
+
+
+def moving(at, *, pace=None, began=0.0):
+    """A world whose first rank has got to step 4 by ``at``."""
+    movement = Movement(began, pace)
+    movement.said(report("n0", 3, 3), report("n0", 4, 4), at)
+    return movement
+
+
+def test_a_hang_names_the_rank_that_is_behind_all_others():
+    movement = moving(10.0)
+    reports = both(report("n0", 4, 4), report("n1", 4, 3))
+    assert movement.hangs(WORLD, reports, SHORT, 15.0) == []
+    (hang,) = movement.hangs(WORLD, reports, SHORT, 15.1)
+    assert (hang.epoch, hang.node, hang.local_rank) == (7, "n1", 1)
+    assert movement.hangs(WORLD, reports, SHORT, 99.0) == []  # once is enough
+
+
+def test_a_hang_of_several_ranks_is_nobodys():
+    (hang,) = moving(10.0).hangs(WORLD, both(report("n0", 4), report("n1", 4)), SHORT, 99.0)
+    assert (hang.node, hang.local_rank) == ("", -1)
+
+
+def test_who_is_alone_is_not_behind():
+    world = Formed(7, ("n0",), 0, "")
+    (hang,) = moving(10.0).hangs(world, {"n0": report("n0", 4)}, SHORT, 99.0)
+    assert (hang.node, hang.local_rank) == ("", -1)
+
+
+def test_who_does_not_answer_is_to_blame_also_where_it_is_ahead():
+    reports = both(report("n0", 5, 4, quiet=(30, 0)), report("n1", 4, 3, quiet=(0.5, 0.1)))
+    (hang,) = moving(10.0).hangs(WORLD, reports, SHORT, 40.0)
+    assert (hang.node, hang.local_rank) == ("n0", 0)
+    assert "does not answer" in hang.reason
+
+
+def test_all_who_do_not_answer_are_replaced_at_once():
+    reports = both(report("n0", 4, 4, quiet=(30, 30)), report("n1", 4, 4, quiet=(0, 30)))
+    hang, *others = moving(10.0).hangs(WORLD, reports, SHORT, 40.0)
+    assert isinstance(hang, Hang)
+    assert [(one.node, one.local_rank, one.life, one.births) for one in others if isinstance(one, RankLost)] == [
+        ("n0", 1, 3, 9),
+        ("n1", 1, 3, 9),
+    ]
+
+
+def test_before_the_first_step_there_is_another_limit():
+    movement = Movement(10.0)
+    movement.said(report("n0", None), report("n0", None), 90.0)
+    reports = both(report("n0", None), report("n1", None))
+    assert movement.hangs(WORLD, reports, SHORT, 110.0) == []
+    (hang,) = movement.hangs(WORLD, reports, SHORT, 110.1)
+    assert hang.node == ""
+
+
+def test_who_stopped_while_it_restored_is_found_before_the_first_step():
+    movement = Movement(10.0)
+    reports = both(report("n0", None, quiet=(70,)), report("n1", None, quiet=(0.2,)))
+    assert movement.hangs(WORLD, reports, HangLimits(), 70.0) == []
+    (hang,) = movement.hangs(WORLD, reports, HangLimits(), 80.1)
+    assert (hang.node, hang.local_rank) == ("n0", 0)
+
+
+def test_who_does_not_answer_is_left_alone_while_others_get_on():
+    movement = moving(100.0)
+    reports = both(report("n0", 4, quiet=(80,)), report("n1", 4))
+    assert movement.hangs(WORLD, reports, HangLimits(), 130.0) == []
+
+
+def test_what_is_not_given_follows_from_what_steps_take():
+    pace = Pace()
+    movement = moving(400.0, pace=pace)
+    assert (pace.first_s, pace.step_s) == (400.0, 0.0)
+    movement.said(report("n1", 4), report("n1", 5), 490.0)
+    assert (pace.first_s, pace.step_s) == (400.0, 90.0)
+    reports = both(report("n0", 5), report("n1", 5))
+    assert movement.hangs(WORLD, reports, HangLimits(), 490.0 + 900.0) == []
+    assert movement.hangs(WORLD, reports, HangLimits(), 490.0 + 901.0)
+    again = Movement(2000.0, pace)
+    assert again.hangs(WORLD, reports, HangLimits(), 2000.0 + 4000.0) == []
+    assert again.hangs(WORLD, reports, HangLimits(), 2000.0 + 4001.0)
+
+
+def test_a_step_that_is_left_for_an_earlier_one_is_no_progress():
+    movement = moving(10.0)
+    movement.said(report("n0", 9), report("n0", None), 14.0)
+    assert movement.hangs(WORLD, both(report("n0", None), report("n1", 4)), SHORT, 15.1)
+
+
+def test_outside_of_its_steps_a_rank_may_take_as_long_as_it_likes():
+    reports = both(report("n0", 4, free=True), report("n1", 4))
+    assert moving(10.0).hangs(WORLD, reports, SHORT, 9999.0) == []
+    stopped = both(report("n0", 4, free=True, quiet=(99,)), report("n1", 4))
+    assert moving(10.0).hangs(WORLD, stopped, SHORT, 9999.0)
+
+
+def test_off_is_off():
+    off = hang_limits("off", "off")
+    reports = both(report("n0", 4, quiet=(9999,)), report("n1", 4))
+    assert moving(10.0).hangs(WORLD, reports, off, 99999.0) == []
+    assert Movement(0.0).hangs(WORLD, reports, off, 99999.0) == []
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
+def test_what_is_no_limit_is_refused(text):
+    with pytest.raises(PolicyError, match="--first-step-timeout"):
+        hang_limits("auto", text)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.sampled_from(("n0", "n1")), st.integers(0, 1), st.floats(0.1, 500)), max_size=12),
+    st.booleans(),
+    st.floats(0, 20_000),
+)
+def test_nobody_hangs_as_long_as_steps_take_no_longer_than_ten_times_the_longest_so_far(moves, first, later):
+    """Whatever the ranks do: what is reported came after at least the least limit, and only once."""
+    pace, now, last = Pace(), 0.0, 0.0
+    movement, steps = Movement(now, pace), {"n0": [0, 0], "n1": [0, 0]}
+    for node, rank, gap in moves:
+        before = report(node, *steps[node])
+        steps[node][rank] += 1
+        now += gap
+        movement.said(before, report(node, *steps[node]), now)
+        last = now
+    reports = {node: report(node, *said) for node, said in steps.items()}
+    found = movement.hangs(WORLD, reports, HangLimits(), now + later)
+    limit = max(600.0, 10 * pace.step_s) if moves else 3600.0
+    assert bool(found) is (now + later - last > limit)
+    assert movement.hangs(WORLD, reports, HangLimits(), math.inf if first else now + later) == [] or not found

@@ -1,0 +1,66 @@
+"""What a rank hears of the end of its job in the same message that says that it was heard."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from elastic.control.messages import MAX_RANK_BYTES, Over, RankGreeting, RankHears, RankSays, Stand
+from elastic.control.plane import Assignment, Dismissed, Notice, Want
+from elastic.control.settings import RankSeat
+from elastic.control.supervised import SupervisorPlane
+from elastic.errors import GaveUpError, StaleEpochError
+from peerstore import frames
+
+PLACE = Assignment(
+    epoch=0, rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, node_count=1, store="nowhere:1"
+)
+STOP = Notice(0, Want.STOP, "enough")
+
+
+@contextlib.contextmanager
+def supervised(tmp_path, over):
+    """A rank in a world, whose supervisor answers that it has sealed with the end of the job."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.bind(str(tmp_path / "door"))
+        door.listen()
+
+        def answer():
+            line, _ = door.accept()
+            with line, contextlib.suppress(BrokenPipeError):  # the rank has gone, and waits for no answer
+                assert frames.receive(line, RankGreeting).token == "token"
+                while (says := frames.receive(line, RankSays, limit_bytes=MAX_RANK_BYTES)) is not None:
+                    hears = RankHears(says.number, PLACE, STOP, 4)
+                    if says.sealed is not None or (over is Over.GAVE_UP and says.stand is Stand.INSIDE):
+                        hears = RankHears(says.number, over=over, reason="the end")
+                    frames.send(line, hears)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        plane = SupervisorPlane(RankSeat(tmp_path / "door", "token"))
+        try:
+            plane.ready(timeout_s=60)
+            yield plane
+        finally:
+            plane.close()
+            thread.join()
+
+
+@pytest.mark.parametrize("over", [Over.STOPPED, Over.DISMISSED])
+def test_who_has_sealed_and_is_let_go_at_once_was_heard(tmp_path, over):
+    with supervised(tmp_path, over) as plane:
+        assert plane.pause(4, timeout_s=60) == 4
+        plane.sealed(4, timeout_s=60)
+        with pytest.raises(Dismissed, match="the end"):
+            plane.ready(timeout_s=60)
+
+
+def test_who_seals_for_a_job_that_gave_up_was_not(tmp_path):
+    with supervised(tmp_path, Over.GAVE_UP) as plane:
+        with pytest.raises(StaleEpochError, match="the end"):
+            plane.sealed(4, timeout_s=60)
+        with pytest.raises(GaveUpError, match="the end"):
+            plane.ready(timeout_s=60)

@@ -1,0 +1,177 @@
+"""The ledger's vocabulary. Times are wall-clock seconds since 1970, durations seconds; -1 stands for "not known".
+
+A line is one JSON object whose ``event`` names its kind. Readers take what they know: a kind they do not know is
+counted, a field they do not know is passed over, one that is missing has its default. So a field may be added, with a
+default, and a kind; nothing is ever renamed or given another meaning.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+VERSION = 1
+
+DETECT, ABORT, LAUNCH, RENDEZVOUS = "detect", "abort", "launch", "rendezvous"
+GROUPS, HYDRATE, LOADER, FIRST_STEP = "groups", "hydrate", "loader", "first_step"
+SEAL, LEAVE = "seal", "leave"
+STAGES = (DETECT, SEAL, ABORT, LEAVE, LAUNCH, RENDEZVOUS, GROUPS, HYDRATE, LOADER, FIRST_STEP)
+"""On the way from one world into the next, in this order; ``docs/goodput.md`` says what each is."""
+
+
+class _Event(msgspec.Struct, frozen=True, tag_field="event", omit_defaults=True):
+    pass
+
+
+class Opened(_Event, frozen=True, tag="opened"):
+    """The first line of every file."""
+
+    at: float
+    pid: int
+    host: str = ""
+    version: int = VERSION
+    part: int = 0
+    """A process that writes much goes on in a new file, and in the end gives up its oldest."""
+
+
+class Began(_Event, frozen=True, tag="began"):
+    """A process takes part. The run begins with its coordinator's."""
+
+    at: float
+    job: str = ""
+    who: str = "rank"
+    """``coordinator`` or ``rank``. Where nobody runs the job, its first rank speaks for a coordinator as well."""
+    again: bool = False
+    """A coordinator that was started again: the run goes on."""
+    node: str = ""
+    local_rank: int = -1
+
+
+class Ended(_Event, frozen=True, tag="ended"):
+    at: float
+    job: str = ""
+    who: str = "rank"
+    how: str = ""
+    """``finished``, ``stopped``, ``gave up``, ``dismissed`` or ``failed``."""
+    words: str = ""
+    node: str = ""
+    local_rank: int = -1
+
+
+class WorldFormed(_Event, frozen=True, tag="world"):
+    at: float
+    epoch: int
+    ranks: int
+    nodes: tuple[str, ...] = ()
+    """In order of rank."""
+    nproc: int = 1
+    how: str = "start"
+    """``start``, ``restart``, ``respawn``, ``replace``, ``shrink`` or ``grow``."""
+    reason: str = ""
+    restarts: int = 0
+
+
+class Fault(_Event, frozen=True, tag="fault"):
+    at: float
+    """When it was noticed."""
+    epoch: int
+    """Of the world that it ended, or after which none had been formed yet."""
+    node: str = ""
+    local_rank: int = -1
+    kind: str = ""
+    """``process`` (it ended), ``node``, ``error`` (a rank said so), ``hang`` or ``late`` (it did not stop in time)."""
+    reason: str = ""
+    since: float | None = None
+    """When it happened, as far as that is known: a process ended, a node was last heard of."""
+
+
+class Injected(_Event, frozen=True, tag="injected"):
+    """A fault is about to be made on purpose."""
+
+    at: float
+    kind: str
+    epoch: int = -1
+    node: str = ""
+    local_rank: int = -1
+    rank: int = -1
+    step: int = -1
+    words: str = ""
+
+
+class Notice(_Event, frozen=True, tag="notice"):
+    """The ranks of a world are asked to stop at a common step."""
+
+    at: float
+    epoch: int
+    want: str = "resize"
+    """``resize`` or ``stop``."""
+    reason: str = ""
+    by: str = ""
+    """Who asked: ``person``, ``rank``, ``cluster``, or ``policy``."""
+    deadline_s: float | None = None
+
+
+class Stage(_Event, frozen=True, tag="stage"):
+    """A rank's way into a world. ``detect`` says, with no duration, when it knew that the world before was over."""
+
+    epoch: int
+    """The world it leads to; of ``detect``, ``abort``, ``seal`` and ``leave`` the one it leads away from."""
+    rank: int
+    """In that world."""
+    name: str
+    began: float
+    seconds: float
+    node: str = ""
+    local_rank: int = -1
+
+
+class Step(_Event, frozen=True, tag="step"):
+    """A step that a whole world has done; its first rank writes it."""
+
+    epoch: int
+    rank: int
+    step: int
+    began: float
+    seconds: float
+    loss: float | None = None
+    """``None`` also where it was not finite."""
+    tokens: int | None = None
+    """Of all ranks together; as samples."""
+    samples: int | None = None
+
+
+class Save(_Event, frozen=True, tag="save"):
+    """What a call of ``Checkpointer.save`` or ``seal`` took of the training's time."""
+
+    rank: int
+    step: int
+    state: str
+    began: float
+    seconds: float
+    """How long the training was blocked."""
+    epoch: int = -1
+
+
+class Restored(_Event, frozen=True, tag="restored"):
+    rank: int
+    step: int
+    """-1: there was nothing to restore."""
+    mode: str
+    """``snapshot``, ``live`` or ``nothing``."""
+    began: float
+    seconds: float
+    bytes_by_tier: dict[str, int] = {}
+    lost: int = -1
+    """Steps that had been begun after it, as far as this process knows."""
+    epoch: int = -1
+
+
+Event: TypeAlias = Opened | Began | Ended | WorldFormed | Fault | Injected | Notice | Stage | Step | Save | Restored
+
+
+def when(event: Event) -> float:
+    """When it was over."""
+    if isinstance(event, Stage | Step | Save | Restored):
+        return event.began + event.seconds
+    return event.at
