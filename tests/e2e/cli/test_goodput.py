@@ -94,7 +94,7 @@ def test_a_job_is_found_by_its_name_or_by_the_environment(cli, logs, monkeypatch
 def test_absent_empty_and_nothing_named_are_told_apart(cli, tmp_path, monkeypatch):
     monkeypatch.delenv(LEDGER, raising=False)
     absent = cli("goodput", tmp_path / "none")
-    assert (absent.code, "no such directory" in absent.err, LEDGER in absent.err) == (3, True, True)
+    assert (absent.code, "is no directory with a ledger" in absent.err, LEDGER in absent.err) == (3, True, True)
     empty = cli("goodput", tmp_path)
     assert (empty.code, "nothing has been written" in empty.err) == (3, True)
     assert cli("goodput").code == 2

@@ -213,6 +213,14 @@ def test_a_rank_detects_from_the_fault_on():
     assert found.recoveries[1].known_us == told.us(4)
 
 
+def test_a_spare_that_waited_took_no_time_of_the_recovery():
+    told = Told().began(0).world(0).steps(0, 5, at=0).fault(5).world(5, epoch=1, how="respawn")
+    told.stage("launch", 0, 2, epoch=1).stage("rendezvous", 2, 3.5, epoch=1).steps(5, 1, at=6, epoch=1)
+    found = analyse(told.events)
+    waited = [(one.name, one.count, one.most_s) for one in found.stages if one.category is Category.RECOVERY]
+    assert waited == [("rendezvous", 1, 0.5)]
+
+
 def test_nothing():
     found = analyse([])
     assert (found.wall.total, found.ettr, found.timeline, found.live) == (0, 0.0, (), True)
