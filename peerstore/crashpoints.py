@@ -23,6 +23,8 @@ POINTS = (
     "load.voted",
     "load.half",
     "load.done",
+    # a rank of a world that survivors give their step to
+    "live.chosen",
     # the agent that keeps shards
     "agent.claimed",
     "agent.note",

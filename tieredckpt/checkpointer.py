@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import DTensor
 
 from peerstore.errors import PeerStoreError
@@ -37,6 +38,8 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.joining import join_others
+from tieredckpt.live.keeping import Hydration, keeper
+from tieredckpt.live.noting import Noter
 from tieredckpt.location import check_step, parse_location
 from tieredckpt.moments import make_moments
 from tieredckpt.node import Durability
@@ -120,6 +123,7 @@ class Checkpointer:
         self._group = process_group
         self._archives = ObjectArchives()
         self._recorded = Recorded()
+        self._noter = Noter(self._location.job, self.settings)
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-seal")
         self._sealing: Future[ShardRecord] | None = None
         self._board: Board | None = None
@@ -167,6 +171,7 @@ class Checkpointer:
         After SIGTERM this is the last save: it is made durable within the grace period, and the signal is delivered.
         """
         check_step(step)
+        self._noter.note(state, step)
         last = self._preemption is not None and self._preemption.requested
         if step % self.settings.memory.every and not force and not last:
             return Saved(step, SaveState.NOT_DUE)
@@ -379,6 +384,29 @@ class Checkpointer:
         saved._sealing.set_result(writer.record)
         return saved
 
+    def note(self, state: State, step: int) -> None:
+        """``state`` is what ``step`` has left: where a fault finds it unchanged, survivors can go on from it.
+
+        Every :meth:`save` does this also, whether it is due or not; needed only by who does not call it at every step.
+        """
+        self._noter.note(state, step)
+
+    def _give(self, planner: SavePlanner, step: int) -> None:
+        """Save as ``step`` what the planners of all ranks have kept of it, and know it to be whole."""
+        self._all_ready()
+        self._join()
+        self.session.base = step  # what was sealed of later steps is of a past that the job leaves
+        # In the durable tier some nodes' part of it would be missing: new ones do not know where that is.
+        settings = override(self.settings, durable={"url": ""})
+        writer = TieredWriter(self._location.job, step, settings=settings)
+        self._dcp(dcp.save, {}, storage_writer=writer, planner=planner)
+        if writer.record is None:
+            raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
+        try:
+            self.session.commit(writer.record.key.group)
+        except PeerStoreError as error:  # it is whole all the same
+            log.warning("the node agent did not note that step %d is whole: %s", step, error)
+
     def _dcp(self, call: Callable[..., object], state: State, **storage: object) -> None:
         """DCP's own save or load, between all ranks or, where there is no process group, in this process alone."""
         with warnings.catch_warnings():
@@ -486,8 +514,7 @@ class Checkpointer:
         """
         with self._recorded.restoring() as told:
             told.step = self._restore_any(state, step)
-            if told.step >= 0 and self.last_restore is not None:
-                told.bytes_by_tier = dict(self.last_restore.bytes_by_tier)
+            told.report = self.last_restore
             return told.step
 
     def _restore_any(self, state: State, step: int | None) -> int:
@@ -501,7 +528,9 @@ class Checkpointer:
         return restored
 
     def _restore(self, state: State, step: int | None) -> int:
-        fresh = False
+        held = keeper()
+        given = None if held is None else held.hydrations.get(self._location.job)
+        fresh = given is not None  # what was given was not there a moment ago
         error: BaseException | None = None
         for _ in range(_MAX_FALLBACKS):
             reader = TieredReader(self._location.job, step, settings=self.settings)
@@ -523,6 +552,7 @@ class Checkpointer:
                 log.error("restore of %s: %s; trying the next older step", self._location.job, error)
                 continue
             self.last_restore = reader.report
+            self._hydrated(reader.report, given)
             if reader.unused:
                 log.warning(
                     "%s step %d: %d entries were saved but are not in the state to be restored, so left out: %s",
@@ -535,6 +565,15 @@ class Checkpointer:
         raise CheckpointDamagedError(
             f"{self._location.job}: {_MAX_FALLBACKS} steps were tried and none could be loaded"
         )
+
+    def _hydrated(self, report: RestoreReport | None, found: Hydration | None) -> None:
+        """Say what the fault before this world has cost, where there was one."""
+        if report is None or found is None:
+            return
+        report.mode = "live" if found.mode == "live" and found.step == report.step else "snapshot"
+        report.lost = max(0, found.reached - report.step)
+        tiers = ", ".join(f"{size >> 10} KiB from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
+        log.info("%s: step %d (%s), %d lost: %s", self._location.job, report.step, report.mode, report.lost, tiers)
 
     def _anything(self, reader: TieredReader, step: int | None) -> bool:
         """Whether there is something to load: one answer for all ranks, absent and unknown kept apart."""
@@ -597,6 +636,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Seal what is staged and let go of the agent; what is draining goes on without this process."""
+        self._noter.forget()
         if self._preparing is not None:
             self._preparing.join()
         self._sealer.shutdown()

@@ -9,6 +9,7 @@
     │   ├── MismatchError               the state and the checkpoint differ in shape, dtype or names
     │   └── FormatVersionError          written by a newer release: upgrade
     ├── CheckpointNotFoundError     absent: there is no such (whole) step; starting fresh is a decision, not an accident
+    │   └── LedgerNotFoundError         nothing was written down of such a job
     ├── TierUnavailableError        unknown: a tier could not be asked; retry, do not start fresh
     │   ├── StoreBusyError              the store asks to slow down, or a slot or an upload is still in use
     │   └── PeersLostError              the nodes that held some of the bytes went away while they were read
@@ -48,6 +49,10 @@ class FormatVersionError(UsageError):
 
 class CheckpointNotFoundError(TieredCheckpointError):
     """No whole step as asked for in any tier, and every tier could be asked."""
+
+
+class LedgerNotFoundError(CheckpointNotFoundError):
+    """There is no ledger there, or nothing in it yet."""
 
 
 class TierUnavailableError(TieredCheckpointError):

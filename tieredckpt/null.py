@@ -21,6 +21,9 @@ class NullCheckpointer:
         del state, force
         return Saved(check_step(step), SaveState.NOT_DUE)
 
+    def note(self, state: State, step: int) -> None:
+        del state, step
+
     def seal(self, state: State, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> Saved:
         del durable, timeout_s
         return self.save(state, step)

@@ -87,6 +87,10 @@ class RestoreReport:
     """Steps that were newer but could not be used, and why."""
     bytes_by_node: dict[str, int] = field(default_factory=dict)
     """Of the peer tier's bytes, what came from which node."""
+    mode: Literal["live", "snapshot"] = "snapshot"
+    """``live``: this step is what survivors of a fault had in their tensors."""
+    lost: int | None = None
+    """Steps that were completed before a fault and are done again; ``None`` where no fault came before this."""
 
 
 class TieredReader(StorageReader):

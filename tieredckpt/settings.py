@@ -107,6 +107,9 @@ class MemorySettings:
     quarantine_after: int = 5
     """A step that so many restarts began from without reaching a newer one is not used again while there is an older
     one; 0: never."""
+    live: bool = True
+    """In a loop that goes on after faults (``elastic.run``): note every step boundary, so that replicas that survive a
+    fault can go on from the last one, however seldom steps are saved."""
     copy_threads: int = 0
     """Threads that move bytes in a trainer; 0: this process's share of the node's cores, between 1 and 8."""
 

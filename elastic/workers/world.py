@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from elastic.control.plane import Assignment, ControlPlane, Notice, Progress, Want
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tieredckpt.checkpointer import Checkpointer
+    from tieredckpt.live.keeping import Hydration
     from tieredckpt.null import NullCheckpointer
 
 log = logging.getLogger(__name__)
@@ -60,12 +61,15 @@ class World:
         self._losses = losses or Losses("fault", 1, 0)
         self._finalizers = Finalizers()
         self._calls = 0
+        self._steps_taken = False
         self.completed = 0
         """Steps completed, as far as :meth:`steps` was told."""
         self.ended: Notice | None = None
         """Why all ranks stopped at a common step; ``None`` while they have not."""
         self.is_sealed = False
         """Whether the step they stopped after is safe."""
+        self.hydration: Hydration | None = None
+        """After a fault: where the state comes from, ``live`` or ``snapshot``, and which step had been reached."""
 
     @property
     def rank(self) -> int:
@@ -107,6 +111,11 @@ class World:
     @property
     def epoch(self) -> int:
         return self._place.epoch
+
+    @property
+    def step(self) -> int:
+        """The step that is being done, as far as it is known here; -1 before the first."""
+        return self.completed if self._steps_taken else self._calls - 1
 
     @property
     def restarts(self) -> int:
@@ -158,9 +167,12 @@ class World:
                 return
             if way is Way.STOP:
                 self._stop(seal)
+            self._steps_taken = True
             self._record.begins(self.completed)
             yield self.completed
             self._record.stepped(self.completed)
+            if checkpoint is not None:
+                _note(*checkpoint, self.completed)
             self.completed += 1
             self._say()
 
@@ -196,6 +208,8 @@ class World:
     def left(self) -> None:
         """The train function has been left: what it wanted to be called is."""
         self._finalizers.run()
+        with suppress(ElasticError):  # nobody is there to be told
+            self._plane.progress(Progress(self.completed, newest_sealed()))
 
     def event_detected(self) -> bool:
         """Called once a step by all ranks: whether to save and leave, with the same answer for all of them.
@@ -226,6 +240,10 @@ class World:
         Only the first rank's words count; on all others, and where there is no ledger, ``loss`` is not even looked at.
         """
         self._record.reports(loss, tokens, samples)
+
+    def is_broken(self, within_s: float) -> bool:
+        """Whether it is known by then that this world has lost a rank."""
+        return self._gate.wait_broken(within_s)
 
     @property
     def seconds_left(self) -> float | None:
@@ -276,6 +294,12 @@ def newest_sealed() -> int:
     """The newest step that this process has sealed, in any job; -1 for none."""
     session: Any = sys.modules.get("tieredckpt.session")
     return -1 if session is None else session.newest_sealed()
+
+
+def _note(ckpt: Checkpointer | NullCheckpointer, state: State | Callable[[], State], step: int) -> None:
+    """Also where the train function saves seldom. What is made by calling is noted by who saves, alone."""
+    if not callable(state):
+        ckpt.note(state, step)
 
 
 def fitted(size: int, shape: Sequence[int]) -> tuple[int, ...]:

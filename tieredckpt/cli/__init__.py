@@ -20,6 +20,7 @@ _COMMANDS = {
     "status": "tieredckpt.cli.reporting",
     "top": "tieredckpt.cli.watching",
     "whatif": "tieredckpt.cli.foretelling",
+    "goodput": "tieredckpt.cli.accounting",
     "simulate": "tieredckpt.cli.simulating",
     "inspect": "tieredckpt.cli.inspecting",
     "verify": "tieredckpt.cli.verifying",

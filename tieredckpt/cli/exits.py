@@ -60,6 +60,8 @@ def advice_for(error: BaseException) -> str:
     """What to do next, where the message itself cannot know; "" otherwise."""
     if isinstance(error, store_errors.AgentUnreachableError):
         return "start one with `tieredckpt agent --dir DIR`, or name the store to look into with --durable URL"
+    if isinstance(error, errors.LedgerNotFoundError):
+        return "`elastic run` keeps one in LOG-DIR/ledger; under other launchers set $TIEREDCKPT_LEDGER"
     return _ADVICE.get(exit_for(error), "")
 
 

@@ -48,6 +48,7 @@ def as_json(asked: Asked, answer: Mapping[str, Forecast], at_best: Scheme | None
         "mtbf_s": nodes.mtbf_s,
         "step_s": scheme.step_s or None,
         "stages_s": asked.by_stage or None,
+        "from": None if asked.ledger is None else str(asked.ledger),
         "runs": asked.runs,
         "seed": asked.seed,
         **_forecast_json(forecast),
@@ -106,8 +107,10 @@ def _show_asked(out: Console, asked: Asked, forecast: Forecast) -> None:
     nodes, scheme = forecast.nodes, forecast.scheme
     size = f"{asked.gpus:,} GPUs on {count(nodes.count, 'node')}" if asked.gpus else "a job"
     out.print(f"[bold]{size}[/], a fault every {show_time(nodes.mtbf_s)}, back after {_recoveries(scheme)}")
-    if asked.stages:
+    if asked.by_stage:
         out.print("  " + " + ".join(f"{name} {show_time(seconds)}" for name, seconds in asked.by_stage.items()))
+    if asked.measured is not None:
+        out.print(f"  as {asked.ledger} has it: the mean of its {_recovered(asked.measured.recoveries)}")
     steps = f" ({count(scheme.steps, 'step')})" if scheme.steps else ""
     out.print(
         f"saves every {show_time(scheme.interval_s)}{steps}, each holds training up for {show_time(scheme.stall_s)}"
@@ -116,6 +119,10 @@ def _show_asked(out: Console, asked: Asked, forecast: Forecast) -> None:
         away = f"{_percent(nodes.broken, 0)} of faults take a node away, for {show_time(nodes.repair_s)} on average"
         lack = f"goes on with {nodes.least} or more" if nodes.least < nodes.count else "waits where none is left"
         out.print(f"{away}; {count(nodes.spares, 'spare')}, {lack}")
+
+
+def _recovered(number: int) -> str:
+    return f"{number:,} recoveries" if number != 1 else "1 recovery"
 
 
 def _recoveries(scheme: Scheme) -> str:

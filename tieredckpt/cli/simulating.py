@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tieredckpt.cli.exits import Exit
+from tieredckpt.cli.measured import Measured, measure
 from tieredckpt.cli.options import pass_screen, printing, with_exits
 from tieredckpt.cli.quantities import MtbfType, Share, StageTime, Time
 from tieredckpt.cli.screen import Screen
@@ -16,11 +19,12 @@ from tieredckpt.errors import UsageError
 from tieredckpt.goodput.failing import Mtbf
 from tieredckpt.goodput.intervals import best, curve, has_best
 from tieredckpt.goodput.scheme import Faults, Scheme, restarting
+from tieredckpt.ledger.events import STAGES
 
 if TYPE_CHECKING:
     from tieredckpt.goodput.histories import Nodes
 
-STAGES = ("detect", "abort", "rendezvous", "groups", "hydrate", "loader", "first_step")
+_STALL_S = 0.5
 
 
 @click.command("simulate", short_help="The goodput a job will have, and how often to save.")
@@ -34,13 +38,18 @@ STAGES = ("detect", "abort", "rendezvous", "groups", "hydrate", "loader", "first
     help="Mean time between failures: 3h/job, 5y/gpu, 200d/node, or llama-3.",
 )
 @click.option("--interval", type=Time(), help="Work from save to save. [default: the best one]")
-@click.option(
-    "--stall", type=Time(zero=True), default="500ms", show_default=True, help="What a save holds training up."
-)
+@click.option("--stall", type=Time(zero=True), help="What a save holds training up. [default: --from, 500ms]")
 @click.option("--step", type=Time(), help="The length of a step: intervals are whole steps, a live fault repeats one.")
 @click.option("--recovery", type=Time(zero=True), help="From a fault to training again.")
 @click.option(
     "--stage", "stages", multiple=True, type=StageTime(STAGES), help="The recovery by stages; may be repeated."
+)
+@click.option(
+    "--from",
+    "ledger",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The ledger of a run: its stages and its saves' stalls, where none are said here.",
 )
 @click.option("--live", type=Share(), default="0", help="Share of faults that lose nothing: survivors hold it all.")
 @click.option("--durable", type=Share(), default="0", help="Share of faults that need the durable tier.")
@@ -95,10 +104,11 @@ class Asked:
     gpus_per_node: int
     mtbf: Mtbf
     interval: float | None
-    stall: float
+    stall: float | None
     step: float | None
     recovery: float | None
     stages: tuple[tuple[str, float], ...]
+    ledger: Path | None
     live: float
     durable: float
     durable_every: int
@@ -113,17 +123,34 @@ class Asked:
     runs: int
     seed: int
 
+    @cached_property
+    def measured(self) -> Measured | None:
+        return None if self.ledger is None else measure(self.ledger)
+
+    @property
+    def stall_s(self) -> float:
+        if self.stall is not None:
+            return self.stall
+        known = None if self.measured is None else self.measured.stall_s
+        return _STALL_S if known is None else known
+
     @property
     def recovery_s(self) -> float:
-        if (self.recovery is None) == (not self.stages):
-            raise UsageError("say how long a recovery takes: --recovery TIME, or --stage NAME=TIME for each stage")
+        if self.recovery is not None and (self.stages or self.ledger is not None):
+            raise UsageError("--recovery says it as a whole: leave out --stage and --from")
+        if self.recovery is None and not self.stages and self.ledger is None:
+            raise UsageError(
+                "say how long a recovery takes: --recovery TIME, --stage NAME=TIME for each stage, --from DIR"
+            )
         return self.recovery if self.recovery is not None else math.fsum(self.by_stage.values())
 
     @property
     def by_stage(self) -> dict[str, float]:
-        """The recovery's stages in their order; what is said last of a stage holds."""
-        said = dict(self.stages)
-        return {name: said[name] for name in STAGES if name in said}
+        """The recovery's stages in their order; what is said here holds, and of a stage what is said last."""
+        known = {} if self.measured is None else self.measured.stages
+        said = {**known, **dict(self.stages)}
+        names = (*STAGES, *sorted(said.keys() - set(STAGES)))
+        return {name: said[name] for name in names if name in said}
 
     @property
     def node_count(self) -> int:
@@ -162,7 +189,7 @@ class Asked:
             raise UsageError("--durable-every plays a part where memory is lost: say --durable SHARE")
         scheme = Scheme(
             interval_s=self.step or 1.0,
-            stall_s=self.stall,
+            stall_s=self.stall_s,
             snapshot=Faults(max(0.0, 1 - self.live - self.durable), recovery),
             live=Faults(self.live, recovery),
             durable=Faults(self.durable, recovery if self.durable_recovery is None else self.durable_recovery),

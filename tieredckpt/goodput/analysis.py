@@ -10,9 +10,9 @@ from tieredckpt.goodput.faults import views_of
 from tieredckpt.goodput.findings import Findings, Told
 from tieredckpt.goodput.model import UNSTATED, Analysis, Category, Interval
 from tieredckpt.goodput.painting import Claim, Label, paint
-from tieredckpt.goodput.runs import Run, Way, nothing_happened, runs_of, us
+from tieredckpt.goodput.runs import Run, Way, runs_of
 from tieredckpt.goodput.summing import summed
-from tieredckpt.ledger.events import FIRST_STEP, Event, Injected, when
+from tieredckpt.ledger.events import DETECT, FIRST_STEP, Event, Injected
 
 _SAVE, _SLOW_START, _STEP, _INTERRUPTED = range(4)
 """What holds where several things are said of a moment."""
@@ -21,25 +21,26 @@ _REST = 1000
 
 def analyse(events: Iterable[Event], *, job: str = "", complaints: Sequence[str] = ()) -> Analysis:
     """What became of the time of the job that these events are of. Their order does not matter."""
-    read = list(events)
-    runs = [] if nothing_happened(read) else runs_of(read)
+    runs = runs_of(events)
     found = Findings(job, runs, settle(runs), tuple(complaints))
     usual = usual_us(found.done)
+    ended = runs[0].start if runs else 0
     for run in runs:
-        ways = [_told(run, way) for way in run.ways]
+        injections = [one for one in run.events if isinstance(one, Injected)]
+        ways = [_told(run, way, injections) for way in run.ways]
         done = [one for one in found.done if one.run == run.number]
         firsts = {step.epoch: step for step in done if step.first and step.counts}
         for one in ways:
             first = firsts.get(one.way.next_epoch) if one.way.next_epoch is not None else None
             if first is not None:
-                took = first.end - first.start
-                slow = max(0, took - usual.get((run.number, first.epoch), took))
+                slow = max(0, first.net_us - usual.get((run.number, first.epoch), first.net_us))
                 one.slow_us = run.inside(one.way.end + slow) - one.way.end
             for key, time_us in staging.times_by_rank(one.began, one.faults, one.stages).items():
                 found.spent.setdefault((one.way.category, key[2]), []).append(time_us)
-        if found.timeline and found.timeline[-1].end_us < run.start:
-            found.timeline.append(Interval(found.timeline[-1].end_us, run.start, Category.DOWN, run=run.number))
-        for start, end, label in paint(_claims(run, ways, done), run.start, run.end, Label(Category.UNKNOWN)):
+        if ended < run.start:
+            found.timeline.append(Interval(ended, run.start, Category.DOWN, run=run.number))
+        ended = run.end
+        for start, end, label in paint(_claims(ways, done), run.start, run.end, Label(Category.UNKNOWN)):
             found.timeline.append(
                 Interval(start, end, label.category, label.stage, label.epoch, label.ranks, run.number)
             )
@@ -48,13 +49,13 @@ def analyse(events: Iterable[Event], *, job: str = "", complaints: Sequence[str]
     return summed(found)
 
 
-def _told(run: Run, way: Way) -> Told:
-    stages = staging.of_way(way, run.stages)
-    faults = views_of(way, [one for one in run.events if isinstance(one, Injected)])
+def _told(run: Run, way: Way, injections: Sequence[Injected]) -> Told:
+    stages = staging.of_way(way, run.stages_about(way))
+    faults = views_of(way, injections, [stage for stage in stages if stage.name == DETECT])
     return Told(way, faults, stages, staging.began_at(way, faults, stages))
 
 
-def _claims(run: Run, ways: Sequence[Told], done: Sequence[Done]) -> Iterator[Claim]:
+def _claims(ways: Sequence[Told], done: Sequence[Done]) -> Iterator[Claim]:
     for one in ways:
         way = one.way
         yield from staging.claims_of(way, one.began, one.faults, one.stages)
@@ -65,7 +66,6 @@ def _claims(run: Run, ways: Sequence[Told], done: Sequence[Done]) -> Iterator[Cl
         if way.category is not Category.UNKNOWN:
             stage = "" if way.category is Category.ENDING else UNSTATED
             yield Claim(one.began, way.end, _REST, staging.label(way, stage))
-    saves = {(save.epoch, save.step, save.rank): save for save in run.saves}
     for step in done:
         yield Claim(
             step.start,
@@ -73,10 +73,8 @@ def _claims(run: Run, ways: Sequence[Told], done: Sequence[Done]) -> Iterator[Cl
             _STEP,
             Label(Category.PRODUCTIVE if step.counts else Category.LOST, "", step.epoch, step.ranks),
         )
-        save = saves.get((step.epoch, step.step, step.rank))
-        if save is not None and step.counts:
-            first, last = max(us(save.began), step.start), min(us(when(save)), step.end)
-            yield Claim(first, last, _SAVE, Label(Category.SAVE, "", step.epoch, step.ranks))
+        if step.counts:
+            yield Claim(*step.saving, _SAVE, Label(Category.SAVE, "", step.epoch, step.ranks))
 
 
 def _blame(told: Sequence[Told], done: Sequence[Done]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tieredckpt.goodput.model import StepView
 from tieredckpt.goodput.runs import Run, us
-from tieredckpt.ledger.events import Restored, Step, when
+from tieredckpt.ledger.events import Restored, Save, Step, when
 
 
 @dataclass
@@ -23,6 +23,8 @@ class Done:
     """Of its world."""
     start: int
     end: int
+    saving: tuple[int, int]
+    """When it waited for its state to be staged; of no length where it did not."""
     counts: bool = True
     undone_by: tuple[int, int] | None = None
     """Run and world that went back behind it; ``None`` also where nothing was done after going back."""
@@ -38,6 +40,10 @@ class Done:
     @property
     def rank(self) -> int:
         return self.event.rank
+
+    @property
+    def net_us(self) -> int:
+        return self.end - self.start - (self.saving[1] - self.saving[0])
 
     @property
     def view(self) -> StepView:
@@ -63,14 +69,22 @@ def settle(runs: Sequence[Run]) -> list[Done]:
     """
     done: list[Done] = []
     for run in runs:
+        saves = {(save.epoch, save.step, save.rank): save for save in run.saves}
         for stretch in run.stretches:
-            done += [
-                Done(step, run.number, stretch.ranks, index == 0, us(step.began), us(when(step)))
-                for index, step in enumerate(stretch.steps)
-            ]
+            for index, step in enumerate(stretch.steps):
+                start, end = us(step.began), us(when(step))
+                saving = _within(saves.get((step.epoch, step.step, step.rank)), start, end)
+                done.append(Done(step, run.number, stretch.ranks, index == 0, start, end, saving))
     restores = [(us(when(one)), one) for run in runs for one in run.restores]
     _undo(done, sorted(restores, key=lambda item: (item[0], item[1].step)))
     return done
+
+
+def _within(save: Save | None, start: int, end: int) -> tuple[int, int]:
+    if save is None:
+        return start, start
+    first, last = max(us(save.began), start), min(us(when(save)), end)
+    return (first, last) if first < last else (start, start)
 
 
 def _undo(done: Sequence[Done], restores: Sequence[tuple[int, Restored]]) -> None:
@@ -96,11 +110,14 @@ def _attribute(done: Sequence[Done]) -> None:
 
 
 def usual_us(done: Iterable[Done]) -> dict[tuple[int, int], int]:
-    """By run and world, how long a step takes that is not the first there; where there is only that one, anywhere."""
+    """By run and world, how long a step takes without its save, of those that are not the first there.
+
+    Where there is only that one: of those anywhere.
+    """
     worlds: dict[tuple[int, int], list[int]] = {}
     for one in done:
         times = worlds.setdefault((one.run, one.epoch), [])
         if not one.first:
-            times.append(one.end - one.start)
+            times.append(one.net_us)
     anywhere = [time for times in worlds.values() for time in times]
     return {key: round(statistics.median(times or anywhere)) for key, times in worlds.items() if times or anywhere}

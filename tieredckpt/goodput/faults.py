@@ -6,19 +6,26 @@ from collections.abc import Sequence
 
 from tieredckpt.goodput.model import FaultView
 from tieredckpt.goodput.runs import Way, us
-from tieredckpt.ledger.events import Fault, Injected
+from tieredckpt.ledger.events import Fault, Injected, Stage
 
 
-def views_of(way: Way, injections: Sequence[Injected]) -> tuple[FaultView, ...]:
-    """In order of time. An injection is the cause of one fault, the first that fits it."""
+def views_of(way: Way, injections: Sequence[Injected], known: Sequence[Stage]) -> tuple[FaultView, ...]:
+    """In order of time. An injection is the cause of one fault, the first that fits it.
+
+    What broke a world happened before any of its ranks knew: ``known`` says when they did.
+    """
     left = sorted(injections, key=lambda one: one.at)
+    firsts: dict[int, float] = {}
+    for stage in known:
+        firsts[stage.epoch] = min(stage.began, firsts.get(stage.epoch, stage.began))
     found = []
     for fault in sorted(way.faults, key=lambda one: (one.at, one.node, one.local_rank)):
         fitting = [one for one in left if _fits(one, fault)]
         cause = fitting[-1] if fitting else None
         if cause is not None:
             left.remove(cause)
-        at = fault.at if fault.since is None else min(fault.since, fault.at)
+        since = fault.at if fault.since is None else fault.since
+        at = min(since, fault.at, firsts.pop(fault.epoch, fault.at))
         found.append(
             FaultView(
                 us(at if cause is None else cause.at),

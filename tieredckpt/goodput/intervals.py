@@ -26,9 +26,10 @@ def best(scheme: Scheme, mtbf_s: float) -> Scheme:
     tried = sorted(_lawful(scheme, mtbf_s), key=lambda one: one.interval_s)
     worth = [expected_goodput(one, mtbf_s) for one in tried]
     top = worth.index(max(worth))
+    shorter, longer = tried[max(0, top - 1)], tried[min(top + 1, len(tried) - 1)]
     if scheme.step_s:
-        return tried[top]
-    return _between(scheme, mtbf_s, tried[max(0, top - 1)].interval_s, tried[min(top + 1, len(tried) - 1)].interval_s)
+        return _of_steps(scheme, mtbf_s, shorter.steps, longer.steps)
+    return _between(scheme, mtbf_s, shorter.interval_s, longer.interval_s)
 
 
 def curve(scheme: Scheme, mtbf_s: float, around: Sequence[float] = AROUND) -> list[tuple[Scheme, float]]:
@@ -46,6 +47,18 @@ def _lawful(scheme: Scheme, mtbf_s: float) -> Iterator[Scheme]:
         if one.interval_s not in seen:
             seen.add(one.interval_s)
             yield one
+
+
+def _of_steps(scheme: Scheme, mtbf_s: float, low: int, high: int) -> Scheme:
+    """Thirds of the numbers of steps between the two."""
+
+    def worth(steps: int) -> float:
+        return expected_goodput(scheme.every(steps * scheme.step_s), mtbf_s)
+
+    while high - low > 2:
+        left, right = low + (high - low) // 3, high - (high - low) // 3
+        low, high = (low, right) if worth(left) >= worth(right) else (left, high)
+    return scheme.every(max(range(low, high + 1), key=worth) * scheme.step_s)
 
 
 def _between(scheme: Scheme, mtbf_s: float, low: float, high: float) -> Scheme:

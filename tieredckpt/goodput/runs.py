@@ -6,6 +6,7 @@ import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import msgspec
 
@@ -83,6 +84,20 @@ class Run:
     def inside(self, at: int) -> int:
         return min(max(at, self.start), self.end)
 
+    def stages_about(self, way: Way) -> list[Stage]:
+        """Of the worlds that a way leads from, through or to: few of all there are."""
+        epochs, by_epoch = self._staged
+        first = bisect.bisect_left(epochs, way.epoch)
+        last = len(epochs) if way.next_epoch is None else bisect.bisect_right(epochs, way.next_epoch)
+        return [stage for epoch in epochs[first:last] for stage in by_epoch[epoch]]
+
+    @cached_property
+    def _staged(self) -> tuple[list[int], dict[int, list[Stage]]]:
+        by_epoch: dict[int, list[Stage]] = {}
+        for stage in self.stages:
+            by_epoch.setdefault(stage.epoch, []).append(stage)
+        return sorted(by_epoch), by_epoch
+
 
 def in_order(events: Iterable[Event]) -> list[Event]:
     """The same for any order they are given in, each one once."""
@@ -92,9 +107,9 @@ def in_order(events: Iterable[Event]) -> list[Event]:
 
 def runs_of(events: Iterable[Event]) -> list[Run]:
     """A run begins with its coordinator; what was over before the first one began belongs to that."""
-    ordered = in_order(events)
+    ordered = in_order(event for event in events if not isinstance(event, Opened))
     firsts = [one.at for one in ordered if isinstance(one, Began) and one.who == COORDINATOR and not one.again]
-    groups: list[list[Event]] = [[] for _ in firsts] or [[]]
+    groups: list[list[Event]] = [[]] if not firsts else [[] for _ in firsts]
     for event in ordered:
         groups[max(0, bisect.bisect_right(firsts, when(event)) - 1)].append(event)
     runs = [_run(number, group, firsts[number] if firsts else None) for number, group in enumerate(groups) if group]
@@ -157,6 +172,8 @@ def _stretches(run: Run) -> list[Stretch]:
 
 def _ways(run: Run) -> list[Way]:
     ways = []
+    faults = [one for one in run.events if isinstance(one, Fault)]
+    notices = [one for one in run.events if isinstance(one, Notice)]
     before: Stretch | None = None
     for after in [*run.stretches, None]:
         start = run.start if before is None else before.end
@@ -171,24 +188,19 @@ def _ways(run: Run) -> list[Way]:
         )
         way.worlds = [world for epoch, world in sorted(run.worlds.items()) if way.leads_to(epoch)]
         way.next_ranks = after.ranks if after is not None else way.worlds[-1].ranks if way.worlds else way.ranks
-        way.faults = [one for one in run.events if isinstance(one, Fault) and way.leads_from(one.epoch)]
-        way.category = _category(run, way, first=before is None)
+        way.faults = [one for one in faults if way.leads_from(one.epoch)]
+        way.category = _category(run, way, notices, first=before is None)
         ways.append(way)
         before = after
     return ways
 
 
-def _category(run: Run, way: Way, *, first: bool) -> Category:
+def _category(run: Run, way: Way, notices: Sequence[Notice], *, first: bool) -> Category:
     if first:
         return Category.STARTUP
     if way.faults or any(world.how in _AFTER_A_FAULT for world in way.worlds):
         return Category.RECOVERY
-    asked = [one for one in run.events if isinstance(one, Notice) and way.leads_from(one.epoch)]
+    asked = [one for one in notices if way.leads_from(one.epoch)]
     if way.next_epoch is not None or way.worlds or (any(one.want == "resize" for one in asked) and not run.how):
         return Category.RESIZE
     return Category.ENDING if run.how or asked else Category.UNKNOWN
-
-
-def nothing_happened(events: Iterable[Event]) -> bool:
-    """Whether there is no more than that files were opened."""
-    return all(isinstance(event, Opened) for event in events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -61,7 +62,9 @@ def summed(found: Findings) -> Analysis:
 def _recovery(one: Told, timeline: Sequence[Interval]) -> Recovery:
     way, start, end = one.way, one.began, one.way.end + one.slow_us
     stages: Counter[str] = Counter()
-    for interval in timeline:
+    first = max(0, bisect.bisect_right(timeline, start, key=lambda interval: interval.start_us) - 1)
+    last = bisect.bisect_left(timeline, end, key=lambda interval: interval.start_us)
+    for interval in timeline[first:last]:
         inside = min(interval.end_us, end) - max(interval.start_us, start)
         if inside > 0:
             stages[interval.stage or interval.category.value] += inside

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError, UsageError
+from tieredckpt.errors import LedgerNotFoundError, UsageError
 from tieredckpt.ledger.events import VERSION, Event, Opened, Restored, Save, Stage, Step, when
 
 _LATEST = 1e11
@@ -54,18 +55,19 @@ class Read(msgspec.Struct, frozen=True):
 def read_ledger(directory: Path) -> Read:
     """All files of a ledger, also of one that is being written.
 
-    ``CheckpointNotFoundError`` where there is none, or nothing in it; ``TierUnavailableError`` where it cannot be read.
+    ``LedgerNotFoundError`` where there is none, or nothing in it; ``OSError`` where it cannot be read.
     """
-    try:
-        if not directory.exists():
-            raise CheckpointNotFoundError(f"there is no ledger {directory}")
-        if not directory.is_dir():
-            raise UsageError(f"{directory} is a file, a ledger is a directory of them")
-        files = {path.name: path.read_bytes() for path in sorted(directory.glob("*.jsonl")) if path.exists()}
-    except OSError as error:
-        raise TierUnavailableError(f"the ledger {directory} cannot be read: {error}") from error
+    if not directory.exists():
+        raise LedgerNotFoundError(f"there is no ledger {directory}")
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is a file, a ledger is a directory of them")
+    files = {}
+    for path in sorted(directory.iterdir()):
+        if path.suffix == ".jsonl":
+            with contextlib.suppress(FileNotFoundError):  # the oldest of a process that writes very much
+                files[path.name] = path.read_bytes()
     if not any(files.values()):
-        raise CheckpointNotFoundError(f"nothing has been written to the ledger {directory} yet")
+        raise LedgerNotFoundError(f"nothing has been written to the ledger {directory} yet")
     return read_files(files)
 
 

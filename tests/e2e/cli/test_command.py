@@ -17,8 +17,23 @@ from tieredckpt.cli.exits import Exit
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
 COMMANDS = [
-    *("agent", "ls", "status", "top", "whatif", "simulate", "inspect", "verify", "export", "gc", "quarantine"),
-    *("rebuild", "doctor", "demo"),
+    *(
+        "agent",
+        "ls",
+        "status",
+        "top",
+        "whatif",
+        "goodput",
+        "simulate",
+        "inspect",
+        "verify",
+        "export",
+        "gc",
+        "quarantine",
+        "rebuild",
+        "doctor",
+    ),
+    "demo",
 ]
 
 

@@ -5,9 +5,12 @@ import re
 import shlex
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from tests.support.imagined import Imagined
 from tieredckpt.cli import main
+from tieredckpt.goodput import analyse
 
 PAGE = Path(__file__).parents[4] / "docs" / "simulating.md"
 QUICK = ["--work", "3d", "--runs", "20"]
@@ -64,6 +67,33 @@ def test_a_recovery_by_stages(answer):
     assert said["recovery_s"] == 2.5
 
 
+def written(folder, events):
+    folder.mkdir()
+    (folder / "n0.coordinator.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in events))
+    return folder
+
+
+def test_a_recovery_as_a_run_had_it(run, answer, tmp_path):
+    told = Imagined(faults=5, resizes=0)
+    ledger = written(tmp_path / "ledger", told.events)
+    past = analyse(told.events)
+    said = answer("--mtbf", "3h/job", "--from", ledger)
+    assert said["recovery_s"] == pytest.approx(past.mttr_s)
+    assert said["stall_s"] == pytest.approx(past.save_s.sum_s / past.save_s.count)
+    assert next(iter(said["stages_s"])) == "detect"
+    faster = answer("--mtbf", "3h/job", "--from", ledger, "--stage", "detect=0", "--stall", "1s")
+    assert faster["recovery_s"] == pytest.approx(past.mttr_s - said["stages_s"]["detect"])
+    assert faster["stall_s"] == 1
+    assert "the mean of its 5 recoveries" in run("--mtbf", "3h/job", "--from", ledger, *QUICK)[1]
+
+
+def test_a_run_that_says_nothing_about_recoveries(run, tmp_path):
+    quiet = written(tmp_path / "quiet", Imagined(faults=0, resizes=0).events)
+    code, _, err = run("--mtbf", "3h/job", "--from", quiet)
+    assert (code, "--from" in err, "--recovery" in err) == (2, True, True)
+    assert run("--mtbf", "3h/job", "--from", tmp_path / "nowhere")[0] == 3
+
+
 def test_spares_and_missing_nodes(run, answer):
     asked = ["--gpus", 1024, "--mtbf", "1y/gpu", "--recovery", "1min", "--broken", "30%", "--repair", "3d"]
     alone, spares, fewer = (answer(*asked, *more) for more in ([], ["--spares", 20], ["--min-nodes", 100]))
@@ -98,6 +128,7 @@ def test_too_many_faults_are_said_not_played(run):
     [
         ([], "--recovery"),
         (["--recovery", "1min"], "--gpus"),
+        (["--recovery", "1min", "--from", "somewhere"], "--from"),
         (["--recovery", "1min", "--stage", "detect=1s", "--mtbf", "1h/job"], "--stage"),
         (["--recovery", "soon"], "--recovery"),
         (["--recovery", "-5s"], "--recovery"),

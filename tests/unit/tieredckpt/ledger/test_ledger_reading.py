@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredckpt.errors import CheckpointNotFoundError, UsageError
+from tieredckpt.errors import LedgerNotFoundError, UsageError
 from tieredckpt.ledger import read_ledger
 from tieredckpt.ledger.events import Began, Event, Fault, Step
 from tieredckpt.ledger.reading import Line, read_files, read_line
@@ -55,9 +55,9 @@ def test_every_event_survives_its_way():
 
 
 def test_absent_empty_and_no_directory_are_told_apart(tmp_path):
-    with pytest.raises(CheckpointNotFoundError, match="there is no ledger"):
+    with pytest.raises(LedgerNotFoundError, match="there is no ledger"):
         read_ledger(tmp_path / "none")
-    with pytest.raises(CheckpointNotFoundError, match="nothing has been written"):
+    with pytest.raises(LedgerNotFoundError, match="nothing has been written"):
         read_ledger(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file"):

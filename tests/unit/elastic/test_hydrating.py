@@ -1,0 +1,77 @@
+"""Where step boundaries are noted, and what happens when what they left cannot be given."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from elastic.control.plane import Assignment, Notice, Want
+from elastic.control.testing import MemoryPlane
+from elastic.errors import WorldChanged
+from elastic.workers.gate import Gate
+from elastic.workers.hydrating import Hydrating
+from elastic.workers.store_plane import StorePlane
+from elastic.workers.world import World
+from tieredckpt.live.keeping import Hydration, keeper
+
+
+def one_rank():
+    return StorePlane(dist.HashStore, Assignment(0, 0, 1, 0, 1, 0, 1, "localhost:1"))
+
+
+@pytest.mark.parametrize(
+    ("plane", "own_groups", "why"),
+    [
+        (one_rank, False, "after a fault all processes are started anew"),
+        (lambda: MemoryPlane(1).seats[0], True, "the train function makes its own groups"),
+    ],
+)
+def test_where_nobody_could_be_given_anything_that_is_said(plane, own_groups, why, caplog):
+    with Hydrating(plane(), own_groups=own_groups, settle_s=0) as hydrating:
+        assert keeper() is None
+        hydrating.enter(None)
+        hydrating.leave(sealed=False)
+    assert caplog.messages == [f"recovery is from what was saved: {why}"]
+
+
+@pytest.fixture
+def entering(monkeypatch):
+    """A process that is about to enter a world, and what it hears there of what survivors have."""
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+    plane = MemoryPlane(1).seats[0]
+    world = World(Assignment(3, 0, 1, 0, 1, 0, 1, "localhost:1"), plane, Gate(plane, 3))
+
+    def enter(hydration):
+        monkeypatch.setattr("tieredckpt.live.giving.hydrate", lambda *_args: [hydration] if hydration else [])
+        with Hydrating(plane, own_groups=False, settle_s=0) as hydrating:
+            keeper().kept["job"] = object()
+            try:
+                hydrating.enter(world)
+            finally:
+                world.held = dict(keeper().kept)
+        return world
+
+    return enter
+
+
+@pytest.mark.parametrize("hydration", [None, Hydration("job", "live", 7, 7), Hydration("job", "snapshot", -1, 7, "no")])
+def test_a_world_says_where_its_state_comes_from_and_nothing_is_kept(entering, hydration):
+    world = entering(hydration)
+    assert world.hydration is hydration
+    assert world.held == {}
+
+
+FAILED = Hydration("job", "snapshot", -1, 7, "it could not be given", failed=True)
+
+
+def test_what_cannot_be_given_is_let_go_of(entering):
+    assert entering(FAILED).held == {}
+
+
+def test_what_could_not_be_given_because_another_rank_was_lost_is_kept(entering, monkeypatch):
+    broken = Notice(3, Want.RESTART, "rank 1 was lost")
+    world = entering(None)
+    world._gate.broken(broken)
+    with pytest.raises(WorldChanged, match="lost before it had"):
+        entering(FAILED)
+    assert world.held.keys() == {"job"}

@@ -1,0 +1,181 @@
+"""The page of an analysis: whole, self-contained, safe, and of the same numbers."""
+
+import html.parser
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from tests.support.imagined import Imagined
+from tests.support.ledgers import Told
+from tieredckpt.goodput import Category, analyse
+from tieredckpt.goodput.page import page
+from tieredckpt.goodput.page.markup import tag, text
+
+SECTIONS = ["summary", "timeline", "recoveries", "faults", "loss", "throughput", "saves", "restores", "resizes"]
+EVIL = "</title></svg><script>alert('x')</script>\"'><img src=http://x onerror=y>&amp; \x1b[31m\x00"
+
+JOBS = {
+    "nothing": [],
+    "began": Told().began(0).events,
+    "seconds": Imagined(steps=12, step_s=0.8, faults=1, resizes=0).events,
+    "minutes": Imagined().events,
+    "no fault, no loss": Imagined(steps=30, faults=0, resizes=0, losses=False).events,
+    "days": Imagined(steps=600, step_s=1400.0, faults=70, resizes=3, ranks=512, slow=20, seed=1).events,
+    "two runs": Told().began(0).world(1).steps(0, 3, at=2).began(50).world(51).steps(2, 3, at=52).ended(56).events,
+    "gave up": Told().began(0).world(1).steps(0, 3, at=2).fault(5.5).ended(9, how="gave up", words="too often").events,
+}
+
+
+@pytest.fixture(scope="module", params=JOBS)
+def job(request):
+    analysis = analyse(JOBS[request.param])
+    return analysis, page(analysis)
+
+
+class Parsed(html.parser.HTMLParser):
+    """What a browser would make of it: tags that match, text, and every attribute."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, source):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.words, self.sections = [], [], [], [], []
+        self.values = {}
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, name, attributes):
+        self.tags.append(name)
+        self.attributes += [(name, key, value) for key, value in attributes]
+        if name not in self.VOID:
+            self.open.append(name)
+        if name == "section":
+            self.sections.append(dict(attributes)["id"])
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+    def handle_data(self, words):
+        self.words.append((self.open[-1] if self.open else "", words))
+
+
+def tile(source, name):
+    """The number behind a headline."""
+    found = re.search(rf'<dt>{name}</dt><dd class="value"><data value="([^"]*)">', source)
+    assert found, name
+    return float(found[1])
+
+
+def test_every_section_is_there(job):
+    _, source = job
+    assert [one for one in Parsed(source).sections if one not in ("runs", "ledger")] == SECTIONS
+
+
+def test_it_needs_nothing_else(job):
+    _, source = job
+    parsed = Parsed(source)
+    assert not {"script", "link", "img", "iframe", "object", "embed", "base", "form", "a"} & set(parsed.tags)
+    assert not [key for _, key, _ in parsed.attributes if key in ("src", "href", "xlink:href") or key.startswith("on")]
+    assert not re.search(r"url\(|@import|https?:|//[a-z]", source)
+
+
+def test_pictures_are_well_formed(job):
+    _, source = job
+    pictures = re.findall(r"<svg.*?</svg>", source, re.DOTALL)
+    assert pictures
+    for picture in pictures:
+        root = ET.fromstring(picture)
+        for one in root.iter():
+            assert not re.search(
+                r"nan|inf", " ".join(v for k, v in one.attrib.items() if k not in ("class", "aria-label"))
+            )
+            assert float(one.get("width", 0)) >= 0
+            assert float(one.get("height", 0)) >= 0
+
+
+def test_the_numbers_are_those_of_the_analysis(job):
+    analysis, source = job
+    assert tile(source, "goodput") == analysis.goodput
+    assert tile(source, "ETTR") == analysis.ettr
+    assert tile(source, "faults") == analysis.faults
+    assert tile(source, "steps lost") == analysis.steps_lost
+    assert tile(source, "steps") == analysis.steps_counted
+    took = sorted(way.seconds for way in analysis.recoveries if way.category is Category.RECOVERY and way.resumed)
+    if took:
+        assert tile(source, "median recovery") == took[(len(took) + 1) // 2 - 1]
+    if analysis.tokens:
+        assert tile(source, "tokens") == analysis.tokens
+    if analysis.save_s.count:
+        assert tile(source, "a save") == analysis.save_s.p50_s
+    spent = [int(one) for one in re.findall(r'<b><data value="(\d+)">', source.split('id="timeline"')[0])]
+    assert sum(spent) == analysis.wall.total
+
+
+def test_the_same_ledger_is_the_same_page():
+    events = JOBS["minutes"]
+    assert page(analyse(events)) == page(analyse(list(reversed(events))))
+
+
+def test_it_stays_small():
+    assert len(page(analyse(JOBS["days"]))) < 600_000
+
+
+def test_what_a_ledger_says_is_no_markup():
+    said = Told().began(0, job=EVIL).world(1, reason=EVIL, nodes=(EVIL,)).steps(0, 4, at=2, loss=1.0)
+    said.stage(EVIL, 6.5, 0.5, epoch=1).injected(6.1, EVIL, node=EVIL, words=EVIL)
+    said.fault(6.3, node=EVIL, kind=EVIL, reason=EVIL).world(6.4, epoch=1, how=EVIL, reason=EVIL, nodes=(EVIL,))
+    said.restored(3, at=6.6, epoch=1, bytes_by_tier={EVIL: 5}).steps(4, 2, at=8, epoch=1)
+    source = page(analyse(said.ended(10, how=EVIL, words=EVIL).events, complaints=[EVIL]))
+    parsed = Parsed(source)
+    assert "script" not in parsed.tags
+    assert "img" not in parsed.tags
+    assert not [key for _, key, _ in parsed.attributes if key.startswith("on")]
+    assert source.count("&lt;script&gt;") > 5
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", source)
+    source.encode("utf-8")
+    for picture in re.findall(r"<svg.*?</svg>", source, re.DOTALL):
+        ET.fromstring(picture)
+
+
+def test_halves_of_characters_can_be_written():
+    assert text("a\ud800b").encode() == "a\ufffdb".encode()
+    assert tag("p", "<", title='"') == '<p title="&quot;">&lt;</p>'
+
+
+def test_few_faults_each_have_a_bar_and_many_are_summed_up():
+    few, many = page(analyse(JOBS["minutes"])), page(analyse(JOBS["days"]))
+    assert "how long they took" not in few
+    assert few.count('class="mark"') == 3
+    assert "how long they took" in many
+    assert "faults one by one" in many
+    assert "70 faults" in many
+
+
+def test_losses_where_they_were_said():
+    with_, without = page(analyse(JOBS["minutes"])), page(analyse(JOBS["no fault, no loss"]))
+    assert "loss over steps" in with_
+    assert "loss over steps" not in without
+    assert "said no loss" in without
+    assert "tokens per second" in with_
+    assert "steps per second" in without
+
+
+def test_steps_that_were_undone_are_shown():
+    analysis = analyse(JOBS["minutes"])
+    assert analysis.steps_lost
+    loss = page(analysis).split('id="loss"')[1].split("</section>")[0]
+    assert loss.count('class="dot"') == 2 * analysis.steps_lost
+
+
+def test_damage_of_the_ledger_is_said():
+    source = page(analyse(JOBS["seconds"], complaints=["3 damaged lines were passed over"]))
+    assert Parsed(source).sections[-1] == "ledger"
+    assert "3 damaged lines" in source
+
+
+def test_runs_are_listed_where_there_were_several():
+    source = page(analyse(JOBS["two runs"]))
+    assert "runs" in Parsed(source).sections
+    assert "not running" in source

@@ -1,0 +1,96 @@
+"""Which step survivors have whole between them, as a table and by construction."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tieredckpt.live.choosing import (
+    Cover,
+    Held,
+    Holding,
+    Needed,
+    Stand,
+    choose,
+    holdings_of,
+    reached,
+    tellers,
+)
+
+NEEDED = Needed(5, frozenset({"w"}), frozenset({"lr"}))
+
+
+def rows(first: int, count: int, of: int = 4, name: str = "w", dtype: str = "F32") -> Held:
+    return Held(name, dtype, (of, 3), (first, 0), (count, 3))
+
+
+WHOLE = Cover((rows(0, 4),), ("lr",))
+UPPER = Cover((rows(0, 2),), ("lr",))
+LOWER = Cover((rows(2, 2),), ())
+
+
+def chosen(*held: tuple[int, Cover], needed: Needed | None = NEEDED):
+    covers = {cover.digest: cover for _, cover in held}
+    return choose([Holding(step, 0, cover.digest) for step, cover in held], covers, needed)
+
+
+@pytest.mark.parametrize(
+    ("held", "step", "why"),
+    [
+        ([], -1, "no rank still has the state of a step boundary"),
+        ([(7, WHOLE)], 7, ""),
+        ([(7, WHOLE), (8, WHOLE)], 8, ""),
+        ([(7, UPPER), (7, LOWER)], 7, ""),
+        ([(7, UPPER), (8, LOWER)], -1, "of step 8 no survivor has lr and 1 more; of step 7 no survivor has w"),
+        ([(7, WHOLE), (8, UPPER)], 7, ""),
+        ([(7, UPPER)], -1, "of step 7 no survivor has w"),
+        ([(7, LOWER)], -1, "of step 7 no survivor has lr and 1 more"),
+        ([(5, WHOLE)], -1, "step 5 is whole already"),
+        ([(6, UPPER), (5, WHOLE)], -1, "of step 6 no survivor has w; step 5 is whole already"),
+        ([(7, Cover((), ("lr",)))], -1, "of step 7 no survivor has w"),
+        ([(7, Cover((rows(0, 2), rows(2, 2, of=6)), ("lr",)))], -1, "of step 7 no survivor has w"),
+        ([(7, Cover((rows(0, 2), rows(2, 2, dtype="BF16")), ("lr",)))], -1, "of step 7 no survivor has w"),
+        ([(7, Cover((rows(0, 4), rows(0, 1, name="more")), ("lr",)))], -1, "of step 7 no survivor has more"),
+    ],
+)
+def test_choices(held, step, why):
+    found = chosen(*held)
+    assert (found.step, found.why) == (step, why)
+
+
+def test_before_a_first_whole_step_nobody_knows_what_belongs_to_it():
+    assert "no step is whole yet" in chosen((7, WHOLE), needed=None).why
+
+
+def test_who_was_not_in_the_last_world_is_of_a_past_that_the_job_left():
+    old, new = Holding(9, 1, "a"), Holding(7, 2, "b")
+    stands = [Stand(1, {"job": old}, {"job": 9}), Stand(2, {"job": new}, {"job": 8}), Stand()]
+    assert holdings_of(stands) == {"job": {1: new}}
+    assert reached(stands) == {"job": 8}
+    # A world that trained and kept nothing has left it all the same.
+    assert holdings_of([Stand(1, {"job": old}), Stand(2)]) == {}
+
+
+def test_of_replicas_one_says_what_it_has():
+    assert tellers({3: Holding(7, 0, "a"), 1: Holding(7, 0, "b"), 2: Holding(6, 0, "a")}) == {1: "b", 2: "a"}
+
+
+@st.composite
+def survivors(draw):
+    """Ranks of a mesh of replicas and shards, of which some are lost and some stand a step behind."""
+    replicas, shards = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    ranks = [(replica, shard) for replica in range(replicas) for shard in range(shards)]
+    there = draw(st.lists(st.sampled_from(ranks), unique=True, max_size=len(ranks)))
+    return shards, {rank: draw(st.integers(5, 8)) for rank in there}
+
+
+@settings(max_examples=60)
+@given(survivors())
+def test_the_newest_step_with_all_shards_is_chosen(world):
+    shards, steps = world
+    covers = [Cover((rows(2 * shard, 2, of=2 * shards),), ("lr",)) for shard in range(shards)]
+    found = chosen(*((step, covers[shard]) for (_, shard), step in steps.items()))
+    there = {step: {shard for (_, shard), stood in steps.items() if stood == step} for step in range(6, 9)}
+    assert found.step == max((step for step, held in there.items() if len(held) == shards), default=-1)
+    assert bool(found.why) == (found.step < 0)

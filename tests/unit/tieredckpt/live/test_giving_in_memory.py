@@ -1,0 +1,175 @@
+"""What was kept is saved in the next world: one rank, and a node in this process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.workers.forgetting import forget_world
+from tieredckpt import Checkpointer, SaveFailedError
+from tieredckpt.live.giving import hydrate
+from tieredckpt.live.keeping import watching
+from tieredckpt.testing import memory_node
+
+
+class Job:
+    """A job of one rank that goes from world to world."""
+
+    def __init__(self, held):
+        self.held, self.epoch = held, -1
+
+    def enter(self):
+        """Into a new world, with a new model; what it says of where its state comes from."""
+        self.epoch += 1
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        found = hydrate(self.held, dist.distributed_c10d._get_default_store(), 0, 1)
+        self.held.enter(self.epoch)
+        torch.manual_seed(self.epoch)
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.state = {"model": self.model, "optim": self.optimizer, "n": torch.tensor(0)}
+        self.ckpt = Checkpointer("tiered://job", every=5)
+        self.first = self.ckpt.restore(self.state) + 1
+        return found[0] if found else None
+
+    def train(self, stop, *, save=True):
+        for step in range(self.first, stop):
+            self.model(torch.full((1, 3), float(step))).square().sum().backward()
+            self.optimizer.step()
+            self.state["n"] = torch.tensor(step)
+            if save:
+                self.ckpt.save(self.state, step).wait()
+
+    def leave(self):
+        self.ckpt.close()
+        self.held.hold()
+        dist.destroy_process_group()
+        forget_world(fault=True)
+
+
+@pytest.fixture
+def job():
+    with memory_node(), watching() as held:
+        one = Job(held)
+        yield one
+        if dist.is_initialized():
+            one.leave()
+
+
+def said(found):
+    return found.mode, found.step, found.reached
+
+
+def test_the_step_that_was_reached_is_given(job):
+    assert job.enter() is None
+    job.train(9)
+    weight, moments = (
+        job.model.weight.detach().clone(),
+        job.optimizer.state[job.model.weight]["momentum_buffer"].clone(),
+    )
+    job.leave()
+    assert job.held.kept["job"].step == 8
+    found = job.enter()
+    assert said(found) == ("live", 8, 8)
+    assert str(found) == "job: step 8 of 8 reached was given by its survivors"
+    assert job.held.kept == {}
+    assert (job.first, job.state["n"].item()) == (9, 8)
+    assert torch.equal(job.model.weight, weight)
+    assert torch.equal(job.optimizer.state[job.model.weight]["momentum_buffer"], moments)
+    report = job.ckpt.last_restore
+    assert (report.mode, report.lost, set(report.bytes_by_tier)) == ("live", 0, {"memory"})
+    # What comes after it is saved as after every other step, and older steps are still there to fall back to.
+    job.train(11)
+    assert [info.step for info in job.ckpt.steps() if info.whole][-2:] == [8, 10]
+
+
+def test_a_step_that_is_whole_already_is_not_saved_again(job):
+    job.enter()
+    job.train(6)
+    job.leave()
+    found = job.enter()
+    assert (*said(found), found.why) == ("snapshot", -1, 5, "step 5 is whole already")
+    assert (job.first, job.ckpt.last_restore.mode, job.ckpt.last_restore.lost) == (6, "snapshot", 0)
+
+
+def test_a_torn_boundary_costs_what_was_not_saved(job):
+    job.enter()
+    job.train(9)
+    job.optimizer.step()
+    job.leave()
+    found = job.enter()
+    assert (*said(found), found.why) == ("snapshot", -1, 8, "no survivor stood between two steps")
+    assert (job.first, job.ckpt.last_restore.lost) == (6, 3)
+
+
+def test_before_anything_is_whole_nothing_is_given(job):
+    job.enter()
+    job.first = 1
+    job.train(4)
+    job.leave()
+    found = job.enter()
+    assert (said(found), job.first) == (("snapshot", -1, 3), 0)
+    assert "no step is whole yet" in found.why
+
+
+def test_what_a_lost_rank_alone_had_cannot_be_made_up(job):
+    job.enter()
+    job.state["only there"] = torch.ones(2)
+    job.train(6)
+    del job.state["only there"]
+    job.first = 6
+    job.train(8)
+    job.leave()
+    found = job.enter()
+    assert (said(found), found.why) == (("snapshot", -1, 7), "of step 7 no survivor has only there")
+
+
+def test_when_it_cannot_be_saved_the_snapshot_is_used(job, monkeypatch, caplog):
+    job.enter()
+    job.train(9)
+    job.leave()
+
+    def full(*_args):
+        raise SaveFailedError("there is no room")
+
+    monkeypatch.setattr(Checkpointer, "_give", full)
+    found = job.enter()
+    assert (said(found), found.failed, job.first) == (("snapshot", -1, 8), True, 6)
+    assert any("it could not be given: there is no room" in one.message for one in caplog.records)
+    assert job.held.kept == {}
+
+
+def test_what_is_kept_is_kept_for_the_world_after_the_next(job, monkeypatch):
+    job.enter()
+    job.train(9)
+    job.leave()
+    with monkeypatch.context() as broken:
+        broken.setattr("tieredckpt.live.giving._choice", lambda *_args: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                job.enter()
+            job.leave()
+    assert said(job.enter()) == ("live", 8, 8)
+
+
+def test_it_is_not_tried_for_ever(job, monkeypatch):
+    job.enter()
+    job.train(9)
+    job.leave()
+    monkeypatch.setattr("tieredckpt.live.giving._choice", lambda *_args: 1 / 0)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            job.enter()
+        job.leave()
+    assert said(job.enter()) == ("snapshot", -1, 8)
+    assert job.first == 6
+
+
+def test_a_world_that_ended_well_leaves_nothing(job):
+    job.enter()
+    job.train(9)
+    job.held.end()
+    job.leave()
+    assert job.enter() is None
+    assert (job.first, job.ckpt.last_restore.lost) == (6, None)

@@ -1,0 +1,141 @@
+"""Which step the survivors of a fault have whole between them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+import xxhash
+
+from tieredckpt.boxes import Box, uncovered, whole
+
+Shape = tuple[int, ...]
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A piece of a tensor that a rank has."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    """Of the whole tensor."""
+    offsets: Shape
+    sizes: Shape
+
+
+class Cover(msgspec.Struct, frozen=True):
+    """What a rank has of a step. Replicas have the same."""
+
+    tensors: tuple[Held, ...]
+    objects: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self))
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """That a rank has something of a step."""
+
+    step: int
+    left: int
+    """The world that the step was reached in."""
+    cover: str
+    """Its digest."""
+
+
+class Stand(msgspec.Struct, frozen=True):
+    """What a rank says of itself before a world's training begins."""
+
+    left: int = -1
+    """The last world it trained in."""
+    holdings: Mapping[str, Holding] = {}
+    """By job."""
+    reached: Mapping[str, int] = {}
+    """The last step of each job that it had completed in that world."""
+
+
+class Needed(msgspec.Struct, frozen=True):
+    """The names of everything, as the newest whole step has them."""
+
+    step: int
+    tensors: frozenset[str]
+    objects: frozenset[str]
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The step that is given, or why none is."""
+
+    step: int = -1
+    why: str = ""
+
+
+def holdings_of(stands: Sequence[Stand]) -> dict[str, dict[int, Holding]]:
+    """Who has something, by job and rank. Where the job has trained on since, it has left that past."""
+    newest = max((stand.left for stand in stands), default=-1)
+    found: dict[str, dict[int, Holding]] = {}
+    for rank, stand in enumerate(stands):
+        for job, holding in stand.holdings.items():
+            if holding.left == newest:
+                found.setdefault(job, {})[rank] = holding
+    return found
+
+
+def reached(stands: Sequence[Stand]) -> dict[str, int]:
+    """The last step of each job that any rank had completed in the last world."""
+    newest = max((stand.left for stand in stands), default=-1)
+    found: dict[str, int] = {}
+    for stand in stands:
+        if stand.left == newest:
+            for job, step in stand.reached.items():
+                found[job] = max(step, found.get(job, -1))
+    return found
+
+
+def tellers(holdings: Mapping[int, Holding]) -> dict[int, str]:
+    """For each cover the first rank that has it: it says what it is."""
+    found: dict[str, int] = {}
+    for rank in sorted(holdings):
+        found.setdefault(holdings[rank].cover, rank)
+    return {rank: cover for cover, rank in found.items()}
+
+
+def choose(holdings: Collection[Holding], covers: Mapping[str, Cover], needed: Needed | None) -> Choice:
+    """The newest step that is newer than what is saved, and of which nothing is missing."""
+    if not holdings:
+        return Choice(why="no rank still has the state of a step boundary")
+    if needed is None:
+        return Choice(why="no step is whole yet, so nobody knows what belongs to the state")
+    refused = []
+    for step in sorted({holding.step for holding in holdings}, reverse=True):
+        if step <= needed.step:
+            refused.append(f"step {needed.step} is whole already")
+            break
+        there = {holding.cover for holding in holdings if holding.step == step}
+        missing = sorted(lacking([covers[name] for name in there if name in covers], needed))
+        if not missing:
+            return Choice(step)
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        refused.append(f"of step {step} no survivor has {missing[0]}{more}")
+    return Choice(why="; ".join(refused))
+
+
+def lacking(covers: Sequence[Cover], needed: Needed) -> Iterator[str]:
+    """Names of which something is missing."""
+    objects = {name for cover in covers for name in cover.objects}
+    boxes: dict[str, set[Box]] = {}
+    kinds: dict[str, set[tuple[str, Shape]]] = {}
+    for held in _all(covers):
+        boxes.setdefault(held.fqn, set()).add(Box(held.offsets, held.sizes))
+        kinds.setdefault(held.fqn, set()).add((held.dtype, held.shape))
+    yield from needed.objects - objects - boxes.keys()
+    yield from needed.tensors - boxes.keys()
+    for fqn, found in boxes.items():
+        ((_, shape), *others) = kinds[fqn]
+        if others or uncovered(whole(shape), sorted(found)):
+            yield fqn
+
+
+def _all(covers: Iterable[Cover]) -> Iterator[Held]:
+    for cover in covers:
+        yield from cover.tensors

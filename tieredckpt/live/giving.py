@@ -1,0 +1,189 @@
+"""What survivors kept is saved in the new world: an ordinary save of the step they stood at.
+
+All ranks of the world take part, before any of them trains. What they ask each other goes through the store that they
+met at: only when somebody has something that is wanted there is more than one small message. A save in the new world
+gives everything that a save gives: a check that nothing is missing, one writer for every replicated tensor, copies on
+other nodes. And whoever restores finds it as the newest whole step, in whatever world.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import zlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from peerstore.crashpoints import reach
+from peerstore.errors import PeerStoreError
+from tieredckpt.checkpointer import Checkpointer
+from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.live.choosing import Choice, Cover, Held, Holding, Needed, Stand, choose, holdings_of, reached, tellers
+from tieredckpt.live.keeping import Hydration, Keeper, Kept
+from tieredckpt.resolve import resolve
+from tieredckpt.settings import Settings, load_settings, override
+from tieredckpt.state import archive
+from tieredckpt.stored import StoredStep
+from tieredckpt.tensors import dtype_name
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "tieredckpt/live"
+_PATIENCE = timedelta(minutes=5)
+_MOST_TRIES = 3
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    """What all ranks are told of a job."""
+
+    reached: int
+    holdings: Mapping[int, Holding]
+    """Who has something that may be wanted, by rank."""
+
+
+def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int) -> list[Hydration]:
+    """Before a world's training begins, on all of its ranks: save the newest step that survivors have whole.
+
+    What they have is kept until that is done, so that after another fault the next world can try again. Where it
+    cannot be done nothing is lost but these steps: :class:`Hydration` says why.
+    """
+    meeting = _Meeting(store, rank, size)
+    keeper.tries += 1
+    if keeper.tries > _MOST_TRIES and keeper.kept:
+        log.warning("what was kept of %s is given up after %d worlds", ", ".join(keeper.kept), _MOST_TRIES)
+        keeper.drop()
+    covers = {job: _cover_of(kept) for job, kept in keeper.kept.items()}
+    asked = _asked(keeper, meeting, covers)
+    found = [_hydrate(meeting, job, asked[job], keeper.kept.get(job), covers.get(job)) for job in sorted(asked)]
+    for hydration in found if rank == 0 else ():
+        log.log(logging.WARNING if hydration.failed else logging.INFO, "%s", hydration)
+    keeper.hydrations = {one.job: one for one in found}
+    return found
+
+
+def _asked(keeper: Keeper, meeting: _Meeting, covers: Mapping[str, Cover]) -> dict[str, _Asked]:
+    """Who has what, by job: the first rank hears everybody, and tells all."""
+    holdings = {job: Holding(one.step, one.left, covers[job].digest) for job, one in keeper.kept.items()}
+    meeting.say(f"stand/{meeting.rank}", Stand(keeper.left, holdings, keeper.reached))
+    if meeting.rank == 0:
+        stands = meeting.hear_all([f"stand/{rank}" for rank in range(meeting.size)], Stand)
+        held = holdings_of(stands)
+        meeting.say("asked", {job: _Asked(step, held.get(job, {})) for job, step in reached(stands).items()})
+    return meeting.hear("asked", dict[str, _Asked])
+
+
+def _hydrate(meeting: _Meeting, job: str, asked: _Asked, kept: Kept | None, cover: Cover | None) -> Hydration:
+    if not asked.holdings:
+        return Hydration(job, "snapshot", -1, asked.reached, "no survivor stood between two steps")
+    telling = tellers(asked.holdings)
+    chooser = min(telling)  # a survivor: its node knows all tiers
+    if meeting.rank in telling:
+        meeting.say(f"{job}/{meeting.rank}", cover)
+    if meeting.rank == chooser and kept is not None:
+        meeting.say(f"{job}/peer", {**dataclasses.asdict(kept.settings.peer), "secret": ""})
+    settings = _settings(kept, meeting.hear(f"{job}/peer", dict[str, Any]))
+    try:
+        with Checkpointer(f"tiered://{job}", settings=settings, on_sigterm="ignore") as ckpt:
+            ckpt._join(restoring=True)
+            if meeting.rank == chooser:
+                covers = meeting.hear_all([f"{job}/{rank}" for rank in telling], Cover)
+                meeting.say(f"{job}/choice", _choice(ckpt, asked.holdings, covers))
+            choice = meeting.hear(f"{job}/choice", Choice)
+            if choice.why:
+                return Hydration(job, "snapshot", -1, asked.reached, choice.why)
+            reach("live.chosen")
+            held = asked.holdings.get(meeting.rank)
+            ckpt._give(_Planner(kept if held is not None and held.step == choice.step else None), choice.step)
+            return Hydration(job, "live", choice.step, asked.reached)
+    except (TieredCheckpointError, PeerStoreError, CheckpointException) as error:
+        # Of a save, and of what is asked before it, all ranks hear together that it failed.
+        return Hydration(job, "snapshot", -1, asked.reached, f"it could not be given: {error}", failed=True)
+
+
+def _choice(ckpt: Checkpointer, holdings: Mapping[int, Holding], covers: Sequence[Cover]) -> Choice:
+    try:
+        needed = _needed(ckpt)
+    except (TieredCheckpointError, PeerStoreError) as error:
+        return Choice(why=f"what is saved is not known: {error}")
+    return choose(holdings.values(), {one.digest: one for one in covers}, needed)
+
+
+def _needed(ckpt: Checkpointer) -> Needed | None:
+    """What the newest whole step has."""
+    node, job = ckpt.session.node, ckpt.session.job
+    seen = node.survey(job, fresh=True)
+    bad = {view.group for view in seen.views if view.quarantined}
+    candidates = [view.candidate for view in seen.views]
+    chosen = resolve(candidates, quarantined=bad, unreachable=list(seen.unreachable)).chosen
+    if chosen is None:
+        return None
+    step = StoredStep(node.describe(job, chosen.group))
+    return Needed(chosen.group.version, frozenset(step.tensors), frozenset(step.objects))
+
+
+def _settings(kept: Kept | None, peer: Mapping[str, Any]) -> Settings:
+    """Who saved goes on as before; who is new has its own secret, and everything else that nodes agree on from them."""
+    if kept is not None:
+        return kept.settings
+    own = load_settings()
+    return override(own, peer={**peer, "secret": own.peer.secret})
+
+
+def _cover_of(kept: Kept) -> Cover:
+    held, objects = [], []
+    for item in kept.plan.items:
+        plan = item.tensor_data
+        if plan is None:
+            objects.append(item.index.fqn)
+            continue
+        dtype = dtype_name(plan.properties.dtype)
+        held.append(Held(item.index.fqn, dtype, (*plan.size,), (*plan.chunk.offsets,), (*plan.chunk.sizes,)))
+    return Cover(tuple(held), tuple(objects))
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans what was kept, as it was planned in its own world; nothing, for a rank that has nothing."""
+
+    def __init__(self, kept: Kept | None) -> None:
+        super().__init__()
+        self._values = {} if kept is None else kept.values
+        self._kept_plan = SavePlan([], planner_data={}) if kept is None else kept.plan
+
+    def create_local_plan(self) -> SavePlan:
+        self.mappings = self._kept_plan.planner_data
+        self.plan = self._kept_plan
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        value = self._values[write_item.index.fqn]
+        return io.BytesIO(archive(value)) if write_item.type is WriteItemType.BYTE_IO else value
+
+
+class _Meeting:
+    """What the ranks of a world tell each other through their store."""
+
+    def __init__(self, store: torch.distributed.Store, rank: int, size: int) -> None:
+        self._store = store
+        self.rank = rank
+        self.size = size
+
+    def say(self, name: str, message: object) -> None:
+        packed = zlib.compress(msgspec.msgpack.encode(message), 1)
+        self._store.set(f"{_PREFIX}/{name}", packed)  # type: ignore[arg-type]
+
+    def hear(self, name: str, kind: Any) -> Any:
+        (heard,) = self.hear_all([name], kind)
+        return heard
+
+    def hear_all(self, names: Sequence[str], kind: Any) -> list[Any]:
+        keys = [f"{_PREFIX}/{name}" for name in names]
+        self._store.wait(keys, _PATIENCE)
+        return [msgspec.msgpack.decode(zlib.decompress(self._store.get(key)), type=kind) for key in keys]
