@@ -132,6 +132,8 @@ class Formed(msgspec.Struct, frozen=True):
     reason: str
     store: str = ""
     """"" while it is not known yet: the ranks have to wait for it."""
+    stores: tuple[str, ...] = ()
+    """Where its keys are spread over several: all of them, in the order in which all ranks know them."""
 
 
 class NodeSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="node"):
@@ -237,14 +239,20 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     deadline_s: float | None = None
 
 
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """This node's supervisor is no more: who started it saw it end. Its connection is not coming back."""
+
+    node: str
+
+
 class Inject(msgspec.Struct, frozen=True, tag="inject"):
     """Have a fault happen."""
 
     injection: Injection
 
 
-Question: TypeAlias = Status | Resize | Leave | Stop | Inject
-Said: TypeAlias = NodeSays | Status | Resize | Leave | Stop | Inject
+Question: TypeAlias = Status | Resize | Leave | Stop | Gone | Inject
+Said: TypeAlias = NodeSays | Status | Resize | Leave | Stop | Gone | Inject
 
 
 class NodeStatus(msgspec.Struct, frozen=True):

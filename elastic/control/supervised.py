@@ -71,7 +71,8 @@ class SupervisorPlane:
     def ready(self, *, timeout_s: float | None = None) -> Assignment:
         with self._changed:
             self._left = True
-            self._progress = None
+            if self._progress is not None:  # of its steps; what it has sealed is still so
+                self._progress = Progress(-1, self._progress.sealed)
             self._say(stand=Stand.READY)
             until = _until(timeout_s)
             while True:

@@ -241,6 +241,7 @@ class _Rank(Generic[T]):
                 self._losses.meet(place.restarts)
                 self._worlds += 1
                 self._hydrating.enter(world)
+                self._record.given(world.hydration is not None)
                 value = self._train(world)
             well = True
             self._returned(world, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from elastic.control.plane import Assignment, ControlPlane, Notice, Progress, Want
@@ -208,6 +208,8 @@ class World:
     def left(self) -> None:
         """The train function has been left: what it wanted to be called is."""
         self._finalizers.run()
+        with suppress(ElasticError):  # nobody is there to be told
+            self._plane.progress(Progress(self.completed, newest_sealed()))
 
     def event_detected(self) -> bool:
         """Called once a step by all ranks: whether to save and leave, with the same answer for all of them.
