@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 from datetime import timedelta
 
@@ -41,6 +42,8 @@ class Groups:
         self._address = address_of(assignment.store)
         self._lock = threading.Lock()
         self._open = True
+        self._excepthook = sys.excepthook
+        """Torch puts a new one before it in every world, and takes none away."""
 
     def enter(self) -> None:
         """Meet the other ranks of the epoch. Keys of other epochs are not seen: each has its own prefix."""
@@ -81,7 +84,12 @@ class Groups:
         """Forget the groups. In a broken world nobody is waited for."""
         with self._lock:
             self._open = False
+        if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
+            sys.excepthook = self._excepthook
         if not dist.is_initialized():
+            # It ended on the way in, after torch had counted a group, and the next one's keys are named by the count:
+            # this rank and one that was not in this world would wait for each other under two names.
+            c10d._world.group_count = 0
             return
         try:
             if broken:
