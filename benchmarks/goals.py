@@ -161,8 +161,11 @@ def _p8(group: Group) -> Iterator[Verdict]:
 
 def _p9(group: Group) -> Iterator[Verdict]:
     for ours in (recovery.SPARE, recovery.OURS):
-        if row(group, ours) and row(group, recovery.AGAIN):
-            value = ratio(group, recovery.AGAIN, ours)
+        mine, theirs = row(group, ours), row(group, recovery.AGAIN)
+        if mine and theirs:
+            paired = len(mine["samples"]) == len(theirs["samples"])  # else not every round had a result
+            medians = median(group, recovery.AGAIN) / median(group, ours)
+            value = ratio(group, recovery.AGAIN, ours) if paired else medians
             yield Verdict("P9", group["title"], f"{ours}: less than {recovery.AGAIN}", value, 10, True, "times")
 
 

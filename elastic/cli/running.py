@@ -22,6 +22,7 @@ from elastic.control.launching import Launcher
 from elastic.control.runs import Run, RunPlace, secret_of
 from elastic.control.tasks import STATUS, CoordinatorTask, NodeTask, coordinate
 from elastic.errors import PolicyError
+from elastic.inject.record import Record
 from peerstore.cluster.nodes import node_id
 from peerstore.transport.addresses import is_any, join_address, local_address_for, outward_address, split_address
 from peerstore.transport.secret import read_secret
@@ -144,6 +145,8 @@ def run(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options:
         )
         place.address_file.unlink(missing_ok=True)
         place.end_file.unlink(missing_ok=True)
+        if leads:
+            Record(place.directory).forget()
         leader = _coordinator_task(place, record, options) if leads else None
         nodes = [_node_task(place, record, name, options) for name in _node_names(options)]
         return _launch(screen, place, record, nodes, leader)

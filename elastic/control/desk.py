@@ -17,6 +17,8 @@ from elastic.control.messages import (
     Command,
     Do,
     Formed,
+    Gone,
+    Inject,
     Leave,
     NodeSays,
     Over,
@@ -28,6 +30,7 @@ from elastic.control.messages import (
 )
 from elastic.control.movement import HangLimits, Movement, Pace
 from elastic.control.wholeness import Wholeness
+from elastic.inject.plan import OUTSIDE, Injection
 from elastic.world import actions as act
 from elastic.world import events as happen
 from elastic.world.decide import begun, decide, rebuilt
@@ -66,6 +69,8 @@ class Seen:
     requested: int = 0
     leave_by: float | None = None
     leave_reason: str = ""
+    ended: bool = False
+    """Its supervisor was seen to end: when its connection has, too, it is not waited for."""
 
 
 class Desk:
@@ -147,9 +152,14 @@ class Desk:
         """What a person wants, and :func:`elastic.control.ordering.refusal` has nothing against."""
         if isinstance(question, Resize):
             self._resize(question.nodes, question.reason, now)
+        elif isinstance(question, Inject):
+            self._inject(question.injection)
         elif isinstance(question, Stop):
             until = None if question.deadline_s is None else now + question.deadline_s
             self._take([happen.StopAsked(question.reason, until)], now)
+        elif isinstance(question, Gone):
+            if question.node in self.nodes:
+                self.nodes[question.node].ended = True
         elif isinstance(question, Leave):
             until = now + question.deadline_s
             for node in question.nodes:
@@ -231,6 +241,24 @@ class Desk:
         self._numbers += 1
         if node in self.nodes:
             self.nodes[node].commands.append(Command(self._numbers, do, local_ranks))
+
+    def _inject(self, injection: Injection) -> None:
+        """Every node hears of it: who has the rank that it is meant for may change until it happens.
+
+        What a supervisor is to do at once is for the one that has the rank now, as only this desk knows.
+        """
+        self._numbers += 1
+        nodes = self.nodes
+        if injection.is_at_once and injection.kind in OUTSIDE:
+            node, local_rank = injection.node, injection.local_rank
+            if injection.rank is not None and self.formed is not None:
+                place, local_rank = divmod(injection.rank, self.world.nproc)
+                node = self.formed.places[place]
+            injection = replace(injection, rank=None, node=node, local_rank=local_rank)
+            nodes = {node: self.nodes[node]} if node in self.nodes else {}
+        for seen in nodes.values():
+            seen.commands.append(Command(self._numbers, Do.INJECT, injection=injection))
+        self._due.update(self.nodes)
 
     def _hear_requests(self, seen: Seen, now: float) -> None:
         for request in seen.says.requests:
@@ -316,10 +344,14 @@ class Desk:
     def _is_silent(self, seen: Seen, now: float) -> bool:
         if seen.says.node not in self.world.members:
             return False
+        if seen.ended and not seen.connected:
+            return True
         limit_s = self.settings.dead_after_s if seen.connected else self.settings.return_s
         return now - seen.heard_at > limit_s
 
     def _lost(self, seen: Seen, now: float) -> happen.NodeLost:
+        if seen.ended and not seen.connected:
+            return happen.NodeLost(seen.says.node, seen.says.life, "its supervisor has ended")
         how = "has been silent" if seen.connected else "has been cut off"
         return happen.NodeLost(seen.says.node, seen.says.life, f"{how} for {now - seen.heard_at:.1f} s")
 

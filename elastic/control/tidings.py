@@ -15,6 +15,13 @@ replace = msgspec.structs.replace
 
 def for_rank(seats: Seats, token: str, now: float) -> RankHears:
     """What the process with this token is to know."""
+    hears = _for_rank(seats, token, now)
+    if not seats.injections and not seats.cuts:
+        return hears
+    return replace(hears, injections=seats.injections, cuts=seats.cuts)
+
+
+def _for_rank(seats: Seats, token: str, now: float) -> RankHears:
     process = seats.processes.get(token)
     if process is None:
         return RankHears(over=Over.REFUSED, reason="another process has this rank's seat")
