@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 
 import pytest
 
@@ -20,12 +21,16 @@ def outcome(*faults, options=()):
     """All that the ranks have said, by what it is about; the status; the output."""
     with elastic_job() as job:
         job.environ |= {"OMP_NUM_THREADS": "1", "TIEREDCKPT_AGENT_BUDGET": "256MiB"}
+        job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(job.folder / "agent")
         job.make("policy").write_text("leave_timeout_s: 15\nrestart_timeout_s: 200\n")
         shape = ("--nproc", str(RANKS), "--node", "n0", "--job", "job", "--policy", str(job.folder / "policy"))
         logs = ("--log-dir", str(job.folder / "logs"))
         try:
             running = job.start("run", *shape, *logs, *options, str(SCRIPT), str(job.folder), *faults)
-            until(lambda: running.poll() is not None, "the job ends", timeout_s=400)
+            try:
+                running.wait(900)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"it did not end\n{job.output()}") from None
             return {what: job.said(what) for what in ("in", "fails", "step")}, running.returncode, job.output()
         finally:
             for one in job.started:
