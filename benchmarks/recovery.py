@@ -102,7 +102,8 @@ def run(rank: int, scene: Scene, *, fault: str, model: str, device: str = "cpu")
                     raise
                 failures[name].append(str(error))
     _compare(found, task, scene)
-    return [row for name in names for row in _rows(name, found[name], failures[name])]
+    totals = [row for name in names for row in _rows(name, found[name], failures[name])]
+    return [*totals, *_by_stage(found)]
 
 
 def _once(kind: type[Disturbed], task: Task, scene: Scene, number: int, fault: str) -> Recovered:
@@ -236,10 +237,20 @@ def _rows(name: str, results: list[Recovered], failures: list[str]) -> list[dict
     early = [one.early_s for one in results if one.early_s is not None]
     if early:
         rows.append(_row(_EARLY.format(name), name, early, "without the lost rank's share of it"))
-    return [*rows, *(_row(f"{name}: {stage}", name, [one.stages[stage] for one in results]) for stage in _ORDER)]
+    return rows
 
 
 _ORDER = ("detect", "abort", "imports", "rendezvous", *_STAGES.values())
+
+
+def _by_stage(found: dict[str, list[Recovered]]) -> list[dict[str, Any]]:
+    """Everybody's, side by side."""
+    return [
+        _row(f"{stage}: {name}", name, [one.stages[stage] for one in results])
+        for stage in _ORDER
+        for name, results in found.items()
+        if results
+    ]
 
 
 def _row(name: str, whose: str, samples: list[float], note: str = "", equal: bool | None = None) -> dict[str, Any]:

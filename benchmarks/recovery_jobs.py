@@ -112,18 +112,17 @@ class Elastic(Disturbed):
     """Without a spare: a lost process is started again, a lost node is replaced by one that is started then."""
 
     way = "elastic"
-    spares = False
+    nodes = NODES
+    more: tuple[str, ...] = ()
 
     def begin(self) -> None:
         # Two slots of every shard, a copy of each on another node, and one more while a world is rebuilt.
         budget = show_size(4 * self.task.size_bytes + (256 << 20)).replace(" ", "")
         self._environ |= {"ELASTIC_RUN_DIRECTORY": str(self._folder / "run"), "TIEREDCKPT_AGENT_BUDGET": budget}
         nodes = ("--nnodes", str(NODES), "--simulate-nodes", str(self.nodes), "--nproc", str(PER_NODE))
-        where = ("--job", "recovery", "--log-dir", str(self._folder / "logs"), "-v")
+        # A world that became smaller would be another one than the others have.
+        where = ("--job", "recovery", "--log-dir", str(self._folder / "logs"), "-v", "--shrink-after", "120")
         self._start("-m", "elastic", "run", *where, *nodes, *self.more, *_TRAINER, self.task.words())
-
-    nodes = NODES
-    more: tuple[str, ...] = ()
 
     def until_going(self) -> None:
         ready = PER_NODE * self.nodes if not self.more else (PER_NODE + 1) * NODES
@@ -145,14 +144,12 @@ class Elastic(Disturbed):
 class Warm(Elastic):
     """A warm process on every node."""
 
-    spares = True
     more = ("--spares", "1")
 
 
 class WarmNode(Elastic):
     """One node more than the world has waits, with everything imported."""
 
-    spares = True
     nodes = NODES + 1
 
     def replace_node(self) -> None:

@@ -17,6 +17,8 @@ from elastic.control.messages import (
     Command,
     Do,
     Formed,
+    Gone,
+    Inject,
     Leave,
     NodeSays,
     Over,
@@ -28,6 +30,8 @@ from elastic.control.messages import (
 )
 from elastic.control.movement import HangLimits, Movement, Pace
 from elastic.control.wholeness import Wholeness
+from elastic.inject.plan import OUTSIDE, Injection
+from elastic.rootless.placement import ROOTLESS, members_of
 from elastic.world import actions as act
 from elastic.world import events as happen
 from elastic.world.decide import begun, decide, rebuilt
@@ -45,7 +49,7 @@ class DeskSettings:
     policy: ScalingPolicy
     nproc: int
     store: str = ""
-    """A store that is there already; "" where a node is to keep one."""
+    """A store that is there already; "" where a node is to keep one; ``rootless`` where every node is to."""
     dead_after_s: float = 10.0
     """How long a node may be silent."""
     return_s: float = 2.0
@@ -66,6 +70,8 @@ class Seen:
     requested: int = 0
     leave_by: float | None = None
     leave_reason: str = ""
+    ended: bool = False
+    """Its supervisor was seen to end: when its connection has, too, it is not waited for."""
 
 
 class Desk:
@@ -147,9 +153,14 @@ class Desk:
         """What a person wants, and :func:`elastic.control.ordering.refusal` has nothing against."""
         if isinstance(question, Resize):
             self._resize(question.nodes, question.reason, now)
+        elif isinstance(question, Inject):
+            self._inject(question.injection)
         elif isinstance(question, Stop):
             until = None if question.deadline_s is None else now + question.deadline_s
             self._take([happen.StopAsked(question.reason, until)], now)
+        elif isinstance(question, Gone):
+            if question.node in self.nodes:
+                self.nodes[question.node].ended = True
         elif isinstance(question, Leave):
             until = now + question.deadline_s
             for node in question.nodes:
@@ -209,14 +220,14 @@ class Desk:
             elif isinstance(action, act.Finish):
                 self.over, self.reason = Over.FINISHED, "all ranks have finished"
             elif isinstance(action, act.Stop):
-                self.over, self.reason = Over.STOPPED, f"{action.reason} ({self.whole})"
+                self.over, self.reason = Over.STOPPED, action.reason
             else:
-                self.over, self.reason = Over.GAVE_UP, f"{action.reason} ({self.whole})"
+                self.over, self.reason = Over.GAVE_UP, action.reason
             self._due.update(self.nodes)
 
     def _form(self, form: act.Form, now: float) -> None:
         self.movement = Movement(now, self.pace)
-        self.formed = Formed(form.epoch, form.nodes, form.restarts, form.reason, self._store())
+        self.formed = self._met(Formed(form.epoch, form.nodes, form.restarts, form.reason))
         self.broken = self.pause = self.target = None
         self.wanted = 0
 
@@ -231,6 +242,24 @@ class Desk:
         self._numbers += 1
         if node in self.nodes:
             self.nodes[node].commands.append(Command(self._numbers, do, local_ranks))
+
+    def _inject(self, injection: Injection) -> None:
+        """Every node hears of it: who has the rank that it is meant for may change until it happens.
+
+        What a supervisor is to do at once is for the one that has the rank now, as only this desk knows.
+        """
+        self._numbers += 1
+        nodes = self.nodes
+        if injection.is_at_once and injection.kind in OUTSIDE:
+            node, local_rank = injection.node, injection.local_rank
+            if injection.rank is not None and self.formed is not None:
+                place, local_rank = divmod(injection.rank, self.world.nproc)
+                node = self.formed.places[place]
+            injection = replace(injection, rank=None, node=node, local_rank=local_rank)
+            nodes = {node: self.nodes[node]} if node in self.nodes else {}
+        for seen in nodes.values():
+            seen.commands.append(Command(self._numbers, Do.INJECT, injection=injection))
+        self._due.update(self.nodes)
 
     def _hear_requests(self, seen: Seen, now: float) -> None:
         for request in seen.says.requests:
@@ -316,14 +345,30 @@ class Desk:
     def _is_silent(self, seen: Seen, now: float) -> bool:
         if seen.says.node not in self.world.members:
             return False
+        if seen.ended and not seen.connected:
+            return True
         limit_s = self.settings.dead_after_s if seen.connected else self.settings.return_s
         return now - seen.heard_at > limit_s
 
     def _lost(self, seen: Seen, now: float) -> happen.NodeLost:
+        if seen.ended and not seen.connected:
+            return happen.NodeLost(seen.says.node, seen.says.life, "its supervisor has ended")
         how = "has been silent" if seen.connected else "has been cut off"
         return happen.NodeLost(seen.says.node, seen.says.life, f"{how} for {now - seen.heard_at:.1f} s")
 
     # -- the store ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_rootless(self) -> bool:
+        return self.settings.store == ROOTLESS
+
+    def _met(self, formed: Formed) -> Formed:
+        """With the stores that its ranks meet at, as soon as they are known."""
+        if not self.is_rootless:
+            return replace(formed, store=self._store())
+        members = [self.nodes.get(node) for node in members_of(formed.epoch, formed.places)]
+        stores = tuple(seen.says.store if seen is not None and seen.connected else "" for seen in members)
+        return replace(formed, store=stores[0], stores=stores) if all(stores) else formed
 
     def _store(self) -> str:
         if self.settings.store:
@@ -341,8 +386,8 @@ class Desk:
                 placed = [node for node in here if self.formed is not None and node in self.formed.places]
                 self.keeper = next(iter((*having, *placed, *here)), "")
                 self._due.update(self.nodes)
-        if self.formed is not None and not self.formed.store and (store := self._store()):
-            self.formed = replace(self.formed, store=store)
+        if self.formed is not None and not self.formed.store and (formed := self._met(self.formed)).store:
+            self.formed = formed
             self._due.update(self.nodes)
 
     # -- a coordinator that starts again ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from elastic.control.link import ask
-from elastic.control.messages import Question, Resize, Stop
+from elastic.control.messages import Gone, Question, Resize, Stop
 from elastic.control.processes import Running, told
 from elastic.control.tasks import STATUS, CoordinatorTask, NodeTask, command_of, environ_for
 from elastic.errors import ControlLostError, ElasticError, GaveUpError
@@ -28,6 +28,8 @@ _START_S = 30.0
 _RESTARTS = 5
 _WITHIN_S = 60.0
 _AGAIN_S = 0.2
+_HEARD_S = 5.0
+"""After that it is known without being told."""
 INTERRUPTED = 130
 
 
@@ -111,6 +113,7 @@ class Launcher:
         self._statuses[node] = status
         if status not in STATUS.values():
             log.warning("the supervisor of node %s is gone: %s", node, told(status))
+            self._ask(Gone(node), _HEARD_S)
 
     def _leader_ended(self, status: int) -> None:
         """The ranks do not notice: it is started again, where it was, and learns the job from the nodes."""

@@ -103,10 +103,12 @@ class Recording:
         self._reach()
         self._at = ev.LOADER
 
-    def given(self) -> None:
-        """What survivors of the last world had was asked for, and saved."""
-        self._at = ev.HYDRATE
-        self.grouped()
+    def given(self, anything: bool) -> None:
+        """Survivors of a fault have said what they still have, where they were asked."""
+        if anything:
+            self._at = ev.HYDRATE
+            self._reach()
+        self._at = ev.LOADER
 
     def _begin(self, place: Assignment, *, supervised: bool, now: float) -> None:
         began = now if self._launched is None else self._launched

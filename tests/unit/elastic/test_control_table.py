@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.control.messages import Leave, Resize
+from elastic.control.messages import Gone, Leave, Resize
 from elastic.control.ordering import refusal
 from elastic.control.tidings import for_coordinator
 from tests.support.control_table import Node, Table
@@ -167,6 +167,49 @@ def test_a_node_that_began_again_before_it_had_left_is_asked_back_still(away):
     table.settle(15)
     assert table.desk.formed.places == ("n0",)
     assert "n1" not in table.nodes
+
+
+def lost_supervisor(told_before):
+    """Node n1's connection ends, and who started its supervisor says that it has ended."""
+    table = Table(2)
+    table.settle(60)
+    desk, life = table.desk, table.nodes["n1"].seats.life
+    if told_before:
+        desk.asked(Gone("n1"), table.now)
+        desk.tick(table.now)
+        assert desk.broken is None
+    del table.nodes["n1"]
+    desk.gone("n1", life, table.now)
+    if not told_before:
+        desk.tick(table.now)
+        assert desk.broken is None  # it may come back
+        desk.asked(Gone("n1"), table.now)
+    desk.tick(table.now)
+    return table
+
+
+@pytest.mark.parametrize("told_before", [True, False])
+def test_a_node_whose_supervisor_was_seen_to_end_is_not_waited_for(told_before):
+    table = lost_supervisor(told_before)
+    assert table.desk.broken == "n1 was lost: its supervisor has ended"
+
+
+def test_another_supervisor_of_that_node_is_not_the_one_that_ended():
+    table = lost_supervisor(told_before=True)
+    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
+    table.settle(60)
+    assert set(table.desk.formed.places) == {"n0", "n1"}
+    table.desk.gone("n1", table.nodes["n1"].seats.life, table.now)
+    table.desk.tick(table.now)
+    assert table.desk.broken is None
+
+
+def test_of_a_node_that_nobody_knows_nothing_follows():
+    table = Table(1)
+    table.settle(15)
+    table.desk.asked(Gone("n9"), table.now)
+    table.desk.tick(table.now)
+    assert table.desk.broken is None
 
 
 def test_a_node_that_has_left_may_come_back():
