@@ -39,15 +39,24 @@ class Training:
     """Model and optimizer in one world, and the steps that are the same everywhere."""
 
     def __init__(self, mesh: DeviceMesh, size_bytes: int, diary: Diary) -> None:
-        torch.manual_seed(3)
         self.width = max(16, int((size_bytes / _ADAM / LAYERS) ** 0.5) // 16 * 16)
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(self.width, self.width) for _ in range(LAYERS)))
+        with torch.device("meta"):  # else every rank makes the whole model, of random numbers that are replaced
+            self.model = torch.nn.Sequential(*(torch.nn.Linear(self.width, self.width) for _ in range(LAYERS)))
         for layer in self.model:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
+        self.model.to_empty(device="cpu")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._diary = diary
         self.size = dist.get_world_size()
+
+    def begin(self) -> None:
+        """There is nothing to go on from."""
+        chance = torch.Generator().manual_seed(dist.get_rank())
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                bound = self.width**-0.5
+                parameter.to_local().uniform_(-bound, bound, generator=chance)
 
     def say(self, what: str, **values: Any) -> None:
         self._diary.write(what, size=self.size, **values)
@@ -112,6 +121,8 @@ def elastic(folder: Path, size_bytes: int, diary: Diary) -> None:
             if restored >= 0:
                 tiers = ckpt.last_restore.bytes_by_tier if ckpt.last_restore else {}
                 training.check("loaded", "checked", restored, tiers=tiers)
+            else:
+                training.begin()
 
             def seal(step: int) -> None:
                 training.check("stopped", "sealing", step)
@@ -142,6 +153,8 @@ def restarted(folder: Path, size_bytes: int, diary: Diary) -> None:
         dcp.load({"model": model, "optim": optim}, checkpoint_id=whole[-1])
         set_state_dict(training.model, training.optimizer, model_state_dict=model, optim_state_dict=optim)
         training.check("loaded", "checked", first - 1)
+    else:
+        training.begin()
     step = first
     while True:
         training.step(step)

@@ -22,7 +22,7 @@ _END_S = 60.0
 
 @contextlib.contextmanager
 def sandbox() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="tieredckpt-bench-", dir="/dev/shm"))
+    folder = Path(tempfile.mkdtemp(prefix=f"tieredckpt-bench-{os.getpid()}-", dir="/dev/shm"))
     try:
         yield folder
     finally:

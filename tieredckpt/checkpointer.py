@@ -514,8 +514,7 @@ class Checkpointer:
         """
         with self._recorded.restoring() as told:
             told.step = self._restore_any(state, step)
-            if told.step >= 0 and self.last_restore is not None:
-                told.bytes_by_tier = dict(self.last_restore.bytes_by_tier)
+            told.report = self.last_restore
             return told.step
 
     def _restore_any(self, state: State, step: int | None) -> int:

@@ -6,10 +6,11 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tieredckpt.ledger import Ledger, ledger_from_environ
 from tieredckpt.ledger.events import HYDRATE, LOADER, Restored, Save, Stage
+from tieredckpt.reader import RestoreReport
 from tieredckpt.saved import Saved, SaveState
 
 
@@ -19,8 +20,8 @@ class Restoring:
 
     step: int | None = None
     """``None``: it failed."""
-    mode: str = "snapshot"
-    bytes_by_tier: dict[str, int] = field(default_factory=dict)
+    report: RestoreReport | None = None
+    """Of the newest restore, which may be another one."""
 
 
 class Recorded:
@@ -61,15 +62,19 @@ class Recorded:
 
     def _restored(self, told: Restoring, began: float, ended: float) -> None:
         where, step = self._ledger.place, told.step if told.step is not None else -1
+        report = told.report if told.report is not None and told.report.step == step else None
+        lost = None if report is None else report.lost
+        if lost is None:
+            lost = where.begun - step if where.begun >= step else -1
         self._ledger.write(
             Restored(
                 rank=self._rank,
                 step=step,
-                mode=told.mode if step >= 0 else "nothing",
+                mode="nothing" if step < 0 else "snapshot" if report is None else report.mode,
                 began=began,
                 seconds=max(0.0, ended - began),
-                bytes_by_tier=told.bytes_by_tier,
-                lost=where.begun - step if where.begun >= step else -1,
+                bytes_by_tier={} if report is None else dict(report.bytes_by_tier),
+                lost=lost,
                 epoch=where.epoch,
             )
         )

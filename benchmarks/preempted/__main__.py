@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import random
 import tempfile
 import time
@@ -236,7 +237,7 @@ def main() -> None:
 
 def run(minutes: float, seed: int) -> dict[str, Any]:
     machine = facts()
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tieredckpt-bench-") as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=f"tieredckpt-bench-{os.getpid()}-") as folder:
         with jobs(Path(folder), "preempted") as job:
             events = disturbed(job, minutes, seed)
             lines = lines_of(job)

@@ -23,6 +23,7 @@ _COMMANDS = {
     "resize": "elastic.cli.asking:resize",
     "leave": "elastic.cli.asking:leave",
     "stop": "elastic.cli.asking:stop",
+    "inject": "elastic.cli.injecting:inject",
     "plan": "elastic.batch.command:plan",
     "reshard": "elastic.reshard.command:reshard",
     "demo": "elastic.cli.showing:demo",
@@ -57,8 +58,8 @@ def _version() -> str:
 def commands() -> None:
     """Training that goes on when machines come, go and break.
 
-    `elastic run train.py` starts ranks that keep their processes when the number of nodes changes; `join` to `stop` are
-    about a job that runs. `plan` shows who computes what of a batch, `reshard` cuts a checkpoint anew.
+    `elastic run train.py` starts ranks that keep their processes when the number of nodes changes; `join` to
+    `inject` are about a job that runs. `plan` shows who computes what of a batch, `reshard` cuts a checkpoint anew.
     """
 
 

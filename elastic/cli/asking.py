@@ -33,7 +33,7 @@ def the_run(job: str | None) -> tuple[RunPlace, Run]:
     return RunPlace(root, found[0].job), found[0]
 
 
-def _ask(job: str | None, coordinator: str, secret: str, question: Question) -> Answer:
+def ask_job(job: str | None, coordinator: str, secret: str, question: Question) -> Answer:
     if coordinator:
         given = secret or names.secret_in()
         if not given or job is None:
@@ -48,8 +48,8 @@ def _ask(job: str | None, coordinator: str, secret: str, question: Question) -> 
 @pass_screen
 def status(screen: ElasticScreen, /, *, job: str | None, coordinator: str, secret: str) -> int:
     """How a job is: its world, its nodes, how far they are."""
-    answer = _ask(job, coordinator, secret, Status())
-    screen.result(msgspec.to_builtins(answer), lambda out: _show(out, answer))
+    answer = ask_job(job, coordinator, secret, Status())
+    screen.result(msgspec.to_builtins(answer), lambda out: show_answer(out, answer))
     return Exit.OK
 
 
@@ -65,8 +65,8 @@ def resize(screen: ElasticScreen, /, *, nodes: str, reason: str, job: str | None
     """
     if nodes != "max" and not (nodes.isascii() and nodes.isdigit() and int(nodes)):
         raise PolicyError(f"--nodes {nodes!r}: write a number from 1 on, or max")
-    answer = _ask(job, coordinator, secret, Resize(None if nodes == "max" else int(nodes), reason))
-    screen.result(msgspec.to_builtins(answer), lambda out: _show(out, answer))
+    answer = ask_job(job, coordinator, secret, Resize(None if nodes == "max" else int(nodes), reason))
+    screen.result(msgspec.to_builtins(answer), lambda out: show_answer(out, answer))
     return Exit.OK
 
 
@@ -88,8 +88,8 @@ def leave(
     secret: str,
 ) -> int:
     """Ask NODES back: the job goes on without them, and their supervisors end. Ranks that ignore it are ended."""
-    answer = _ask(job, coordinator, secret, Leave(nodes, within_s, reason))
-    screen.result(msgspec.to_builtins(answer), lambda out: _show(out, answer))
+    answer = ask_job(job, coordinator, secret, Leave(nodes, within_s, reason))
+    screen.result(msgspec.to_builtins(answer), lambda out: show_answer(out, answer))
     return Exit.OK
 
 
@@ -102,12 +102,12 @@ def stop(
     screen: ElasticScreen, /, *, within_s: float | None, reason: str, job: str | None, coordinator: str, secret: str
 ) -> int:
     """Stop a job: its ranks agree on a step, seal and end. Started again, it resumes."""
-    answer = _ask(job, coordinator, secret, Stop(reason, within_s))
-    screen.result(msgspec.to_builtins(answer), lambda out: _show(out, answer))
+    answer = ask_job(job, coordinator, secret, Stop(reason, within_s))
+    screen.result(msgspec.to_builtins(answer), lambda out: show_answer(out, answer))
     return Exit.OK
 
 
-def _show(out: Console, answer: Answer) -> None:
+def show_answer(out: Console, answer: Answer) -> None:
     ranks = len([node for node in answer.nodes if node.rank is not None]) * answer.nproc
     said = f": {answer.reason}" if answer.reason else ""
     out.print(f"[bold]{escape(answer.job)}[/] {answer.phase.value}, epoch {answer.epoch}, {ranks} ranks{escape(said)}")

@@ -82,9 +82,11 @@ class Coordinator:
                 if not self._wires or self._clock() - over_at > self._farewell_s:
                     break
         self.close()
-        over = self.desk.over or Over.STOPPED
-        self._recorder.ended(over, self.desk.reason)
-        return over, self.desk.reason
+        over, reason = self.desk.over or Over.STOPPED, self.desk.reason
+        if over in (Over.STOPPED, Over.GAVE_UP):
+            reason = f"{reason} ({self.desk.whole})"  # as all ranks have said by now that they were told
+        self._recorder.ended(over, reason)
+        return over, reason
 
     def end(self) -> None:
         """Have ``run`` return at once, whatever becomes of the job; from any thread."""

@@ -18,6 +18,7 @@ from elastic.control.messages import (
     Do,
     Formed,
     Gone,
+    Inject,
     Leave,
     NodeSays,
     Over,
@@ -29,6 +30,8 @@ from elastic.control.messages import (
 )
 from elastic.control.movement import HangLimits, Movement, Pace
 from elastic.control.wholeness import Wholeness
+from elastic.inject.plan import OUTSIDE, Injection
+from elastic.rootless.placement import ROOTLESS, members_of
 from elastic.world import actions as act
 from elastic.world import events as happen
 from elastic.world.decide import begun, decide, rebuilt
@@ -46,7 +49,7 @@ class DeskSettings:
     policy: ScalingPolicy
     nproc: int
     store: str = ""
-    """A store that is there already; "" where a node is to keep one."""
+    """A store that is there already; "" where a node is to keep one; ``rootless`` where every node is to."""
     dead_after_s: float = 10.0
     """How long a node may be silent."""
     return_s: float = 2.0
@@ -150,6 +153,8 @@ class Desk:
         """What a person wants, and :func:`elastic.control.ordering.refusal` has nothing against."""
         if isinstance(question, Resize):
             self._resize(question.nodes, question.reason, now)
+        elif isinstance(question, Inject):
+            self._inject(question.injection)
         elif isinstance(question, Stop):
             until = None if question.deadline_s is None else now + question.deadline_s
             self._take([happen.StopAsked(question.reason, until)], now)
@@ -215,14 +220,14 @@ class Desk:
             elif isinstance(action, act.Finish):
                 self.over, self.reason = Over.FINISHED, "all ranks have finished"
             elif isinstance(action, act.Stop):
-                self.over, self.reason = Over.STOPPED, f"{action.reason} ({self.whole})"
+                self.over, self.reason = Over.STOPPED, action.reason
             else:
-                self.over, self.reason = Over.GAVE_UP, f"{action.reason} ({self.whole})"
+                self.over, self.reason = Over.GAVE_UP, action.reason
             self._due.update(self.nodes)
 
     def _form(self, form: act.Form, now: float) -> None:
         self.movement = Movement(now, self.pace)
-        self.formed = Formed(form.epoch, form.nodes, form.restarts, form.reason, self._store())
+        self.formed = self._met(Formed(form.epoch, form.nodes, form.restarts, form.reason))
         self.broken = self.pause = self.target = None
         self.wanted = 0
 
@@ -237,6 +242,24 @@ class Desk:
         self._numbers += 1
         if node in self.nodes:
             self.nodes[node].commands.append(Command(self._numbers, do, local_ranks))
+
+    def _inject(self, injection: Injection) -> None:
+        """Every node hears of it: who has the rank that it is meant for may change until it happens.
+
+        What a supervisor is to do at once is for the one that has the rank now, as only this desk knows.
+        """
+        self._numbers += 1
+        nodes = self.nodes
+        if injection.is_at_once and injection.kind in OUTSIDE:
+            node, local_rank = injection.node, injection.local_rank
+            if injection.rank is not None and self.formed is not None:
+                place, local_rank = divmod(injection.rank, self.world.nproc)
+                node = self.formed.places[place]
+            injection = replace(injection, rank=None, node=node, local_rank=local_rank)
+            nodes = {node: self.nodes[node]} if node in self.nodes else {}
+        for seen in nodes.values():
+            seen.commands.append(Command(self._numbers, Do.INJECT, injection=injection))
+        self._due.update(self.nodes)
 
     def _hear_requests(self, seen: Seen, now: float) -> None:
         for request in seen.says.requests:
@@ -335,6 +358,18 @@ class Desk:
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_rootless(self) -> bool:
+        return self.settings.store == ROOTLESS
+
+    def _met(self, formed: Formed) -> Formed:
+        """With the stores that its ranks meet at, as soon as they are known."""
+        if not self.is_rootless:
+            return replace(formed, store=self._store())
+        members = [self.nodes.get(node) for node in members_of(formed.epoch, formed.places)]
+        stores = tuple(seen.says.store if seen is not None and seen.connected else "" for seen in members)
+        return replace(formed, store=stores[0], stores=stores) if all(stores) else formed
+
     def _store(self) -> str:
         if self.settings.store:
             return self.settings.store
@@ -351,8 +386,8 @@ class Desk:
                 placed = [node for node in here if self.formed is not None and node in self.formed.places]
                 self.keeper = next(iter((*having, *placed, *here)), "")
                 self._due.update(self.nodes)
-        if self.formed is not None and not self.formed.store and (store := self._store()):
-            self.formed = replace(self.formed, store=store)
+        if self.formed is not None and not self.formed.store and (formed := self._met(self.formed)).store:
+            self.formed = formed
             self._due.update(self.nodes)
 
     # -- a coordinator that starts again ------------------------------------------------------------------------------

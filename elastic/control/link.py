@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -86,6 +87,7 @@ class Link:
         """Number of the newest message that went out on this connection."""
         self._channel: Channel | None = None
         self._stopping = False
+        self._cut_until = 0.0
         self._threads = [
             threading.Thread(target=self._talk, name="elastic-link", daemon=True),
             threading.Thread(target=self._write, name="elastic-link-write", daemon=True),
@@ -99,6 +101,14 @@ class Link:
         with self._changed:
             self._latest = says
             self._changed.notify_all()
+
+    def cut(self, seconds: float) -> None:
+        """Let go of the coordinator, and do not come back for so long."""
+        with self._changed:
+            self._cut_until = time.monotonic() + seconds
+            channel = self._channel
+        if channel is not None:
+            channel.close()
 
     def close(self) -> None:
         """What was said last goes out first, where it can."""
@@ -119,7 +129,7 @@ class Link:
 
     def _talk(self) -> None:
         pause_s = _FIRST_PAUSE_S
-        while not self._stopping:
+        while self._may_connect():
             try:
                 channel = open_channel(self._address, job=self._job, me=self._node, secret=self._secret)
             except PeerRefusedError as error:
@@ -147,6 +157,13 @@ class Link:
             channel.close()
             if not self._stopping:
                 self._cut_off(why)
+
+    def _may_connect(self) -> bool:
+        """Whether this link is still wanted, once it is not cut on purpose any more."""
+        with self._changed:
+            while not self._stopping and (left_s := self._cut_until - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+            return not self._stopping
 
     def _takes(self, channel: Channel) -> bool:
         """Whether this is the connection from now on: not when the link was closed while it was made."""

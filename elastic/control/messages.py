@@ -19,6 +19,7 @@ from typing import TypeAlias
 import msgspec
 
 from elastic.control.plane import Assignment, Notice, Progress, Want
+from elastic.inject.plan import Injection
 from elastic.world.members import Phase
 
 PROTOCOL = 1
@@ -43,6 +44,8 @@ class Request(msgspec.Struct, frozen=True):
     reason: str
     deadline_s: float | None = None
     nodes: int | None = None
+    cut_s: float | None = None
+    """Not that: an injected fault is to cut this node off for so long."""
 
 
 class RankGreeting(msgspec.Struct, frozen=True):
@@ -86,6 +89,10 @@ class RankHears(msgspec.Struct, frozen=True):
     reason: str = ""
     cut_off: bool = False
     """The coordinator does not answer: what it wants is unknown."""
+    injections: tuple[Injection, ...] = ()
+    """Faults that somebody wants here; which of them have happened is seen elsewhere."""
+    cuts: int = 0
+    """How often this node was cut off on purpose: its ranks lose their connections each time."""
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -125,6 +132,8 @@ class Formed(msgspec.Struct, frozen=True):
     reason: str
     store: str = ""
     """"" while it is not known yet: the ranks have to wait for it."""
+    stores: tuple[str, ...] = ()
+    """Where its keys are spread over several: all of them, in the order in which all ranks know them."""
 
 
 class NodeSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="node"):
@@ -171,12 +180,14 @@ class Do(enum.Enum):
     RESPAWN = "respawn"
     PROMOTE = "promote"
     STRAGGLERS = "stragglers"
+    INJECT = "inject"
 
 
 class Command(msgspec.Struct, frozen=True):
     number: int
     do: Do
     local_ranks: tuple[int, ...] = ()
+    injection: Injection | None = None
 
 
 class NodeHears(msgspec.Struct, frozen=True):
@@ -234,8 +245,14 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
     node: str
 
 
-Question: TypeAlias = Status | Resize | Leave | Stop | Gone
-Said: TypeAlias = NodeSays | Status | Resize | Leave | Stop | Gone
+class Inject(msgspec.Struct, frozen=True, tag="inject"):
+    """Have a fault happen."""
+
+    injection: Injection
+
+
+Question: TypeAlias = Status | Resize | Leave | Stop | Gone | Inject
+Said: TypeAlias = NodeSays | Status | Resize | Leave | Stop | Gone | Inject
 
 
 class NodeStatus(msgspec.Struct, frozen=True):

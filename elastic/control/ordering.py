@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic.control.desk import Desk
-from elastic.control.messages import Formed, Leave, NodeHears, NodeSays, Pausing, Question, Resize, Status
+from elastic.control.messages import Formed, Inject, Leave, NodeHears, NodeSays, Pausing, Question, Resize, Status
 
 
 def for_node(desk: Desk, node: str, now: float) -> NodeHears:
@@ -24,7 +24,7 @@ def for_node(desk: Desk, node: str, now: float) -> NodeHears:
         target=desk.target if pause is not None else None,
         wish=desk.wish,
         commands=tuple(seen.commands),
-        keep_store=node == desk.keeper and not desk.settings.store,
+        keep_store=desk.is_rootless or (node == desk.keeper and not desk.settings.store),
         release=released.reason if released is not None and is_released else None,
         cut=released.cut if released is not None and is_released else False,
         leave_s=None if seen.leave_by is None else max(0.0, seen.leave_by - now),
@@ -63,12 +63,28 @@ def refusal(desk: Desk, question: Question) -> str:
     policy = desk.settings.policy
     if desk.gathering and not isinstance(question, Status):
         return "the coordinator has just started and listens to the nodes: ask again"
-    if desk.over is not None and isinstance(question, Resize | Leave):
+    if desk.over is not None and isinstance(question, Resize | Leave | Inject):
         return f"the job is over: {desk.reason}"
     if isinstance(question, Resize) and question.nodes is not None and policy.at_most(question.nodes) == 0:
         return f"{question.nodes} nodes are too few: this job runs on {', '.join(map(str, policy.sizes))}"
-    if isinstance(question, Leave):
-        unknown = [node for node in question.nodes if node not in desk.nodes]
+    if isinstance(question, Inject) and (problem := _nowhere(desk, question)):
+        return problem
+    if isinstance(question, Leave | Inject):
+        asked = question.nodes if isinstance(question, Leave) else (question.injection.node,)
+        unknown = [node for node in asked if node is not None and node not in desk.nodes]
         if unknown:
             return f"there is no node {', '.join(unknown)}: the job has {', '.join(desk.nodes) or 'none'}"
+    return ""
+
+
+def _nowhere(desk: Desk, question: Inject) -> str:
+    """Why a fault could happen to nobody, as the job is now."""
+    rank, local_rank = question.injection.rank, question.injection.local_rank
+    ranks = desk.world.size * desk.world.nproc
+    if rank is not None and desk.formed is None:
+        return f"rank={rank}: the job has no ranks yet"
+    if rank is not None and rank >= ranks:
+        return f"rank={rank}: the job has {ranks} ranks now, 0 to {ranks - 1}"
+    if local_rank is not None and local_rank >= desk.world.nproc:
+        return f"local_rank={local_rank}: a node has {desk.world.nproc} ranks here"
     return ""

@@ -28,7 +28,7 @@ class Recorder:
     def saw(self, desk: Desk, before: World, event: happen.Event, actions: Sequence[act.Action], now: float) -> None:
         at = self._wall()
         breaking = next((action for action in actions if isinstance(action, act.Break)), None)
-        blamed = [one for one in _single(event) if _matters(before, one, breaks=breaking is not None)]
+        blamed = _to_blame([one for one in _single(event) if _matters(before, one, breaks=breaking is not None)])
         for one in blamed:
             self._fault(desk, before.epoch, one, at, now)
         if breaking is not None and not blamed and desk.world.restarts > before.restarts:
@@ -85,6 +85,12 @@ def _single(event: happen.Event) -> Iterator[happen.Event]:
             yield from _single(one)
     else:
         yield event
+
+
+def _to_blame(events: Sequence[happen.Event]) -> Sequence[happen.Event]:
+    """What ranks report beside a loss, and after the first of them, is what they see of it."""
+    lost = [one for one in events if not isinstance(one, happen.RankFault | happen.Hang)]
+    return lost or events[:1]
 
 
 def _matters(before: World, event: happen.Event, *, breaks: bool) -> bool:

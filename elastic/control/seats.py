@@ -25,9 +25,12 @@ from elastic.control.messages import (
     Wish,
 )
 from elastic.control.plane import Want
+from elastic.inject.plan import OUTSIDE, Injection
 
 _SPARE_TRIES = 3
 """Spares that end before they are warm are started again so often."""
+_INJECTIONS = 100
+"""So many are told to ranks, the newest ones."""
 
 
 class Start(NamedTuple):
@@ -44,7 +47,19 @@ class End(NamedTuple):
     token: str
 
 
-Effect = Start | End
+class Cut(NamedTuple):
+    """This node is to be cut off for a while, on purpose."""
+
+    seconds: float
+
+
+class Inject(NamedTuple):
+    """A fault is to happen that a supervisor can bring about."""
+
+    injection: Injection
+
+
+Effect = Start | End | Cut | Inject
 
 
 @dataclass
@@ -122,6 +137,10 @@ class Seats:
     cut_off: bool = False
     store: str = ""
     keep_store: bool = False
+    injections: tuple[Injection, ...] = ()
+    """Faults that are to happen in ranks."""
+    cuts: int = 0
+    """How often this node was cut off on purpose."""
 
     # -- from the machine ---------------------------------------------------------------------------------------------
 
@@ -175,7 +194,9 @@ class Seats:
                 self._request(request, now)
 
     def _request(self, request: Request, now: float) -> None:
-        if request.want is Want.RESIZE and request.nodes is None and request.deadline_s is not None:
+        if request.cut_s is not None:
+            self.cut(request.cut_s)
+        elif request.want is Want.RESIZE and request.nodes is None and request.deadline_s is not None:
             self.asked_back(now + request.deadline_s, request.reason)
         else:
             self.requested += 1
@@ -244,6 +265,9 @@ class Seats:
     def _carry_out(self, command: Command) -> None:
         if self.over is not None:
             return
+        if command.injection is not None:
+            self._inject(command.injection)
+            return
         if command.do is Do.STRAGGLERS:
             for process in self.seated():
                 if not process.is_ready and process.seat is not None:
@@ -251,6 +275,21 @@ class Seats:
         for seat in command.local_ranks:
             self._seat(seat, promote=command.do is Do.PROMOTE)
         self._refill()
+
+    def _inject(self, injection: Injection) -> None:
+        if injection.is_at_once and injection.kind in OUTSIDE:
+            self.effects.append(Inject(injection))
+        else:
+            self.injections = (*self.injections, injection)[-_INJECTIONS:]
+
+    def cut(self, seconds: float) -> None:
+        """Have this node cut off for a while."""
+        self.cuts += 1
+        self.effects.append(Cut(seconds))
+
+    def rank_of(self, seat: int) -> int:
+        """Its place in the newest world that this node was told of, or -1."""
+        return -1 if self.formed is None else self.formed.places.index(self.node) * self.nproc + seat
 
     def _release(self, reason: str, *, cut: bool) -> None:
         if cut:

@@ -16,6 +16,7 @@ from elastic.control.messages import MAX_RANK_BYTES, PROTOCOL, Over, RankGreetin
 from elastic.control.plane import Assignment, Dismissed, Notice, Progress, Want
 from elastic.control.settings import RankSeat
 from elastic.errors import ControlLostError, DeadlineError, GaveUpError, RefusedError, StaleEpochError
+from elastic.inject.plan import Injection
 from peerstore import frames
 from peerstore.client import connect
 from peerstore.errors import PeerStoreError
@@ -52,6 +53,8 @@ class SupervisorPlane:
         self._calls: list[Callable[[Notice], None]] = []
         self._aborted = -1
         """The newest epoch whose end was told to ``_calls``."""
+        self._injecting: Callable[[tuple[Injection, ...]], None] | None = None
+        self._cutting: Callable[[], None] | None = None
         self._lost = ""
         self._closed = False
         self._sock.settimeout(None)
@@ -68,7 +71,8 @@ class SupervisorPlane:
     def ready(self, *, timeout_s: float | None = None) -> Assignment:
         with self._changed:
             self._left = True
-            self._progress = None
+            if self._progress is not None:  # of its steps; what it has sealed is still so
+                self._progress = Progress(-1, self._progress.sealed)
             self._say(stand=Stand.READY)
             until = _until(timeout_s)
             while True:
@@ -136,6 +140,20 @@ class SupervisorPlane:
             notice = self.notice()
             if notice is not None and notice.want is Want.RESTART:
                 self._abort(notice, (call,))
+
+    def on_injections(self, call: Callable[[tuple[Injection, ...]], None], cut: Callable[[], None]) -> None:
+        """Have ``call`` run with the faults that are to happen here, and ``cut`` each time this node is cut off."""
+        with self._changed:
+            self._injecting, self._cutting = call, cut
+            given = self._hears.injections
+        if given:
+            call(given)
+
+    def cut_off(self, seconds: float) -> None:
+        """An injected fault: have this node's lines cut for so long."""
+        with self._changed:
+            request = Request(self._sent + 1, Want.RESTART, "an injected partition", cut_s=seconds)
+            self._tell(None, requests=(*self._says.requests, request))
 
     def finished(self) -> None:
         with self._changed:
@@ -250,6 +268,7 @@ class SupervisorPlane:
                 self._say()
 
     def _take(self, hears: RankHears) -> None:
+        before = self._hears
         with self._changed:
             limit_s = None if hears.notice is None else hears.notice.deadline_s
             self._until = _until(limit_s)
@@ -262,6 +281,10 @@ class SupervisorPlane:
                 self._aborted = notice.epoch
                 self._abort(notice, tuple(self._calls))
             self._changed.notify_all()
+        if hears.injections != before.injections and self._injecting is not None:
+            self._injecting(hears.injections)
+        if before.heard and hears.cuts > before.cuts and self._cutting is not None:
+            self._cutting()  # a process that has only just come has no connection of that time
 
     def _abort(self, notice: Notice, calls: tuple[Callable[[Notice], None], ...]) -> None:
         """On a thread of its own: what aborts a group may wait for this very plane."""

@@ -25,7 +25,9 @@ from elastic.control.kills import Kills
 from elastic.control.link import Link
 from elastic.control.messages import NodeHears, NodeSays, Over, RankHears, RankSays
 from elastic.control.processes import Printed, Running, told
-from elastic.control.seats import End, Seats, Start
+from elastic.control.seats import Cut, End, Inject, Seats, Start
+from elastic.inject.outside import strike
+from elastic.inject.plan import Injection
 from peerstore.cluster.nodes import node_id
 from peerstore.server import private_directory
 
@@ -209,6 +211,16 @@ class Supervisor:
                 self._start(effect)
             elif isinstance(effect, End) and effect.token in self._running:
                 self._running[effect.token].signal(signal.SIGKILL)
+            elif isinstance(effect, Cut):
+                self._link.cut(effect.seconds)
+            elif isinstance(effect, Inject):
+                self._inject(effect.injection)
+
+    def _inject(self, injection: Injection) -> None:
+        settings = self.settings
+        environ = {**os.environ, **settings.environ}
+        if not strike(injection, self.seats, self._running, run=settings.directory.parent, environ=environ):
+            self._timers.append((self._clock() + _REASON_S, partial(self._inject, injection)))
 
     def _start(self, start: Start) -> None:
         settings = self.settings

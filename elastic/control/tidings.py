@@ -15,6 +15,13 @@ replace = msgspec.structs.replace
 
 def for_rank(seats: Seats, token: str, now: float) -> RankHears:
     """What the process with this token is to know."""
+    hears = _for_rank(seats, token, now)
+    if not seats.injections and not seats.cuts:
+        return hears
+    return replace(hears, injections=seats.injections, cuts=seats.cuts)
+
+
+def _for_rank(seats: Seats, token: str, now: float) -> RankHears:
     process = seats.processes.get(token)
     if process is None:
         return RankHears(over=Over.REFUSED, reason="another process has this rank's seat")
@@ -36,6 +43,7 @@ def for_rank(seats: Seats, token: str, now: float) -> RankHears:
         store=formed.store,
         restarts=formed.restarts,
         reason=formed.reason,
+        stores=formed.stores,
     )
     return RankHears(heard, assignment, _notice(seats, formed.epoch, now), seats.target, cut_off=seats.cut_off)
 
@@ -57,7 +65,8 @@ def _pausing(seats: Seats, now: float) -> Pausing | None:
 
 def for_coordinator(seats: Seats, now: float) -> NodeSays:
     """All there is to say of this node; who sends it counts :attr:`Seats.number` up."""
-    seated = sorted(seats.seated(), key=lambda process: process.seat or 0) if seats.over is None else []
+    ordered = sorted(seats.seated(), key=lambda process: process.seat or 0)
+    seated = ordered if seats.over is None else []
     epoch = seats.formed.epoch if seats.formed is not None else -1
     said = [process.said_in(epoch) for process in seated]
     here = [one for one in said if one is not None]
@@ -93,7 +102,7 @@ def for_coordinator(seats: Seats, now: float) -> NodeSays:
             for process, one in zip(seated, said, strict=True)
             if one is not None and (fault := _fault(one, broken=seats.broken is not None)) is not None
         ),
-        steps=tuple(process.says.progress if process.says is not None else None for process in seated),
+        steps=tuple(process.says.progress if process.says is not None else None for process in ordered),
         quiet_s=tuple(process.quiet_s(now) for process in seated),
         requests=tuple(request for _, request in seats.requests),
         leaving_s=None if seats.leave_by is None else max(0.0, seats.leave_by - now),

@@ -16,11 +16,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from elastic.control.settings import ledger_directory
 from elastic.demo.names import JOB
 from elastic.demo.story import Act, DemoFailedError, Story, all_told, losses_of
 from peerstore.units import show_size
 from tieredckpt.demo import emptied, kept_environ, lose_node, short_loss
 from tieredckpt.demo.bucket import local_bucket
+from tieredckpt.goodput import analyse
+from tieredckpt.goodput.page import page
+from tieredckpt.ledger import read_ledger
 
 _REFERENCE_S = 180.0
 
@@ -46,7 +50,13 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         losses = losses_of(story.told("step"))
         console.print(f"[bold]the same {len(losses)} steps on one process, undisturbed; then from the bucket alone[/]")
         alone = _undisturbed(keep, memory, len(losses), environ)
-        summary = _summary(story, losses, alone, time.monotonic() - began)
+        report = keep / "report.html"
+        goodput = _report(story.logs, report)
+        summary = {
+            **_summary(story, losses, alone, time.monotonic() - began),
+            "goodput": goodput,
+            "report": str(report),
+        }
         if as_json:
             print(json.dumps(summary, indent=2))
         else:
@@ -55,6 +65,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
             verdict = "[bold green]equal bit for bit[/]" if summary["equal"] else "[bold red]NOT equal[/]"
             console.print(f"durable tier: {bucket.name}\nlook at what is in it: {look}")
             console.print(f"{summary['steps']} losses compared: {verdict}, in {summary['seconds']:.0f} s")
+            console.print(f"what the time went into, in pictures: [bold]{report}[/]")
     return 0 if summary["equal"] else 1
 
 
@@ -81,6 +92,14 @@ def _undisturbed(keep: Path, memory: Path, steps: int, environ: Mapping[str, str
     finally:
         lose_node(agent)
     return list(all_told(folder))
+
+
+def _report(logs: Path, report: Path) -> float:
+    """Pictures of what the ledger says; the goodput."""
+    read = read_ledger(ledger_directory(logs, {}))
+    found = analyse(read.events, complaints=read.complaints)
+    report.write_text(page(found), encoding="utf-8")
+    return found.goodput
 
 
 def _summary(story: Story, losses: Mapping[int, str], alone: list[dict[str, Any]], seconds: float) -> dict[str, Any]:

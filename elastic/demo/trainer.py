@@ -105,6 +105,7 @@ def train(world: World, folder: Path, tell: Teller) -> None:
         last = _last(folder)
         for step in world.steps(first, checkpoint=(ckpt, state)):
             loss = training.step(step)
+            world.report(loss=loss, tokens=BATCH * CONTEXT, samples=BATCH)
             ckpt.save(state, step)
             tell("step", step=step, loss=loss.hex(), **place)
             if step % _LOOK_EVERY == 0:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from elastic.control.plane import Assignment, ControlPlane, Dismissed, Notice, Want
 from elastic.errors import ElasticError, GaveUpError, NonFiniteLossError, UnhealthyError, WorldChanged
+from elastic.inject.arming import Arming, armed
 from elastic.workers.blame import may_be_a_consequence
 from elastic.workers.forgetting import forget_world, only_what_worlds_made
 from elastic.workers.gate import Gate
@@ -141,12 +142,12 @@ def run(
         plane = launched_plane()
     try:
         policy = policy or Policy()
-        with left_to_others(), recording() as record:
+        with left_to_others(), recording() as record, armed(plane) as faults:
             if warm is not None:
                 warm()
             hydrating = Hydrating(plane, own_groups=policy.backend == "none", settle_s=policy.settle_s)
             with only_what_worlds_made(), hydrating:
-                ended = _Rank(train, plane, policy, record=record, hydrating=hydrating).run()
+                ended = _Rank(train, plane, policy, record=record, hydrating=hydrating, faults=faults).run()
             record.ended(ended.how.value)
             return ended
     finally:
@@ -157,11 +158,19 @@ class _Rank(Generic[T]):
     """One process's way through the worlds."""
 
     def __init__(
-        self, train: Train[T], plane: ControlPlane, policy: Policy, *, record: Recording, hydrating: Hydrating
+        self,
+        train: Train[T],
+        plane: ControlPlane,
+        policy: Policy,
+        *,
+        record: Recording,
+        hydrating: Hydrating,
+        faults: Arming,
     ) -> None:
         self._train = train
         self._record = record
         self._hydrating = hydrating
+        self._faults = faults
         self._plane = plane
         self._policy = policy
         self._groups: Groups | NoGroups | None = None
@@ -226,11 +235,13 @@ class _Rank(Generic[T]):
         watch.follow(gate)
         try:
             with _environment(place), _current(world):
+                self._faults.enter(world)
                 groups.enter()
                 self._record.grouped()
                 self._losses.meet(place.restarts)
                 self._worlds += 1
                 self._hydrating.enter(world)
+                self._record.given(world.hydration is not None)
                 value = self._train(world)
             well = True
             self._returned(world, value)
@@ -243,6 +254,7 @@ class _Rank(Generic[T]):
             well = self._failed(world, gate, error)
             traceback.clear_frames(error.__traceback__)  # else what they hold, a model say, stays beside the next one
         finally:
+            self._faults.leave()
             self._steps = max(self._steps, world.completed)
             self._hydrating.leave(sealed=bool(self._finished) or world.is_sealed)
             world.left()

@@ -103,6 +103,13 @@ class Recording:
         self._reach()
         self._at = ev.LOADER
 
+    def given(self, anything: bool) -> None:
+        """Survivors of a fault have said what they still have, where they were asked."""
+        if anything:
+            self._at = ev.HYDRATE
+            self._reach()
+        self._at = ev.LOADER
+
     def _begin(self, place: Assignment, *, supervised: bool, now: float) -> None:
         began = now if self._launched is None else self._launched
         self._ledger.write(ev.Began(began, self._job, node=self._node, local_rank=self._local_rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from elastic.control.plane import Assignment, ControlPlane, Notice, Progress, Want
@@ -61,6 +61,7 @@ class World:
         self._losses = losses or Losses("fault", 1, 0)
         self._finalizers = Finalizers()
         self._calls = 0
+        self._steps_taken = False
         self.completed = 0
         """Steps completed, as far as :meth:`steps` was told."""
         self.ended: Notice | None = None
@@ -112,6 +113,11 @@ class World:
         return self._place.epoch
 
     @property
+    def step(self) -> int:
+        """The step that is being done, as far as it is known here; -1 before the first."""
+        return self.completed if self._steps_taken else self._calls - 1
+
+    @property
     def restarts(self) -> int:
         """How many worlds ended by a fault so far."""
         return self._place.restarts
@@ -161,6 +167,7 @@ class World:
                 return
             if way is Way.STOP:
                 self._stop(seal)
+            self._steps_taken = True
             self._record.begins(self.completed)
             yield self.completed
             self._record.stepped(self.completed)
@@ -201,6 +208,8 @@ class World:
     def left(self) -> None:
         """The train function has been left: what it wanted to be called is."""
         self._finalizers.run()
+        with suppress(ElasticError):  # nobody is there to be told
+            self._plane.progress(Progress(self.completed, newest_sealed()))
 
     def event_detected(self) -> bool:
         """Called once a step by all ranks: whether to save and leave, with the same answer for all of them.

@@ -13,7 +13,7 @@ from elastic.control.desk import Desk, DeskSettings
 from elastic.control.messages import Over, RankHears, RankSays, Resize, Stand
 from elastic.control.ordering import for_node, refusal
 from elastic.control.plane import Want
-from elastic.control.seats import End, Seats, Start
+from elastic.control.seats import Cut, End, Inject, Seats, Start
 from elastic.world.policy import ScalingPolicy
 
 HEARTBEAT_S = 1.0
@@ -66,6 +66,7 @@ class Node:
         self.ranks: dict[str, Rank] = {}
         self.linked = True
         self.kept = 0
+        self.injected: list[Cut | Inject] = []
         self.seats.begin()
         self.act()
 
@@ -75,6 +76,8 @@ class Node:
                 self.ranks[effect.token] = Rank(self.table, self.name, effect.token)
             elif isinstance(effect, End):
                 self.ranks.pop(effect.token, None)
+            else:
+                self.injected.append(effect)
 
     def turn(self) -> None:
         """Its ranks say what they have to say, and hear what there is to hear."""

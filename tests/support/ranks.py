@@ -85,19 +85,28 @@ class RankPool:
             if pipe.poll(_TIMEOUT_S):
                 return pipe.recv()
             process.kill()
+            process.join()
             return False, f"rank {rank} did not answer within {_TIMEOUT_S} s"
         except EOFError:
             process.join()
             return False, f"rank {rank} died with status {process.exitcode}"
 
     def _grow(self, count: int) -> None:
-        self._workers = [(process, pipe) for process, pipe in self._workers if process.is_alive()]
+        """Who is there keeps its rank: DTensor would take it for the one that it was before."""
+        for rank, (process, pipe) in enumerate(self._workers):
+            if not process.is_alive():
+                process.join()
+                pipe.close()
+                self._workers[rank] = self._another()
         while len(self._workers) < count:
-            here, there = self._context.Pipe()
-            process = self._context.Process(target=_worker, args=(there,))
-            process.start()
-            there.close()
-            self._workers.append((process, here))
+            self._workers.append(self._another())
+
+    def _another(self) -> tuple[Any, Connection]:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_worker, args=(there,))
+        process.start()
+        there.close()
+        return process, here
 
     def close(self) -> None:
         for process, pipe in self._workers:

@@ -78,14 +78,14 @@ def ledger_of(where: str | None, environ: Mapping[str, str] = os.environ) -> Pat
     given = Path(where)
     if any(given.glob("*.jsonl")):
         return given
-    looked = [given / "ledger", Path(_LOGS) / where / "ledger"]
+    looked = [*dict.fromkeys((given / "ledger", Path(_LOGS) / where / "ledger"))]
     for path in looked:
         if path.is_dir():
             return path
     if given.is_dir():
         return given
     tried = " and ".join(str(path) for path in looked)
-    raise LedgerNotFoundError(f"{where}: there is no such directory with a ledger (looked for {tried}, too)")
+    raise LedgerNotFoundError(f"{where} is no directory with a ledger, nor is there {tried}")
 
 
 def look(place: Path) -> Analysis:

@@ -106,9 +106,11 @@ def percent(share: float) -> str:
 
 
 def show_s(seconds: float) -> str:
-    """``0.0123`` as ``12 ms``, ``5400`` as ``1 h 30 min``."""
+    """``0.0123`` as ``12.3 ms``, ``5400`` as ``1 h 30 min``."""
     if seconds < 0.1:
         return f"{1000 * seconds:.1f} ms"
-    if seconds < 60:
+    if seconds < 100:
         return f"{seconds:.2f} s"
+    if seconds < 1000:
+        return f"{seconds:.0f} s"
     return show_age(seconds)

@@ -10,7 +10,7 @@ from tieredckpt.goodput.faults import views_of
 from tieredckpt.goodput.findings import Findings, Told
 from tieredckpt.goodput.model import UNSTATED, Analysis, Category, Interval
 from tieredckpt.goodput.painting import Claim, Label, paint
-from tieredckpt.goodput.runs import Run, Way, nothing_happened, runs_of
+from tieredckpt.goodput.runs import Run, Way, runs_of
 from tieredckpt.goodput.summing import summed
 from tieredckpt.ledger.events import DETECT, FIRST_STEP, Event, Injected
 
@@ -21,10 +21,10 @@ _REST = 1000
 
 def analyse(events: Iterable[Event], *, job: str = "", complaints: Sequence[str] = ()) -> Analysis:
     """What became of the time of the job that these events are of. Their order does not matter."""
-    read = list(events)
-    runs = [] if nothing_happened(read) else runs_of(read)
+    runs = runs_of(events)
     found = Findings(job, runs, settle(runs), tuple(complaints))
     usual = usual_us(found.done)
+    ended = runs[0].start if runs else 0
     for run in runs:
         injections = [one for one in run.events if isinstance(one, Injected)]
         ways = [_told(run, way, injections) for way in run.ways]
@@ -37,8 +37,9 @@ def analyse(events: Iterable[Event], *, job: str = "", complaints: Sequence[str]
                 one.slow_us = run.inside(one.way.end + slow) - one.way.end
             for key, time_us in staging.times_by_rank(one.began, one.faults, one.stages).items():
                 found.spent.setdefault((one.way.category, key[2]), []).append(time_us)
-        if found.timeline and found.timeline[-1].end_us < run.start:
-            found.timeline.append(Interval(found.timeline[-1].end_us, run.start, Category.DOWN, run=run.number))
+        if ended < run.start:
+            found.timeline.append(Interval(ended, run.start, Category.DOWN, run=run.number))
+        ended = run.end
         for start, end, label in paint(_claims(ways, done), run.start, run.end, Label(Category.UNKNOWN)):
             found.timeline.append(
                 Interval(start, end, label.category, label.stage, label.epoch, label.ranks, run.number)

@@ -107,9 +107,9 @@ def in_order(events: Iterable[Event]) -> list[Event]:
 
 def runs_of(events: Iterable[Event]) -> list[Run]:
     """A run begins with its coordinator; what was over before the first one began belongs to that."""
-    ordered = in_order(events)
+    ordered = in_order(event for event in events if not isinstance(event, Opened))
     firsts = [one.at for one in ordered if isinstance(one, Began) and one.who == COORDINATOR and not one.again]
-    groups: list[list[Event]] = [[] for _ in firsts] or [[]]
+    groups: list[list[Event]] = [[]] if not firsts else [[] for _ in firsts]
     for event in ordered:
         groups[max(0, bisect.bisect_right(firsts, when(event)) - 1)].append(event)
     runs = [_run(number, group, firsts[number] if firsts else None) for number, group in enumerate(groups) if group]
@@ -204,8 +204,3 @@ def _category(run: Run, way: Way, notices: Sequence[Notice], *, first: bool) -> 
     if way.next_epoch is not None or way.worlds or (any(one.want == "resize" for one in asked) and not run.how):
         return Category.RESIZE
     return Category.ENDING if run.how or asked else Category.UNKNOWN
-
-
-def nothing_happened(events: Iterable[Event]) -> bool:
-    """Whether there is no more than that files were opened."""
-    return all(isinstance(event, Opened) for event in events)

@@ -77,6 +77,8 @@ def times_by_rank(began: int, faults: Sequence[FaultView], stages: Sequence[Stag
     spent: dict[tuple[int, int, str], int] = {}
     for stage in stages:
         first, last = span(stage, began, faults)
+        if first == last and us(stage.began) < began:
+            continue  # it was over before: a process that was warm, and waited
         key = (stage.epoch, stage.rank, stage.name)
         spent[key] = spent.get(key, 0) + last - first
     return spent

@@ -163,7 +163,7 @@ class Restored(_Event, frozen=True, tag="restored"):
     seconds: float
     bytes_by_tier: dict[str, int] = {}
     lost: int = -1
-    """Steps that had been begun after it, as far as this process knows."""
+    """Steps that had been done after it, or begun, as far as this process knows."""
     epoch: int = -1
 
 

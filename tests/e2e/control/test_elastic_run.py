@@ -232,3 +232,16 @@ def test_several_machines_and_one_of_them_is_asked_back(job: Job) -> None:
     assert job.ended(refused) == 6
     job.finish()
     assert [job.ended(one), job.ended(leader)] == [0, 0]
+
+
+def test_a_spare_node_takes_the_place_of_a_node_that_is_lost(job: Job) -> None:
+    run = job.run("--simulate-nodes", "3", "--nnodes", "2", "--shrink-after", "60")
+    before = job.world(2)
+    until(lambda: sorted(node.state for node in job.status().nodes) == ["training", "training", "waiting"])
+    (spare,) = (node.node for node in job.status().nodes if node.state == "waiting")
+    kill(job.supervisor(before[0]["node"]))
+    after = job.world(2, after=before[0]["epoch"])
+    assert [one["node"] for one in after] == [spare, before[1]["node"]]
+    assert after[1]["pid"] == before[1]["pid"]
+    job.finish()
+    assert job.ended(run) == 0

@@ -13,7 +13,9 @@ from elastic.errors import UnhealthyError
 from elastic.workers.finalizers import Finalizers
 from elastic.workers.health import DeviceHealth, within
 from elastic.workers.loop import End, Policy, _Rank, recoverable, run
+from elastic.workers.recording import Recording
 from tests.support.planes import PATIENCE_S
+from tieredckpt.ledger import NullLedger
 
 QUIET = Policy(backend="none", settle_s=0.0)
 
@@ -104,7 +106,10 @@ def test_a_broken_world_is_aborted_in_the_order_asked_for(caplog):
         order.append("mine")
         raise ZeroDivisionError("on the way out")
 
-    rank = _Rank(lambda _: None, MemoryPlane(1).seats[0], Policy(abort=("connections", fails, "groups")))
+    policy = Policy(abort=("connections", fails, "groups"))
+    rank = _Rank(
+        lambda _: None, MemoryPlane(1).seats[0], policy, record=Recording(NullLedger()), hydrating=None, faults=None
+    )
     rank._groups = Groups()
     with caplog.at_level(logging.ERROR):
         rank._abort(Notice(0, Want.RESTART, "broken"))

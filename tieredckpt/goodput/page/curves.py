@@ -20,7 +20,7 @@ Point = tuple[float, float]
 def losses(one: Analysis) -> Markup:
     told = [step for step in one.step_views if step.loss is not None and math.isfinite(step.loss)]
     if not told:
-        return section("loss", "Loss", note="The script said no loss.")
+        return section("loss", "Loss", note="The script said no loss: world.report(loss=...) does.")
     undone = sum(not step.counts for step in told)
     note = f"{count(len(told), 'step')} said their loss"
     if undone:

@@ -58,7 +58,7 @@ def _row(one: Analysis, fault: FaultView, way: Recovery, *, first: bool) -> tupl
     change = f"{way.ranks} → {way.next_ranks} ranks" if way.ranks != way.next_ranks else count(way.next_ranks, "rank")
     how: Part = (_HOW.get(way.how, way.how), tag("div", change, class_="sub"))
     if not way.resumed:
-        how = "did not go on"
+        how = "not yet" if one.live else "did not go on"
     return at, where(fault), what, (reason, after), how, lasting(way.seconds), f"{way.steps_lost:,}"
 
 

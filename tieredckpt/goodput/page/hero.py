@@ -57,7 +57,13 @@ def _tiles(one: Analysis) -> list[tuple[str, str, Part, Part]]:
         more = f"p99 {lasting(slow)}, mean {lasting(one.mttr_s or 0)}"
         tiles.append(("", "median recovery", data(lasting(median), median), more))
     else:
-        more = "nothing was recovered from" if not one.faults else "training did not go on"
+        more = (
+            "nothing was recovered from"
+            if not one.faults
+            else "training did not go on yet"
+            if one.live
+            else "training did not go on"
+        )
         tiles.append(("", "median recovery", "-", more))
     lost_s = one.wall.by.get("lost", 0) / 1e6
     lost = f"{lasting(lost_s)} with what was interrupted" if lost_s else "no step was done twice"

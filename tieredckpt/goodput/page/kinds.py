@@ -31,7 +31,7 @@ CATEGORIES = (
     Kind("missing", "missing ranks", "#eef1f4", "#232b33"),
 )
 _STAGES = (
-    Kind("detect", "noticing it", "#c62f45", "#dc4a5e"),
+    Kind("detect", "detect", "#c62f45", "#dc4a5e"),
     Kind("seal", "seal", "#b863a8", "#c070b2"),
     Kind("abort", "abort", "#ea6a3c", "#ea7448"),
     Kind("leave", "leave", "#b98552", "#b98a5c"),
@@ -41,7 +41,7 @@ _STAGES = (
     Kind("hydrate", "hydrate", "#3f6fd0", "#5b87e0"),
     Kind("loader", "loader", "#2fa6b5", "#34a3b1"),
     Kind("first_step", "first step", "#8fbf4f", "#86b549"),
-    Kind("other", "nothing said", "#c3b3a6", "#8d8078"),
+    Kind("other", "not said", "#c3b3a6", "#8d8078"),
 )
 KINDS = {one.name: one for one in (*CATEGORIES, *_STAGES)}
 _ORDER = ("productive", "save", "lost", "startup", "resize", *(one.name for one in _STAGES), "recovery")

@@ -45,6 +45,11 @@ def times_of(seconds: float, most: int = 9) -> list[float]:
     return [number * step for number in range(math.floor(seconds / step + 1e-9) + 1)]
 
 
+def landmarks(low: float, high: float) -> list[float]:
+    """Times that people count in, of all sizes between the two."""
+    return [time for time in _TIMES if low <= time <= high]
+
+
 def above(value: float, most: int = 4) -> float:
     """The least round number that is not less."""
     if value <= 0:

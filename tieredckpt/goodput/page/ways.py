@@ -10,7 +10,7 @@ from tieredckpt.goodput.model import Analysis, Category, Recovery
 from tieredckpt.goodput.page import chart
 from tieredckpt.goodput.page.kinds import KINDS, legend, stage_kind
 from tieredckpt.goodput.page.markup import Markup, Part, number, rows, section, tag
-from tieredckpt.goodput.page.scales import Scale, above, quantile, steps_of
+from tieredckpt.goodput.page.scales import Scale, above, landmarks, quantile, times_of
 from tieredckpt.goodput.page.timeline import describe
 from tieredckpt.goodput.page.words import count, lasting, since
 
@@ -20,6 +20,7 @@ _EACH = 24
 _SLOWEST = 10
 _COLUMNS = 48
 _FAR = 5.0
+_APART = 60.0
 
 
 def recoveries(one: Analysis) -> Markup:
@@ -30,7 +31,7 @@ def recoveries(one: Analysis) -> Markup:
     resumed = [way for way in ways if way.resumed]
     note = f"{count(len(ways), 'recovery').replace('recoverys', 'recoveries')}, from the fault to the next step"
     if len(resumed) < len(ways):
-        note += f"; {len(ways) - len(resumed):,} did not get there"
+        note += f"; {len(ways) - len(resumed):,} did not get there{' yet' if one.live else ''}"
     parts: list[Part] = []
     if len(ways) <= _EACH:
         parts.append(_bars(one, [(_label(way, one), way) for way in ways], _quantiles(resumed)))
@@ -99,16 +100,16 @@ def _bars(one: Analysis, ways: Sequence[tuple[str, Recovery]], marks: Sequence[t
     top = 22.0
     bottom = top + _ROW * len(ways)
     parts: list[Part] = []
-    for value in steps_of(0.0, scale.high, 6):
+    for value in times_of(scale.high, 6):
         x = scale(value)
         parts.append(tag("path", d=f"M{number(x)} {number(top)}V{number(bottom)}", class_="grid"))
         parts.append(tag("text", lasting(value), x=x, y=12, text_anchor="middle"))
-    for place, (label, way) in enumerate(ways):
-        parts.append(_bar(one, label, way, scale, top + place * _ROW))
     for place, (name, value) in enumerate(mark for mark in marks if mark[1] <= scale.high):
         x = scale(value)
         parts.append(tag("path", d=f"M{number(x)} {number(top)}V{number(bottom + 2)}", class_="mean"))
         parts.append(tag("text", f"{name} {lasting(value)}", x=x, y=bottom + 14 + 13 * place, text_anchor="middle"))
+    for place, (label, way) in enumerate(ways):
+        parts.append(_bar(one, label, way, scale, top + place * _ROW))
     box = f"0 0 {number(chart.WIDTH)} {number(bottom + 6 + 13 * len(marks))}"
     picture = tag("svg", tag("title", "recoveries by stages"), parts, viewBox=box, class_="chart", role="img")
     return tag("div", picture, class_="wide")
@@ -129,7 +130,7 @@ def _bar(one: Analysis, label: str, way: Recovery, scale: Scale, y: float) -> li
         edges = f"M{number(end - 9)} {number(y + 1)}l5 {number(_ROW - 3)}m4 0l-5 -{number(_ROW - 3)}"
         parts.append(tag("path", d=edges, stroke="var(--card)", stroke_width=2.5, fill="none"))
     lost = f" · {count(way.steps_lost, 'step')}" if way.steps_lost else ""
-    ended = "" if way.resumed else " · not resumed"
+    ended = "" if way.resumed else " so far" if one.live else " · not resumed"
     words = tag("title", describe(way, one))
     parts.append(tag("text", words, f"{lasting(way.seconds)}{lost}{ended}", x=end + 7, y=y + 16, class_="strong"))
     return parts
@@ -162,13 +163,12 @@ def _histogram(ways: Sequence[Recovery]) -> Markup:
                 class_="hist",
             )
         )
-    for power in range(math.ceil(low) - 1, math.floor(high) + 1):
-        for factor in (1, 2, 5):
-            at = power + math.log10(factor)
-            if low <= at <= high:
-                parts.append(
-                    tag("text", lasting(factor * 10.0**power), x=box.x(at), y=box.bottom + 17, text_anchor="middle")
-                )
+    free = chart.LEFT
+    for value in landmarks(10**low, 10**high):
+        x = box.x(math.log10(value))
+        if x >= free:
+            free = x + _APART
+            parts.append(tag("text", lasting(value), x=x, y=box.bottom + 17, text_anchor="middle"))
     for place, (name, value) in enumerate(_quantiles(ways)):
         x = box.x(math.log10(max(value, 1e-3)))
         parts.append(tag("path", d=f"M{number(x)} {number(box.top)}V{number(box.bottom)}", class_="mean"))

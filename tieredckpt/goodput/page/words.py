@@ -14,6 +14,8 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 def percent(share: float) -> str:
     """Two digits where it matters: what is missing from 100 %, or there at all."""
     value = 100 * share
+    if 0 < value < 0.005:
+        return "< 0.01 %"
     digits = 2 if value > 99 or value < 1 else 1
     return f"{value:.{digits}f} %" if 0 < value < 100 else f"{value:.0f} %"
 

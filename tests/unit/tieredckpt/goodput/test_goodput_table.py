@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.ledgers import Told
 from tieredckpt.goodput import Category, analyse
+from tieredckpt.ledger.events import Opened
 
 SECOND = 1_000_000
 
@@ -150,6 +151,16 @@ def test_a_job_that_is_resumed_was_down_in_between():
     assert found.recoveries[-1].steps_lost == 1
 
 
+def test_a_run_that_came_to_nothing_is_time_too():
+    found = analyse(Told().began(0).began(5).world(5).steps(0, 3, at=5).events)
+    assert seconds(found) == {"down": 5, "productive": 3}
+
+
+def test_a_file_that_was_opened_later_is_no_part_of_the_run():
+    told = Told().began(0).world(0).steps(0, 3, at=0).add(Opened(Told.us(900) / 1e6, 1))
+    assert analyse(told.events).wall.total == 3 * SECOND
+
+
 def test_a_coordinator_that_starts_again_begins_no_run():
     told = Told().began(0).world(0).steps(0, 3, at=1).began(2.5, again=True).ended(4)
     assert len(analyse(told.events).runs) == 1
@@ -200,6 +211,14 @@ def test_a_rank_detects_from_the_fault_on():
     (detect,) = [one for one in found.stages if one.name == "detect"]
     assert (detect.count, detect.p50_s, detect.most_s) == (2, 0.5, 1.5)
     assert found.recoveries[1].known_us == told.us(4)
+
+
+def test_a_spare_that_waited_took_no_time_of_the_recovery():
+    told = Told().began(0).world(0).steps(0, 5, at=0).fault(5).world(5, epoch=1, how="respawn")
+    told.stage("launch", 0, 2, epoch=1).stage("rendezvous", 2, 3.5, epoch=1).steps(5, 1, at=6, epoch=1)
+    found = analyse(told.events)
+    waited = [(one.name, one.count, one.most_s) for one in found.stages if one.category is Category.RECOVERY]
+    assert waited == [("rendezvous", 1, 0.5)]
 
 
 def test_nothing():

@@ -70,6 +70,7 @@ def test_quantiles_are_values():
         (percent(1.0), "100 %"),
         (percent(0.0), "0 %"),
         (percent(0.0004), "0.04 %"),
+        (percent(0.000001), "< 0.01 %"),
         (lasting(0.0123), "12.3 ms"),
         (lasting(75.24), "75.2 s"),
         (lasting(0), "0 s"),

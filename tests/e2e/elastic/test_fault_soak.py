@@ -1,0 +1,99 @@
+"""Hundreds of random faults in one job: it never gives up, learns the same bits, and what lasts does not grow.
+
+``FAULTS`` in the environment of the tests says how many (default 300), ``SEED`` which ones. What happened, when it
+happened and how long each recovery took is left in the folder that is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from elastic.inject import Faults, Kind
+from tests.support.golden_runs import (
+    GAP,
+    assert_all_happened_once,
+    assert_same_bits,
+    assert_worlds_hold,
+    golden,
+    quiet_run,
+    size_of,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
+
+__all__ = ["golden"]
+
+COUNT = int(os.environ.get("FAULTS", "300"))
+CHOSEN = int(os.environ.get("SEED", "1"))
+QUICK = (Kind.SIGKILL, Kind.EXCEPTION, Kind.SEGFAULT, Kind.OOM, Kind.NAN)
+KINDS = (*(4 * QUICK), Kind.NODE, Kind.PARTITION, Kind.SLOW, Kind.SIGSTOP, Kind.GIL, Kind.HANG)
+"""Those that cost a time limit are rarer."""
+MORE_THREADS, MORE_DESCRIPTORS, MORE_BYTES = 4, 12, 64 << 20
+"""What a process may have more of at its end than when it had seen a few faults."""
+
+
+@pytest.mark.timeout(COUNT * 60 + 600)
+def test_hundreds_of_random_faults_in_one_job(golden, tmp_path) -> None:
+    faults = Faults(CHOSEN).scattered(COUNT, ranks=2, first=4, gap=GAP, kinds=KINDS)
+    job = golden("fsdp", faults)
+    sizes: dict[int, list[dict[str, int]]] = {}
+    run = job.begin()
+    deadline = time.monotonic() + COUNT * 60
+    while run.poll() is None:
+        assert time.monotonic() < deadline, job.story()
+        job.bring_back()
+        for pid in job.lasting():
+            try:
+                sizes.setdefault(pid, []).append({**size_of(pid), "faults": len(job.record.done())})
+            except OSError:  # it has just ended
+                continue
+        time.sleep(0.5)
+    took = recoveries(job)
+    write_down(tmp_path, job, took, sizes)
+    assert run.returncode == 0, job.story()
+    assert_all_happened_once(job)
+    assert_worlds_hold(job)
+    assert_same_bits(job.committed(), quiet_run(tmp_path / "quiet", job.total))
+    assert "gave up" not in job.output()
+    for pid, seen in sizes.items():
+        assert_constant(f"process {pid}", [one for one in seen if one["faults"] >= 5])
+    worlds = {}
+    for one in job.lines("world"):
+        worlds.setdefault(one["pid"], []).append(one)
+    for pid, seen in worlds.items():
+        assert_constant(f"rank {pid}", seen[3:])
+
+
+def assert_constant(who: str, seen) -> None:
+    if len(seen) < 2:
+        return
+    first, last = seen[0], seen[-1]
+    for what, more in (("threads", MORE_THREADS), ("descriptors", MORE_DESCRIPTORS), ("rss", MORE_BYTES)):
+        assert last[what] <= first[what] + more, (who, what, first, last)
+
+
+def recoveries(job) -> list[float]:
+    """From each fault to the first step that a later world has done."""
+    steps = sorted((one["at"], one["epoch"]) for one in job.lines("step"))
+    found = []
+    for one in job.record.done():
+        epoch = max((epoch for at, epoch in steps if at <= one.at), default=-1)
+        after = next((at for at, other in steps if at > one.at and other > epoch), None)
+        if after is not None and one.injection.kind is not Kind.SLOW:
+            found.append(after - one.at)
+    return sorted(found)
+
+
+def write_down(folder: Path, job, took: list[float], sizes) -> None:
+    lines = [f"{one.at:.2f} {one.injection.name} {one.injection}: step {one.step}" for one in job.record.done()]
+    (folder / "faults.log").write_text("\n".join(lines) + "\n")
+    (folder / "sizes.json").write_text(json.dumps(sizes))
+    if len(took) > 1:
+        cuts = statistics.quantiles(took, n=100)
+        print(f"{len(lines)} faults, seed {CHOSEN}: recovered in p50 {cuts[49]:.1f} s, p99 {cuts[98]:.1f} s; {folder}")

@@ -1,0 +1,78 @@
+"""Faults of every kind, in every phase of a step and of the recovery from one: no bit of what is learned changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.inject import Kind, Phase
+from tests.support.golden_runs import (
+    NPROC,
+    all_pairs,
+    assert_all_happened_once,
+    assert_same_bits,
+    assert_worlds_hold,
+    chained,
+    golden,
+    quiet_run,
+)
+
+pytestmark = pytest.mark.e2e
+
+__all__ = ["golden"]
+
+CHAINS = {
+    "ddp": """
+        sigkill@forward exception@backward nan@allreduce segfault@optimizer oom@save sigkill@seal node@replicate
+        exception@restore sigkill@recovery
+    """,
+    "fsdp": """
+        oom@backward segfault@save partition@forward node@seal sigkill@replicate gil@optimizer exception@allreduce
+        segfault@restore oom@recovery
+    """,
+    "hsdp": """
+        nan@forward segfault@backward sigkill@allreduce exception@seal oom@replicate partition@save slow@optimizer
+        node@restore exception@recovery
+    """,
+}
+IN_A_SOAK = 12
+"""Chains that all pairs are spread over."""
+STEPS = 70
+
+
+def pairs_of(text: str) -> list[tuple[Kind, Phase]]:
+    return [(Kind(kind), Phase(phase)) for kind, phase in (word.split("@") for word in text.split())]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return quiet_run(tmp_path_factory.mktemp("quiet"), STEPS)
+
+
+def go_through(golden, undisturbed, how: str, pairs: list[tuple[Kind, Phase]], within_s: float) -> None:
+    job = golden(how, chained(pairs, 2 * NPROC[how]))
+    job.see_through(job.begin(), within_s)
+    assert_all_happened_once(job)
+    assert_worlds_hold(job)
+    assert all(one["first"] > 0 for one in job.lines("world") if one["epoch"] > 0), "what was safe was not found"
+    assert_same_bits(job.committed(), undisturbed)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", CHAINS)
+def test_a_chain_of_faults_leaves_no_trace(golden, undisturbed, how: str) -> None:
+    go_through(golden, undisturbed, how, pairs_of(CHAINS[how]), 360)
+
+
+def test_the_chains_go_through_every_phase_and_the_matrix_through_every_pair() -> None:
+    for chain in CHAINS.values():
+        assert {phase for _, phase in pairs_of(chain)} == set(Phase)
+    spread = [pair for number in range(IN_A_SOAK) for pair in all_pairs()[number::IN_A_SOAK]]
+    assert len(spread) == len(set(spread)) == len(Kind) * len(Phase) - (len(Phase) - 3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("number", range(IN_A_SOAK))
+@pytest.mark.parametrize("how", CHAINS)
+def test_every_kind_in_every_phase_leaves_no_trace(golden, undisturbed, how: str, number: int) -> None:
+    go_through(golden, undisturbed, how, all_pairs()[number::IN_A_SOAK], 1100)

@@ -1,0 +1,55 @@
+"""``elastic inject``: faults in a job that runs, from outside and in the rank itself, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.inject import Faults, Phase
+from tests.support.golden_runs import golden  # noqa: F401 - a fixture
+from tests.support.neighbours import until
+
+pytestmark = pytest.mark.e2e
+TOTAL = 400
+
+
+def test_a_running_job_is_hit_where_and_when_it_was_said(golden) -> None:  # noqa: F811
+    job = golden("fsdp", Faults())
+    run = job.begin(settle_s=30, total=TOTAL)
+
+    def happened(name: str):
+        return until(lambda: next((one for one in job.record.done() if one.injection.name == name), None), name)
+
+    until(lambda: job.lines("step"), "the first step")
+    refused = [
+        job.ask("inject", "--at", *words.split())
+        for words in (
+            "rank=2 --kind sigkill",
+            "node=n9 --kind node",
+            "rank=0 local_rank=1 --kind oom",
+            "rank=0 --kind no",
+        )
+    ]
+    words = [one["error"]["message"] for one in refused]
+    assert "rank=2: the job has 2 ranks" in words[0]
+    assert "there is no node n9" in words[1]
+    assert "local_rank=1: a node has 1 ranks" in words[2]
+    assert "kind=no: one of" in words[3]
+    assert "error" not in job.ask("inject", "--at", "rank=1", "name=kill", "--kind", "sigkill")
+    killed = happened("kill")
+    assert (killed.rank, killed.phase) == (1, None)
+    until(lambda: any(one["epoch"] == 1 for one in job.lines("step")), "a world after it")
+    assert "error" not in job.ask("inject", "--at", "step=1 rank=0 phase=seal name=raise", "--kind", "exception")
+    raised = happened("raise")
+    assert (raised.rank, raised.phase) == (0, Phase.SEAL)
+    until(lambda: any(one["epoch"] == 2 for one in job.lines("step")), "a world after that")
+    assert "error" not in job.ask("inject", "--at", "rank=0 seconds=3.5 name=cut", "--kind", "partition")
+    cut = happened("cut")
+    until(lambda: any(one["epoch"] > 2 and one["size"] == 2 for one in job.lines("step")), "a world without the node")
+    until(lambda: state_of(job, cut.node) in ("waiting", "training"), "the node is back")
+    job.ask("stop")
+    assert job.ended(run) == 7
+
+
+def state_of(job, node: str) -> str:
+    status = job.status()
+    return "" if status is None else next((one.state for one in status.nodes if one.node == node), "")

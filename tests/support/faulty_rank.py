@@ -1,0 +1,82 @@
+"""A rank under ``elastic run`` that fails as it is told to: ``python faulty_rank.py FOLDER FAULT...``, one a world.
+
+A fault is ``RANK:HOW``. In the world after the last one rank 1's loss is not finite in every attempt at a step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic.workers.groups import Groups
+from elastic.workers.loop import Policy, run
+from tests.support.launched import build
+from tests.support.training_rank import say
+from tieredckpt import Checkpointer
+
+FAULTS = [(int(rank), how) for rank, how in (word.split(":") for word in sys.argv[2:])]
+
+
+def fail(epoch: int, rank: int, stage: str) -> None:
+    if epoch < len(FAULTS) and FAULTS[epoch] == (rank, stage):
+        say("fails", epoch=epoch, rank=rank, stage=stage)
+        how = stage.partition("-")[0]
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "crash":
+            ctypes.string_at(0)
+        elif how == "hold":
+            ctypes.PyDLL(None).sleep(100_000)
+        elif how == "raise":
+            raise ZeroDivisionError("a fault was asked for")
+        while how == "loop":
+            pass
+
+
+def enter(groups: Groups) -> None:
+    place = groups._assignment
+    fail(place.epoch, place.rank, "kill-groups")
+    entering(groups)
+
+
+entering, Groups.enter = Groups.enter, enter  # type: ignore[method-assign]
+
+
+def train(world: Any) -> None:
+    model, optimizer, state = build()
+    last = len(FAULTS)
+    with Checkpointer("tiered://faulty") as ckpt:
+        for stage in ("stop-restore", "kill-restore", "hold-restore"):
+            fail(world.epoch, world.rank, stage)
+        first = ckpt.restore(state) + 1
+        say("in", epoch=world.epoch, rank=world.rank, size=world.size, restored=first - 1, restarts=world.restarts)
+        fail(world.epoch, world.rank, "raise-first")
+        for step in world.steps(first, checkpoint=(ckpt, state)):
+            loss = model(torch.full((2, 16), float(step % 8))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if step == first + 2:
+                for stage in ("crash-step", "kill-step", "loop-step", "hold-step", "stop-step", "raise-step"):
+                    fail(world.epoch, world.rank, stage)
+                if world.epoch >= last and world.rank == 1:
+                    loss = loss * float("nan")
+            world.check(loss)
+            optimizer.step()
+            dist.all_reduce(loss.detach())
+            ckpt.save(state, step)
+            ckpt.wait()
+            say("step", epoch=world.epoch, rank=world.rank, step=step)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # The same step is one further in each attempt: any step counts.
+    say("ended", how=run(train, policy=Policy(nonfinite_tries=1)).how.value)

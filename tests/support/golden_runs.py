@@ -1,0 +1,229 @@
+"""Jobs of :mod:`tests.support.golden_training` to which faults happen, and what they learned compared with one that had
+none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic.inject import Faults, Kind, Phase
+from elastic.inject.plan import NAN_PHASES, WAITED_FOR
+from elastic.inject.reading import INJECT
+from elastic.inject.record import Record
+from elastic.samples import Order
+from tests.support.elastic_runs import ROOT, Job, kill
+from tests.support.golden_training import BATCH, SAMPLES, SEED, Size
+
+TRAINER = ROOT / "tests/support/golden_training.py"
+NPROC = {"ddp": 1, "fsdp": 1, "hsdp": 2}
+"""Ranks of a node. Two nodes train, a third one waits."""
+EVERY = {"ddp": 4, "fsdp": 1, "hsdp": 1}
+"""Every which step is saved. Of those between, what a rank had is had from one that lives, or done again."""
+GAP = 3
+"""Steps between two faults: enough that --hang-timeout sees the world get on before the next one."""
+LAST_STEPS = 4
+HANG_S, FIRST_S, SETTLE_S = 5.0, 30.0, 5.0
+
+POLICY = """\
+num_restart_before_full_job_restart: null
+max_full_job_restarts: null
+max_num_repeat_offenders_to_avoid: 0
+restart_timeout_s: 90
+leave_timeout_s: 15
+"""
+
+
+class Golden(Job):
+    """One run."""
+
+    def __init__(self, folder: Path, name: str, how: str, faults: Faults) -> None:
+        super().__init__(folder, name)
+        self.how, self.faults = how, faults
+        steps = [one.step for one in faults.injections if one.step is not None]
+        self.total = max(steps, default=0) + LAST_STEPS
+        self.environ |= {
+            "OMP_NUM_THREADS": "1",
+            "TIEREDCKPT_AGENT_DIRECTORY": str(folder / "agent"),  # of a job with one node: not the user's own
+            "TIEREDCKPT_AGENT_BUDGET": "64MiB",
+            "TIEREDCKPT_AGENT_LINGER_S": "1",
+            "TIEREDCKPT_AGENT_JOB_TTL_S": "60",  # what no process asks for while all are started anew is kept
+            "TIEREDCKPT_LEDGER": str(folder / "ledger"),
+        }
+        self.diary = folder / "diary"
+        self.diary.mkdir(parents=True)
+        self.record = Record(folder / "run" / name)
+        self._back: set[str] = set()
+        self._joined = itertools.count()
+
+    def begin(self, nodes: int = 2, spare_nodes: int = 1, *, settle_s: float = SETTLE_S, total: int | None = None):
+        self.total = total or self.total
+        plan, policy = self.folder / "faults.json", self.folder / "policy.yaml"
+        plan.write_text(self.faults.encode())
+        policy.write_text(POLICY)
+        if self.faults.injections:
+            self.environ[INJECT] = f"file:{plan}"
+        hangs = any(one.kind in WAITED_FOR for one in self.faults.injections)
+        patience = ("--hang-timeout", str(HANG_S), "--first-step-timeout", str(FIRST_S)) if hangs else ()
+        return self.start(
+            *("run", "-v", "--job", self.name, "--log-dir", str(self.folder / "logs"), "--policy", str(policy)),
+            *("--nnodes", str(nodes), "--simulate-nodes", str(nodes + spare_nodes), "--nproc", str(NPROC[self.how])),
+            *("--spares", "1" if spare_nodes else "0", "--max-restarts", "1000000", "--grow-after", "0.2", *patience),
+            *(str(TRAINER), str(self.diary), str(self.total), self.how, str(settle_s), str(EVERY[self.how])),
+        )
+
+    def see_through(self, run: Any, within_s: float) -> None:
+        """Until the job has ended; machines that were lost come back meanwhile."""
+        deadline = time.monotonic() + within_s
+        while run.poll() is None:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"it did not end in {within_s:g} s: {self.story()}")
+            self.bring_back()
+            time.sleep(0.2)
+        assert run.returncode == 0, self.story()
+
+    def bring_back(self) -> None:
+        for one in self.record.done():
+            lost = one.injection.kind is Kind.NODE and one.injection.name not in self._back
+            if lost and not self.pids('"type":"node"', f'"node":"{one.node}"'):
+                self._back.add(one.injection.name)
+                self.start("join", self.name, "--node", one.node, "-v")
+
+    def story(self) -> str:
+        """What is to be read when it went wrong."""
+        done = [f"{one.at:.1f} {one.injection}: step {one.step}, rank {one.rank}" for one in self.record.done()]
+        logs = sorted((self.folder / "logs").glob("*/*.log"), key=lambda path: path.stat().st_mtime)[-4:]
+        words = "\n".join(f"== {path}\n{path.read_text(errors='replace')[-2000:]}" for path in logs)
+        return f"{self.folder}\ninjected:\n" + "\n".join(done) + f"\n{self.output()[-6000:]}\n{words}"
+
+    def lines(self, what: str) -> list[dict[str, Any]]:
+        found = []
+        for path in sorted(self.diary.glob("*.jsonl")):
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            found += [one for one in map(json.loads, lines) if one["what"] == what]
+        return found
+
+    def committed(self) -> list[dict[str, Any]]:
+        """What each step came to in the world that did it last; its ranks agree on it."""
+        worlds = defaultdict(list)
+        for one in self.lines("step"):
+            worlds[one["step"], one["epoch"]].append(one)
+        found = []
+        for step in range(self.total):
+            last = max(epoch for at, epoch in worlds if at == step)
+            ranks = sorted(worlds[step, last], key=lambda one: one["rank"])
+            assert len({tuple(one[name] for name in BITS) for one in ranks}) == 1, step
+            assert [one["rank"] for one in ranks] == [*range(ranks[0]["size"])], step
+            found.append({**ranks[0], "samples": [index for one in ranks for index in one["samples"]]})
+        return found
+
+    def close(self) -> None:
+        """Also of a run that did not end by itself: its agents wait for whoever resumes it."""
+        for one in self.started:
+            if one.poll() is None:
+                one.kill()
+                one.wait()
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid)
+        super().close()
+
+    def lasting(self) -> list[int]:
+        """Processes of this job that are not ranks: the coordinator and the supervisors."""
+        return [*self.pids('"type":"coordinator"'), *self.pids('"type":"node"')]
+
+
+BITS = ("loss", "norm", "rate", "sum")
+
+
+def assert_same_bits(disturbed: Sequence[dict[str, Any]], quiet: Sequence[dict[str, Any]]) -> None:
+    """Loss, norm, learning rate, parameters and moments after every step, and the samples it was learned from."""
+    assert len(disturbed) <= len(quiet)
+    order = [int(index) for index in Order(SAMPLES, SEED, "full").indices(0, len(disturbed) * BATCH)]
+    for step, (one, other) in enumerate(zip(disturbed, quiet, strict=False)):
+        assert [one[name] for name in BITS] == [other[name] for name in BITS], step
+        assert one["samples"] == order[step * BATCH : (step + 1) * BATCH], step
+
+
+def assert_worlds_hold(job: Golden) -> None:
+    """Each rank of a world is one process, which is in no older world later, and does one step after the other."""
+    places, lives = {}, defaultdict(list)
+    for one in job.lines("world"):
+        assert places.setdefault((one["epoch"], one["rank"]), one["pid"]) == one["pid"], one
+        lives[one["pid"]].append(one["epoch"])
+    assert all(epochs == sorted(set(epochs)) for epochs in lives.values())
+    begun = {(one["epoch"], one["rank"]): one["first"] for one in job.lines("world")}
+    assert len({(epoch, first) for (epoch, _), first in begun.items()}) == len({epoch for epoch, _ in begun})
+    steps = defaultdict(list)
+    for one in job.lines("step"):
+        steps[one["epoch"], one["rank"]].append(one["step"])
+    for place, done in steps.items():
+        assert done == [*range(begun[place], begun[place] + len(done))], place
+
+
+def assert_all_happened_once(job: Golden) -> None:
+    done = [one.injection.name for one in job.record.done()]
+    assert sorted(done) == sorted(one.name for one in job.faults.injections), job.story()
+
+
+def chained(pairs: Iterable[tuple[Kind, Phase]], ranks: int, *, first: int = 4, gap: int = GAP) -> Faults:
+    """One run through all of them: those between steps in the recovery from one that was in a step."""
+    steps, between = [], []
+    for pair in pairs:
+        (between if pair[1].is_between else steps).append(pair)
+    faults, step, turn = Faults(), first, itertools.count(1)
+    for kind, phase in steps:
+        faults = faults.at(step=step, phase=phase, rank=next(turn) % ranks).be(kind)
+        step += gap
+        if between and kind is not Kind.SLOW:
+            next_kind, next_phase = between.pop()
+            faults = faults.then(phase=next_phase, rank=next(turn) % ranks).be(next_kind)
+    while between:
+        faults = faults.at(step=step, phase=Phase.OPTIMIZER, rank=next(turn) % ranks).exception()
+        kind, phase = between.pop()
+        faults = faults.then(phase=phase, rank=next(turn) % ranks).be(kind)
+        step += gap
+    return faults
+
+
+def all_pairs() -> list[tuple[Kind, Phase]]:
+    """Every kind in every phase in which there is one."""
+    return [(kind, phase) for kind in Kind for phase in Phase if kind is not Kind.NAN or phase in NAN_PHASES]
+
+
+@pytest.fixture
+def golden(tmp_path):
+    made: list[Golden] = []
+
+    def begin(how: str, faults: Faults) -> Golden:
+        folder = tmp_path / how
+        folder.mkdir()
+        made.append(Golden(folder, how, how, faults))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.close()
+
+
+def quiet_run(folder: Path, total: int) -> list[dict[str, Any]]:
+    """What one rank alone learns, with the fixed tree: the same as any world does."""
+    one = Golden(folder, "quiet", "fsdp", Faults())
+    try:
+        one.see_through(one.begin(1, 0, total=total), 120)
+        return one.committed()
+    finally:
+        one.close()
+
+
+def size_of(pid: int) -> dict[str, int]:
+    """What a process has: see :class:`tests.support.golden_training.Size`."""
+    return Size.of(pid)

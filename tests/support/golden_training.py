@@ -1,0 +1,138 @@
+"""A training whose every step can be told from any other one: DDP, FSDP2 or HSDP, AdamW, dropout, a learning rate's
+schedule, samples by number.
+
+Each rank appends a JSON line per world and per step to a file of its own. Arguments: where to write, how many steps,
+``ddp``, ``fsdp`` or ``hsdp``, how long an error waits for word of another rank's loss, and every which step is saved.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, PlanShares, World, recoverable, seeded
+from elastic.reshard.checksum import checksum
+from elastic.workers.loop import Policy
+from tieredckpt import Checkpointer
+
+SEED, SAMPLES, BATCH, MICROBATCH, WIDTH = 7, 101, 8, 2, 16
+
+
+class Numbers:
+    """A dataset: each sample depends on its index alone."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = torch.Generator().manual_seed(index)
+        x = torch.randn(WIDTH, generator=made)
+        return x, torch.stack([x.sum(), x.square().mean()])
+
+
+def bare_model() -> torch.nn.Module:
+    torch.manual_seed(SEED)
+    first, last = torch.nn.Linear(WIDTH, 24), torch.nn.Linear(24, 2)
+    return torch.nn.Sequential(first, torch.nn.LayerNorm(24), torch.nn.GELU(), torch.nn.Dropout(0.1), last)
+
+
+def wrapped(model: torch.nn.Module, how: str, world: World) -> torch.nn.Module:
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    mesh = world.mesh((-1, 2), ("replicas", "shards")) if how == "hsdp" else world.mesh()
+    for layer in (model[0], model[-1]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def warmed(step: int) -> float:
+    return min(1.0, (step + 1) / 5) * (0.6 + 0.4 * math.cos(step / 50))
+
+
+class Diary:
+    """This rank's lines."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file: TextIO = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def write(self, what: str, **values: Any) -> None:
+        line = {"what": what, "at": time.time(), "pid": os.getpid(), **values}
+        self._file.write(json.dumps(line) + "\n")
+
+
+class Size:
+    """What a process has: descriptors, threads, resident memory."""
+
+    @staticmethod
+    def of(pid: int | str) -> dict[str, int]:
+        folder = Path(f"/proc/{pid}")
+        return {
+            "descriptors": len(list((folder / "fd").iterdir())),
+            "threads": len(list((folder / "task").iterdir())),
+            "rss": int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
+        }
+
+
+def refuse(total: Any) -> None:
+    raise ArithmeticError(f"the loss is {total.loss}, the norm {total.norm}: this step does not count")
+
+
+def main(folder: str, total: int, how: str, settle_s: float, every: int) -> None:
+    diary = Diary(Path(folder))
+
+    @recoverable(policy=Policy(settle_s=settle_s))
+    def train(world: World) -> None:
+        bare = bare_model()
+        model = wrapped(bare, how, world)
+        optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed)
+        plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
+        sums = ExactGradients(model, tree=True, on_nonfinite=refuse)
+        place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
+        loader = ElasticDataLoader(Numbers(), PlanShares(plan, world.rank), seed=SEED)
+        state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
+        with Checkpointer("tiered://golden", every=every) as ckpt, loader:
+            first = ckpt.restore(state) + 1
+            found = ckpt.last_restore
+            tiers = found.bytes_by_tier if found else {}
+            diary.write("world", first=first, tiers=tiers, reason=world.reason, **place, **Size.of("self"))
+            for step in world.steps(first, total, checkpoint=(ckpt, state)):
+                work = next(iter(loader))
+                mine = [batch.data for batch in work]
+                for turn in sums.step(plan):
+                    x, y = mine[turn.place]
+                    with seeded(SEED, step, turn.id):
+                        turn.backward((model(x) - y).square().sum(), weight=len(x))
+                result = sums.finish(clip=1.0)
+                optimizer.step()
+                schedule.step()
+                work.commit()
+                # Before it is saved: what is safe may have to speak for itself when its rank ends there.
+                found_sum = checksum({"model": bare, "optim": optimizer}).combined().of_tensors.value
+                diary.write(
+                    "step",
+                    step=step,
+                    loss=result.loss.hex(),
+                    norm=(result.norm or 0.0).hex(),
+                    rate=schedule.get_last_lr()[0].hex(),
+                    samples=work.indices().tolist(),
+                    sum=f"{found_sum:016x}",
+                    **place,
+                )
+                ckpt.save(state, step)
+
+    print(train(), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))

@@ -1,0 +1,70 @@
+"""What kinds do to a process: it ends as was said, takes no more memory than was said, or hears nobody any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic.inject import deeds
+from tests.support.neighbours import until
+
+ROOT = Path(__file__).parents[3]
+
+
+def start(what: str) -> subprocess.Popen[bytes]:
+    lines = f"from elastic.inject import deeds; print('begins', flush=True); deeds.{what}"
+    one = subprocess.Popen(
+        [sys.executable, "-c", lines],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with one.stdout as said:
+        assert said.readline() == b"begins\n"
+    return one
+
+
+def ended(one: subprocess.Popen[bytes]) -> int:
+    return one.wait(60)
+
+
+@pytest.mark.parametrize(("what", "number"), [("sigkill()", signal.SIGKILL), ("segfault()", signal.SIGSEGV)])
+def test_it_ends_by_that_signal(what, number):
+    assert ended(start(what)) == -number
+
+
+def test_a_lack_of_memory_is_bounded_and_ends_as_the_kernel_would_end_it():
+    limit = 48 << 20
+    assert ended(start(f"oom({limit})")) == -signal.SIGKILL
+    peak = "int(__import__('re').search(r'VmHWM:\\s*(\\d+)', open('/proc/self/status').read())[1])"
+    measured = f"(before := {peak}), setattr(deeds, 'sigkill', lambda: print({peak} - before)), deeds.oom({limit})"
+    lines = f"from elastic.inject import deeds; {measured}"
+    said = subprocess.run(
+        [sys.executable, "-c", lines], capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True
+    )
+    assert limit // 2 < int(said.stdout) << 10 <= limit
+
+
+def test_who_keeps_the_lock_hears_no_signal_that_could_be_handled():
+    one = start("gil()")
+    try:
+        os.kill(one.pid, signal.SIGTERM)
+        until(lambda: pending(one.pid) & 1 << (signal.SIGTERM - 1), "SIGTERM waits for ever")
+    finally:
+        one.kill()
+        assert ended(one) == -signal.SIGKILL
+
+
+def pending(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("ShdPnd:")).split()[1], 16)
+
+
+def test_a_process_that_no_supervisor_started_loses_no_node():
+    with pytest.raises(deeds.InjectedFaultError, match="is no supervisor"):
+        deeds.supervisor_of_this_rank()
