@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 
 import pytest
 
@@ -20,12 +21,16 @@ def outcome(*faults, options=()):
     """All that the ranks have said, by what it is about; the status; the output."""
     with elastic_job() as job:
         job.environ |= {"OMP_NUM_THREADS": "1", "TIEREDCKPT_AGENT_BUDGET": "256MiB"}
+        job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(job.folder / "agent")
         job.make("policy").write_text("leave_timeout_s: 15\nrestart_timeout_s: 200\n")
         shape = ("--nproc", str(RANKS), "--node", "n0", "--job", "job", "--policy", str(job.folder / "policy"))
         logs = ("--log-dir", str(job.folder / "logs"))
         try:
             running = job.start("run", *shape, *logs, *options, str(SCRIPT), str(job.folder), *faults)
-            until(lambda: running.poll() is not None, "the job ends", timeout_s=400)
+            try:
+                running.wait(900)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"it did not end\n{job.output()}") from None
             return {what: job.said(what) for what in ("in", "fails", "step")}, running.returncode, job.output()
         finally:
             for one in job.started:
@@ -38,16 +43,21 @@ def outcome(*faults, options=()):
 
 def assert_only_the_faulty_were_replaced(said, faults):
     """Who raises comes back in the same process; who dies or hangs does not; nobody else is touched."""
-    for epoch, fault in enumerate(faults):
-        rank, how = int(fault.partition(":")[0]), fault.partition(":")[2]
-        before, after = pids(said, epoch), pids(said, epoch + 1)
-        kept = {one for one in before if after.get(one) == before[one]}
-        gone = set() if how.startswith("raise") else {rank}
-        assert kept == before.keys() - gone, (epoch, fault)
+    known, gone = {}, set()
+    for epoch, fault in enumerate((*faults, "")):
+        for rank, pid in pids(said, epoch).items():
+            assert rank not in known or (pid != known[rank]) is (rank in gone), (epoch, rank)
+            known[rank] = pid
+            gone.discard(rank)
+        rank, _, how = fault.partition(":")
+        if how and not how.startswith("raise"):
+            gone.add(int(rank))
+    assert known.keys() == set(range(RANKS))
+    assert not gone
 
 
 def pids(said, epoch):
-    """Of the ranks that were in this world, or failed on the way into it."""
+    """Of the ranks that got into this world, or failed on the way into it."""
     return {one["rank"]: one["pid"] for what in ("in", "fails") for one in said[what] if one["epoch"] == epoch}
 
 
