@@ -27,6 +27,7 @@ from benchmarks import (
     fixed_tree,
     hydrate,
     load,
+    meeting,
     memory,
     peer_memory,
     planning,
@@ -77,6 +78,7 @@ class Subject:
 
 
 _ABC = ("A", "B", "C")
+_MEETINGS = tuple((0, ranks) for ranks in (2, 4, 8, 16, 32, 64))
 _RESIZED = ((2, 4), (4, 2))
 _SCENES = (
     Subject("P1", blocked.run, states=_ABC, each_rank_count=True, all_threads=True),
@@ -116,6 +118,7 @@ _SCENES = (
     Subject("P12", fixed_tree.run, share=16, worlds=((0, 2), (0, 4))),
     Subject("P13", resize.run, share=16, worlds=_RESIZED, starts_ranks=True),
     Subject("P13", resize.run, share=2, worlds=_RESIZED, starts_ranks=True),
+    Subject("P14", meeting.run, worlds=_MEETINGS, starts_ranks=True),
 )
 
 
@@ -178,6 +181,8 @@ def measure(ranks: Ranks, subject: Subject, scene: Scene) -> dict[str, Any]:
 
 
 def _title(subject: Subject, scene: Scene) -> str:
+    if subject.starts_ranks and subject.worlds == _MEETINGS:
+        return f"{scene.ranks} ranks on {meeting.nodes_of(scene.ranks)} nodes"
     if subject.starts_ranks:
         what = subject.title or f"{scene.writers} ranks become {scene.ranks}"
         return f"{show_size(scene.size_bytes)}, {what}"

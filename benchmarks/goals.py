@@ -15,6 +15,7 @@ from benchmarks import (
     fixed_tree,
     hydrate,
     load,
+    meeting,
     memory,
     peer_memory,
     planning,
@@ -209,7 +210,14 @@ def _p13(group: Group) -> Iterator[Verdict]:
         yield Verdict("P13", where, "read from storage", max(found["samples"]) / MiB, 0, False, "MiB")
 
 
+def _p14(group: Group) -> Iterator[Verdict]:
+    for names in ("{}", meeting.LAZY):
+        value = ratio(group, names.format(meeting.OURS), names.format(meeting.ONE))
+        what = f"{names.format(meeting.OURS)}, beside {meeting.ONE}"
+        yield Verdict("P14", group["title"], what, value, 1, False, "times")
+
+
 _JUDGES: dict[str, Callable[[Group], Iterator[Verdict]]] = {
     "P1": _p1, "P2": _p2, "P3": _p3, "P4": _p4, "P5": _p5, "P6": _p6, "P7": _p7, "P8": _p8, "P9": _p9, "P10": _p10,
-    "P11": _p11, "P12": _p12, "P13": _p13,
+    "P11": _p11, "P12": _p12, "P13": _p13, "P14": _p14,
 }  # fmt: skip

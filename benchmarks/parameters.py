@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-SUBJECTS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "P10", "P11", "P12", "P13")
+SUBJECTS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "P10", "P11", "P12", "P13", "P14")
 STATES = ("A", "B", "C", "U")
 WORLDS = ((2, 3), (4, 3), (8, 6), (6, 8))
 """How many ranks saved, and how many load."""

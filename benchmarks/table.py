@@ -30,6 +30,7 @@ SUBJECTS = {
     "P11": "Memory beside state and slots",
     "P12": "Gradients whose bits no number of ranks changes",
     "P13": "Another number of ranks",
+    "P14": "Meeting again: from no group to the first all-reduce",
 }
 Cells = tuple[str, ...]
 

@@ -23,6 +23,7 @@ from elastic.control.runs import Run, RunPlace, secret_of
 from elastic.control.tasks import STATUS, CoordinatorTask, NodeTask, coordinate
 from elastic.errors import PolicyError
 from elastic.inject.record import Record
+from elastic.rootless.placement import ROOTLESS
 from peerstore.cluster.nodes import node_id
 from peerstore.transport.addresses import is_any, join_address, local_address_for, outward_address, split_address
 from peerstore.transport.secret import read_secret
@@ -66,7 +67,11 @@ def _elasticity(command: Any) -> Any:
                 help="The same until a world's first step; auto: ten times the longest so far, 3600 at first.",
             ),
             click.option(
-                "--store", default="", metavar="HOST:PORT", help="A TCPStore that is there. [default: one is started]"
+                "--store",
+                default="",
+                metavar="one|rootless|HOST:PORT",
+                help="Where ranks meet: a store on one node, one on every node, or one that is there. "
+                "[$ELASTIC_ROOTLESS=1: rootless; one]",
             ),
         )
     ):
@@ -198,7 +203,7 @@ def coordinator(screen: ElasticScreen, /, listen: str, job: str, secret: str, ve
         policy=_policy(options),
         nproc=options["nproc"],
         fresh=False,
-        store=options["store"],
+        store=_store(options["store"]),
         hang=hang_limits(options["hang_timeout"], options["first_step_timeout"]),
     )
     over, reason = coordinate(task, read_secret(given))
@@ -257,7 +262,7 @@ def _coordinator_task(place: RunPlace, record: Run, options: dict[str, Any]) -> 
         policy=_policy(options),
         nproc=record.nproc,
         fresh=True,
-        store=options["store"],
+        store=_store(options["store"]),
         address_file=str(place.address_file),
         epoch_file=str(place.epoch_file),
         end_file=str(place.end_file),
@@ -289,6 +294,16 @@ def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any])
         beside=options["coordinator_here"] or not options["coordinator"],
         verbose=options["verbose"],
     )
+
+
+def _store(said: str) -> str:
+    """What the coordinator is told: nothing for a store that some node is to keep."""
+    if not said:
+        return ROOTLESS if names.is_rootless() else ""
+    if said in ("one", ROOTLESS):
+        return said if said == ROOTLESS else ""
+    split_address(said)
+    return said
 
 
 def _host(coordinator: str) -> str:

@@ -31,6 +31,7 @@ from elastic.control.messages import (
 from elastic.control.movement import HangLimits, Movement, Pace
 from elastic.control.wholeness import Wholeness
 from elastic.inject.plan import OUTSIDE, Injection
+from elastic.rootless.placement import ROOTLESS, members_of
 from elastic.world import actions as act
 from elastic.world import events as happen
 from elastic.world.decide import begun, decide, rebuilt
@@ -48,7 +49,7 @@ class DeskSettings:
     policy: ScalingPolicy
     nproc: int
     store: str = ""
-    """A store that is there already; "" where a node is to keep one."""
+    """A store that is there already; "" where a node is to keep one; ``rootless`` where every node is to."""
     dead_after_s: float = 10.0
     """How long a node may be silent."""
     return_s: float = 2.0
@@ -226,7 +227,7 @@ class Desk:
 
     def _form(self, form: act.Form, now: float) -> None:
         self.movement = Movement(now, self.pace)
-        self.formed = Formed(form.epoch, form.nodes, form.restarts, form.reason, self._store())
+        self.formed = self._met(Formed(form.epoch, form.nodes, form.restarts, form.reason))
         self.broken = self.pause = self.target = None
         self.wanted = 0
 
@@ -357,6 +358,18 @@ class Desk:
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_rootless(self) -> bool:
+        return self.settings.store == ROOTLESS
+
+    def _met(self, formed: Formed) -> Formed:
+        """With the stores that its ranks meet at, as soon as they are known."""
+        if not self.is_rootless:
+            return replace(formed, store=self._store())
+        members = [self.nodes.get(node) for node in members_of(formed.epoch, formed.places)]
+        stores = tuple(seen.says.store if seen is not None and seen.connected else "" for seen in members)
+        return replace(formed, store=stores[0], stores=stores) if all(stores) else formed
+
     def _store(self) -> str:
         if self.settings.store:
             return self.settings.store
@@ -373,8 +386,8 @@ class Desk:
                 placed = [node for node in here if self.formed is not None and node in self.formed.places]
                 self.keeper = next(iter((*having, *placed, *here)), "")
                 self._due.update(self.nodes)
-        if self.formed is not None and not self.formed.store and (store := self._store()):
-            self.formed = replace(self.formed, store=store)
+        if self.formed is not None and not self.formed.store and (formed := self._met(self.formed)).store:
+            self.formed = formed
             self._due.update(self.nodes)
 
     # -- a coordinator that starts again ------------------------------------------------------------------------------

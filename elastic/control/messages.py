@@ -132,6 +132,8 @@ class Formed(msgspec.Struct, frozen=True):
     reason: str
     store: str = ""
     """"" while it is not known yet: the ranks have to wait for it."""
+    stores: tuple[str, ...] = ()
+    """Where its keys are spread over several: all of them, in the order in which all ranks know them."""
 
 
 class NodeSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="node"):

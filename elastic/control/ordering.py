@@ -24,7 +24,7 @@ def for_node(desk: Desk, node: str, now: float) -> NodeHears:
         target=desk.target if pause is not None else None,
         wish=desk.wish,
         commands=tuple(seen.commands),
-        keep_store=node == desk.keeper and not desk.settings.store,
+        keep_store=desk.is_rootless or (node == desk.keeper and not desk.settings.store),
         release=released.reason if released is not None and is_released else None,
         cut=released.cut if released is not None and is_released else False,
         leave_s=None if seen.leave_by is None else max(0.0, seen.leave_by - now),

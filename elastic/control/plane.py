@@ -57,6 +57,9 @@ class Assignment(msgspec.Struct, frozen=True):
     """How many worlds ended by a fault before this one."""
     reason: str = ""
     """Why there is a new world; for people."""
+    stores: tuple[str, ...] = ()
+    """Where the keys of this epoch are spread over several such stores, the same and in the same order for all ranks:
+    ``store`` is one of them then, for who asks by the environment. None: ``store`` has them all."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -76,7 +79,7 @@ class ControlPlane(Protocol):
     Promises every control plane makes (``tests/contract/test_control_plane.py`` holds it to them):
 
     - ``ready`` returns an :class:`Assignment` of an epoch newer than every one it returned before in this process; all
-      ranks of that epoch get the same epoch, world size and store, and each rank once.
+      ranks of that epoch get the same epoch, world size and stores, and each rank once.
     - ``notice`` reads memory: no message, no collective, less than a few microseconds. A notice is never lost: it stays
       until the epoch it is about has been left.
     - ``pause`` returns the same step to all ranks of the epoch, and it is the greatest that any of them said: nobody is

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic.errors import ControlLostError
+from elastic.errors import ControlLostError, PolicyError
 from tieredckpt.ledger import LEDGER
 
 SOCKET = "ELASTIC_SOCKET"
 TOKEN = "ELASTIC_TOKEN"  # noqa: S105 - the name of a variable
 RUN_DIRECTORY = "ELASTIC_RUN_DIRECTORY"
+ROOTLESS_SWITCH = "ELASTIC_ROOTLESS"
 SECRET = "ELASTIC_SECRET"  # noqa: S105 - the name of a variable
 
 
@@ -50,3 +51,11 @@ def ledger_directory(logs: Path, environ: Mapping[str, str] = os.environ) -> Pat
 def secret_in(environ: Mapping[str, str] = os.environ) -> str:
     """``$ELASTIC_SECRET``: the secret, or ``file:/path``; "" where it is not set."""
     return environ.get(SECRET, "")
+
+
+def is_rootless(environ: Mapping[str, str] = os.environ) -> bool:
+    """``$ELASTIC_ROOTLESS``: 1 for a store on every node; 0, or not set, for one in all."""
+    said = environ.get(ROOTLESS_SWITCH, "")
+    if said not in ("", "0", "1"):
+        raise PolicyError(f"${ROOTLESS_SWITCH}={said!r}: 0 or 1 was expected")
+    return said == "1"

@@ -6,6 +6,7 @@ from elastic.control.desk import Desk, Seen
 from elastic.control.messages import Answer, NodeStatus
 from elastic.control.ordering import pausing
 from elastic.control.plane import Progress
+from elastic.rootless.placement import ROOTLESS
 
 
 def answer(desk: Desk, now: float, *, refused: str = "") -> Answer:
@@ -25,11 +26,17 @@ def answer(desk: Desk, now: float, *, refused: str = "") -> Answer:
         reason=desk.reason or world.reason,
         step=min((node.step for node in placed), default=-1),
         sealed=min((node.sealed for node in placed), default=-1),
-        store=desk.formed.store if desk.formed is not None else "",
+        store=_store(desk),
         wanted=desk.wanted,
         pausing=pausing(desk, now),
         refused=refused,
     )
+
+
+def _store(desk: Desk) -> str:
+    if desk.formed is None:
+        return ""
+    return f"{ROOTLESS}, on {len(desk.formed.stores)} nodes" if desk.formed.stores else desk.formed.store
 
 
 def _node(desk: Desk, seen: Seen, now: float) -> NodeStatus:

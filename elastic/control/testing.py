@@ -18,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from elastic.control.plane import Assignment, Dismissed, Notice, Progress, Want
 from elastic.errors import DeadlineError, GaveUpError, PolicyError, StaleEpochError
 
@@ -34,6 +36,7 @@ class MemoryPlane:
         spares: int = 0,
         keep_spares: bool = True,
         store: str = "memory:0",
+        stores: tuple[str, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if size < 1:
@@ -44,7 +47,7 @@ class MemoryPlane:
         self.gave_up = ""
         """Why there will be no further world; "" while there may be."""
         self._keep_spares = keep_spares
-        self._store = store
+        self._store, self._stores = store, stores
         self._clock = clock
         self._changed = threading.Condition()
         self._want: Want | None = None
@@ -155,9 +158,8 @@ class MemoryPlane:
         chosen, beyond = waiting[: self.size], waiting[self.size :]
         self.epoch += 1
         for rank, seat in enumerate(_kept(chosen)):
-            seat.take(
-                Assignment(self.epoch, rank, self.size, 0, 1, rank, self.size, self._store, self.restarts, self._reason)
-            )
+            place = Assignment(self.epoch, rank, self.size, 0, 1, rank, self.size, self._store, self.restarts)
+            seat.take(msgspec.structs.replace(place, reason=self._reason, stores=self._stores))
         for seat in beyond:
             seat.is_dismissed = seat.is_leaving or not self._keep_spares
         self._want, self._reason, self._deadline = None, "", None

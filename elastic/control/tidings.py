@@ -43,6 +43,7 @@ def _for_rank(seats: Seats, token: str, now: float) -> RankHears:
         store=formed.store,
         restarts=formed.restarts,
         reason=formed.reason,
+        stores=formed.stores,
     )
     return RankHears(heard, assignment, _notice(seats, formed.epoch, now), seats.target, cut_off=seats.cut_off)
 

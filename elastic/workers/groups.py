@@ -14,6 +14,8 @@ import torch.distributed.distributed_c10d as c10d
 
 from elastic.control.plane import Assignment
 from elastic.errors import PolicyError
+from elastic.rootless.store import RootlessStore
+from elastic.rootless.sweeping import Sweep, prefix_of
 from elastic.workers.cutting import cut_gloo, cut_store
 
 log = logging.getLogger(__name__)
@@ -44,22 +46,38 @@ class Groups:
         self._open = True
         self._excepthook = sys.excepthook
         """Torch puts a new one before it in every world, and takes none away."""
+        self._spread: RootlessStore | None = None
+        if assignment.stores:
+            self._spread = RootlessStore(assignment.stores, cut=cut_store, timeout=timeout or _STORE_PATIENCE)
+        self._sweeping: Sweep | None = None
 
     def enter(self) -> None:
         """Meet the other ranks of the epoch. Keys of other epochs are not seen: each has its own prefix."""
         place = self._assignment
-        host, port = self._address
-        patience = self._timeout or _STORE_PATIENCE
-        met = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
         if torch.cuda.is_available():
             torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
         dist.init_process_group(
             self._backend,
-            store=dist.PrefixStore(f"elastic/{place.epoch}", met),
+            store=dist.PrefixStore(prefix_of(place.epoch), self._store()),
             rank=place.rank,
             world_size=place.world_size,
             timeout=self._timeout,
         )
+        self._sweep()
+
+    def _store(self) -> torch.distributed.Store:
+        if self._spread is not None:
+            return self._spread
+        host, port = self._address
+        patience = self._timeout or _STORE_PATIENCE
+        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+
+    def _sweep(self) -> None:
+        """All have met: what earlier worlds left is not needed any more. One rank for each server does it."""
+        place = self._assignment
+        servers = place.stores or (place.store,)
+        if place.rank < len(servers) and place.epoch > 0:
+            self._sweeping = Sweep(servers[place.rank], place.epoch, cut=cut_store)
 
     def abort(self) -> None:
         """From any thread: whoever hangs in a collective of this epoch, or on its way in, gets an error."""
@@ -77,8 +95,11 @@ class Groups:
         """Of gloo's groups, and to the store."""
         with self._lock:
             if self._open:
-                cut = cut_gloo() + cut_store(*self._address)
+                cut = cut_gloo() + self._cut_store()
                 log.info("epoch %d was aborted, %d connections cut", self._assignment.epoch, cut)
+
+    def _cut_store(self) -> int:
+        return cut_store(*self._address) if self._spread is None else self._spread.cut()
 
     def leave(self, *, broken: bool) -> None:
         """Forget the groups. In a broken world nobody is waited for."""
@@ -86,6 +107,15 @@ class Groups:
             self._open = False
         if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
             sys.excepthook = self._excepthook
+        try:
+            self._forget(broken=broken)
+        finally:
+            if self._sweeping is not None:
+                self._sweeping.end()
+            if self._spread is not None:
+                self._spread.close()
+
+    def _forget(self, *, broken: bool) -> None:
         if not dist.is_initialized():
             # It ended on the way in, after torch had counted a group, and the next one's keys are named by the count:
             # this rank and one that was not in this world would wait for each other under two names.

@@ -11,10 +11,24 @@ import pytest
 from elastic.control.plane import Dismissed, Notice, Progress, Want
 from elastic.errors import DeadlineError, ElasticError, StaleEpochError
 from tests.support.neighbours import until
-from tests.support.planes import PATIENCE_S, Job, all_ready, at_once, memory_job, results, supervised_job, wants
+from tests.support.planes import (
+    PATIENCE_S,
+    Job,
+    all_ready,
+    at_once,
+    memory_job,
+    results,
+    rootless_job,
+    supervised_job,
+    wants,
+)
 
 Start = Callable[..., Job]
-PLANES: dict[str, Callable[..., AbstractContextManager[Job]]] = {"memory": memory_job, "supervisor": supervised_job}
+PLANES: dict[str, Callable[..., AbstractContextManager[Job]]] = {
+    "memory": memory_job,
+    "supervisor": supervised_job,
+    "rootless": rootless_job,
+}
 
 
 @pytest.fixture(params=PLANES)
@@ -30,10 +44,25 @@ def test_a_world_is_the_same_for_all_its_ranks(start):
     places = all_ready(start(3).seats)
     assert {place.epoch for place in places} == {places[0].epoch}
     assert {place.store for place in places} == {places[0].store}
+    assert {place.stores for place in places} == {places[0].stores}
     assert {place.world_size for place in places} == {3}
     assert sorted(place.rank for place in places) == [0, 1, 2]
     assert sorted(place.node_rank for place in places) == [0, 1, 2]
     assert {(place.local_rank, place.local_world_size, place.node_count) for place in places} == {(0, 1, 3)}
+
+
+def test_where_every_node_keeps_a_store_all_ranks_know_all_of_them():
+    with rootless_job(3, spares=1) as job:
+        ready = at_once(*(lambda s=seat: s.ready(timeout_s=PATIENCE_S) for seat in job.seats))
+        until(lambda: sum(one.done() for one in ready) == 3)
+        places = [one.result() for one in ready if one.done()]
+        assert {len(place.stores) for place in places} == {3}
+        assert {place.store for place in places} == {places[0].stores[0]}
+        inside = {seat.supervisor.settings.node for seat, one in zip(job.seats, ready, strict=True) if one.done()}
+        assert {store.removesuffix(":1") for store in places[0].stores} == inside
+        for seat, one in zip(job.seats, ready, strict=True):
+            if one.done():
+                seat.finished()
 
 
 def test_nothing_is_wanted_of_a_world_that_is_well(start):

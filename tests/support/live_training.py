@@ -89,7 +89,7 @@ class Training:
         return digest([whole(one) if isinstance(one, DTensor) else one.detach() for one in tensors])
 
 
-def undisturbed(kind: str, optimizer: str, total: int) -> list[str]:
+def undisturbed(_say: Callable[[str], None], kind: str, optimizer: str, total: int) -> list[str]:
     training = Training(kind, optimizer, dist.get_world_size(), dist.get_rank())
     return [f"{training.step(step, lambda _place: None)} {training.bits()}" for step in range(total)]
 

@@ -20,6 +20,7 @@ from elastic.control.settings import seat_from
 from elastic.control.supervised import SupervisorPlane
 from elastic.control.supervisor import Supervisor, SupervisorSettings
 from elastic.control.testing import MemoryPlane, MemorySeat
+from elastic.rootless.placement import ROOTLESS
 from elastic.world.policy import ScalingPolicy
 
 PATIENCE_S = 60.0
@@ -106,7 +107,9 @@ class ThreadProcess:
 class SupervisedJob:
     """A coordinator and its supervisors, on threads of this process and with real sockets."""
 
-    def __init__(self, size: int, spares: int, stack: contextlib.ExitStack, *, grace_s: float, grow_s: float) -> None:
+    def __init__(
+        self, size: int, spares: int, stack: contextlib.ExitStack, *, grace_s: float, grow_s: float, store: str
+    ) -> None:
         self._stack = stack
         self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         policy = ScalingPolicy(
@@ -117,7 +120,7 @@ class SupervisedJob:
             graceful_shutdown_timeout_s=grace_s,
             faulty_scale_down_timeout_s=0.0,
         )
-        settings = DeskSettings("job", policy, 1, store="nowhere:1", return_s=0.2)
+        settings = DeskSettings("job", policy, 1, store=store, return_s=0.2)
         self.coordinator = Coordinator(settings, SECRET, farewell_s=1.0)
         self._run(self.coordinator.run, self.coordinator.end)
         assert self._ask(Resize(size, "so many")).cap == size
@@ -136,6 +139,9 @@ class SupervisedJob:
 
         def spawn(command: Any, *, environ: Any, sink: Any, ended: Any, name: str) -> ThreadProcess:
             process = ThreadProcess(environ, ended)
+            if name == "store":
+                sink(f"store {settings.node}:1\n".encode())
+                return process
             if started.is_set():
                 supervisor.kill("its rank is gone")
             started.set()
@@ -176,9 +182,16 @@ class SupervisedJob:
 
 
 @contextlib.contextmanager
-def supervised_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0) -> Iterator[Job]:
+def supervised_job(
+    size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0, store: str = "nowhere:1"
+) -> Iterator[Job]:
     with contextlib.ExitStack() as stack:
-        yield SupervisedJob(size, spares, stack, grace_s=grace_s, grow_s=grow_s)
+        yield SupervisedJob(size, spares, stack, grace_s=grace_s, grow_s=grow_s, store=store)
+
+
+def rootless_job(size: int, spares: int = 0, **options: float) -> contextlib.AbstractContextManager[Job]:
+    """The same, with a store on every node."""
+    return supervised_job(size, spares, store=ROOTLESS, **options)  # type: ignore[arg-type]
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Future[Any]]:

@@ -39,8 +39,8 @@ def curve(scheme: Scheme, mtbf_s: float, around: Sequence[float] = AROUND) -> li
 
 
 def _lawful(scheme: Scheme, mtbf_s: float) -> Iterator[Scheme]:
-    """Candidates around Young's rule of thumb, all of whole steps."""
-    near = math.sqrt(2 * max(scheme.stall_s, 1e-6) * mtbf_s)
+    """Candidates around Young's rule of thumb, all of whole steps. Live faults ask for no saves."""
+    near = math.sqrt(2 * max(scheme.stall_s, 1e-6) * mtbf_s / max(1 - scheme.live.share, 1e-15))
     seen = set()
     for number in range(_TRIED):
         one = scheme.every(near * 1000 ** (2 * number / (_TRIED - 1) - 1))

@@ -79,7 +79,7 @@ class Boundary:
         self._structure = structure
         tensors = {name: one for name, one in loose.items() if isinstance(one, torch.Tensor)}
         small, large = _sorted(tensors, tensors)
-        self._own = {name: local_of(one).clone() for name, one in small.items()}
+        self._own = {name: local_of(one).detach().clone() for name, one in small.items()}
         self._objects = {name: copied(one) for name, one in loose.items() if name not in tensors}
         self._watches = [*structure.watches, *([_Watch(large, large)] if large else [])]
         self._versions = [watch.versions() for watch in self._watches]

@@ -76,26 +76,26 @@ def worlds(ends, epoch):
         (2, "fsdp", "adamw", "8 forward", "5 snapshot 2 snapshot"),
     ],
 )
-def test_a_rank_dies(zygote, ranks, agent_dir, store, size, kind, optimizer, at, expected):
+def test_a_rank_dies(zygote, agent_dir, store, size, kind, optimizer, at, expected):
     ends = trained(zygote, store, size, kind, optimizer, at)
     assert worlds(ends, 1) == expected.split()
-    assert_same_bits(ends, ranks.run(size, undisturbed, kind, optimizer, TOTAL)[0])
+    assert_same_bits(ends, zygote.run_world(size, undisturbed, kind, optimizer, TOTAL)[0])
 
 
-def test_another_one_dies_while_it_is_given(zygote, ranks, agent_dir, store):
+def test_another_one_dies_while_it_is_given(zygote, agent_dir, store):
     """What survivors have stays with them until a world has it."""
     ends = trained(zygote, store, 2, "ddp", "adamw", "8 forward", [{}, {}, {"PEERSTORE_CRASH_AT": "live.chosen"}, {}])
     assert not [line for end in ends for line in end.lines if line.startswith("world 1 ")]
     assert worlds(ends, 2) == ["7", "live", "0", "live"]
-    assert_same_bits(ends, ranks.run(2, undisturbed, "ddp", "adamw", TOTAL)[0])
+    assert_same_bits(ends, zygote.run_world(2, undisturbed, "ddp", "adamw", TOTAL)[0])
 
 
-def test_one_fault_after_the_other(zygote, ranks, agent_dir, store):
+def test_one_fault_after_the_other(zygote, agent_dir, store):
     """The second one finds what the first one left, and the steps after it."""
     ends = trained(zygote, store, 2, "ddp", "sgd", "3 forward;7 optimizer", [{}] * 4)
     assert worlds(ends, 1) == ["2", "live", "0", "live"]
     assert worlds(ends, 2) == ["7", "live", "0", "live"]
-    assert_same_bits(ends, ranks.run(2, undisturbed, "ddp", "sgd", TOTAL)[0])
+    assert_same_bits(ends, zygote.run_world(2, undisturbed, "ddp", "sgd", TOTAL)[0])
 
 
 def test_fewer_ranks_on_nodes_of_their_own_go_on(zygote, ranks, store):

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tieredckpt.errors import UsageError
@@ -94,6 +94,7 @@ def test_longer_recoveries_never_help(mtbf, interval, stall, recovery, more):
 
 
 @settings(max_examples=40)
+@example(Scheme(60, 1, Faults(1e-9, 30), live=Faults(1 - 1e-9, 30)), 1e4, 2.0)
 @given(schemes(), st.floats(1e3, 1e6), st.floats(0.01, 100))
 def test_no_interval_is_better_than_the_best(scheme, mtbf, factor):
     assume(has_best(scheme) and scheme.stall_s > 1e-3)

@@ -8,6 +8,9 @@ import torch.distributed as dist
 
 from elastic.workers.forgetting import forget_world
 from tieredckpt import Checkpointer, SaveFailedError
+from tieredckpt.ledger.events import Restored
+from tieredckpt.ledger.reading import read_ledger
+from tieredckpt.ledger.writer import LEDGER
 from tieredckpt.live.giving import hydrate
 from tieredckpt.live.keeping import watching
 from tieredckpt.testing import memory_node
@@ -49,7 +52,9 @@ class Job:
 
 
 @pytest.fixture
-def job():
+def job(monkeypatch):
+    # What is collected between worlds is large only because of everything else that tests have imported.
+    monkeypatch.setattr("elastic.workers.forgetting.gc.collect", lambda: 0)
     with memory_node(), watching() as held:
         one = Job(held)
         yield one
@@ -101,6 +106,18 @@ def test_a_torn_boundary_costs_what_was_not_saved(job):
     found = job.enter()
     assert (*said(found), found.why) == ("snapshot", -1, 8, "no survivor stood between two steps")
     assert (job.first, job.ckpt.last_restore.lost) == (6, 3)
+
+
+def test_the_ledger_says_how_each_restore_came_by_its_step(job, monkeypatch, tmp_path):
+    monkeypatch.setenv(LEDGER, str(tmp_path))
+    job.enter()
+    job.train(9)
+    job.leave()
+    job.enter()
+    job.leave()
+    job.enter()
+    told = [event for event in read_ledger(tmp_path).events if isinstance(event, Restored)]
+    assert [(event.mode, event.step) for event in told] == [("nothing", -1), ("live", 8), ("snapshot", 8)]
 
 
 def test_before_anything_is_whole_nothing_is_given(job):

@@ -1,0 +1,343 @@
+"""What a store that is spread over members still answers while members die, hang, and the world ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from elastic.control.plane import Assignment
+from elastic.rootless.holders import Patience
+from elastic.rootless.placement import holders_of
+from elastic.rootless.store import RootlessStore
+from elastic.rootless.sweeping import Sweep, is_past, prefix_of
+from elastic.workers.cutting import cut_store
+from elastic.workers.groups import Groups
+from tests.support.neighbours import until
+from tests.support.planes import at_once, results
+from tests.support.store_servers import StoreServer, server_processes
+from tests.support.zygote import Zygote
+
+_LONG = timedelta(seconds=120)
+_HASTY = Patience(look_s=0.2, answer_s=2.0, connect_s=2.0, again_s=60.0)
+_COUNT = 3
+
+
+@pytest.fixture
+def servers(zygote: Zygote) -> Iterator[list[StoreServer]]:
+    with server_processes(zygote, _COUNT) as running:
+        yield running
+
+
+@pytest.fixture
+def connect(servers: list[StoreServer]) -> Iterator[Callable[..., RootlessStore]]:
+    made: list[RootlessStore] = []
+
+    def new(patience: Patience | None = None) -> RootlessStore:
+        addresses = [server.address for server in servers]
+        made.append(RootlessStore(addresses, cut=cut_store, timeout=_LONG, patience=patience))
+        return made[-1]
+
+    yield new
+    for store in made:
+        store.cut()
+        store.close()
+
+
+def key_at(first: int, second: int | None = None) -> str:
+    """One that these members hold, in this order."""
+    for number in range(1000):
+        held = holders_of(f"key {number}", _COUNT)
+        if held[0] == first and second in (None, held[1]):
+            return f"key {number}"
+    raise AssertionError("there is no such key")
+
+
+def counted(store: RootlessStore, number: int = 60) -> list[str]:
+    names = [f"key {one}" for one in range(number)]
+    for name in names:
+        store.set(name, name.upper())
+    return names
+
+
+def test_no_key_is_lost_with_a_member(servers, connect):
+    names = counted(connect())
+    one, fresh = connect(), connect()
+    assert [one.get(name) for name in names[:30]] == [name.upper().encode() for name in names[:30]]
+    servers[1].kill()
+    for store in (one, fresh):  # one that had connections, and one that never had any
+        store.wait(names, _LONG)
+        assert store.check(names)
+        assert store.multi_get(names) == [name.upper().encode() for name in names]
+        assert store.num_keys() == len(names)
+        assert store.delete_key(names[0])
+        store.set(names[0], names[0].upper())
+
+
+def test_a_member_that_dies_while_it_is_waited_at_is_passed_over(servers, connect):
+    key = key_at(2, 0)
+    waiters = [connect() for _ in range(3)]
+    assert not any(one.check([key]) for one in waiters)  # all are connected by now
+    waiting = at_once(*(lambda one=one: one.get(key) for one in waiters))
+    servers[2].kill()
+    connect().set(key, "late")
+    assert results(waiting) == [b"late"] * 3
+
+
+def test_what_was_counted_before_a_death_stays_counted(servers, connect):
+    key = key_at(0, 1)
+    stores = [connect() for _ in range(3)]
+    said = [store.add(key, 1) for _ in range(5) for store in stores]
+    assert said == list(range(1, 16))
+    assert stores[0].compare_set("chosen" + key, "", "n0") == b"n0"
+    servers[0].kill()
+    assert [store.add(key, 1) for store in stores] == [16, 17, 18]
+    assert {store.compare_set("chosen" + key, "", "n1") for store in stores} == {b"n0"}
+    connect().append(key, "0")
+    assert stores[1].get(key) == b"180"
+
+
+def test_sums_while_a_member_dies_never_fall_behind_what_was_answered(servers, connect):
+    key, go_on = key_at(1, 2), threading.Event()
+    stores = [connect() for _ in range(3)]
+
+    def count(store: RootlessStore) -> list[int]:
+        said = []
+        while not go_on.is_set() or len(said) < 50:
+            said.append(store.add(key, 1))
+        return said
+
+    counting = at_once(*(lambda one=one: count(one) for one in stores))
+    until(lambda: connect().add(key, 0) > 100)
+    servers[1].kill()
+    go_on.set()
+    said = results(counting)
+    total = connect().add(key, 0)
+    answered = sum(map(len, said))
+    assert total == answered  # every add that was answered is in the sum, once
+    assert all(numbers == sorted(set(numbers)) for numbers in said)  # for each rank by itself it only grows
+    assert max(max(numbers) for numbers in said) <= total + 3
+
+
+def test_a_key_whose_two_holders_are_gone_is_an_error_at_once(servers, connect):
+    store, lost, kept = connect(), key_at(0, 1), key_at(2, 0)
+    store.set(lost, "1")
+    store.set(kept, "2")
+    servers[0].kill()
+    servers[1].kill()
+    for ask in (
+        lambda: store.get(lost),
+        lambda: store.wait([lost], _LONG),
+        lambda: store.check([lost]),
+        lambda: store.add(lost, 1),
+        lambda: connect().get(lost),
+    ):
+        with pytest.raises(dist.DistNetworkError, match="gone"):
+            ask()
+    assert store.get(kept) == b"2"
+
+
+def test_a_stopped_member_is_read_around(servers, connect):
+    key, other, store = key_at(1, 2), key_at(0, 1), connect(_HASTY)
+    store.set(key, "1")
+    store.set(other, "2")
+    assert store.get(key) == b"1"
+    servers[1].stop()
+    assert (store.get(key), store.get(other)) == (b"1", b"2")
+    assert store.check([key, other])
+
+
+@pytest.mark.soak
+def test_a_member_that_was_stopped_before_is_read_around(servers, connect):
+    """A client of torch's takes its time to find out; it is not waited for a second time."""
+    key, other = key_at(1, 2), key_at(0, 1)
+    connect().multi_set([key, other], ["1", "2"])
+    assert connect().multi_get([key, other]) == [b"1", b"2"]
+    servers[1].stop()
+    store = connect(_HASTY)
+    assert store.multi_get([key, other]) == [b"1", b"2"]
+    store.set("x" + key, "3")
+    assert store.get("x" + key) == b"3"
+
+
+def test_a_stopped_member_still_decides_about_its_sums(servers, connect):
+    """Whether it is gone is not known: if somebody else decided, there would be two."""
+    key, store = key_at(1, 2), connect(_HASTY)
+    assert store.add(key, 1) == 1
+    servers[1].stop()
+    with pytest.raises(dist.DistNetworkError, match="decides"):
+        store.add(key, 1)
+    servers[1].go_on()
+    assert store.add(key, 1) >= 2
+
+
+def test_waits_end_when_the_world_is_cut(connect):
+    store = connect()
+    waiting = at_once(lambda: store.get("never"), lambda: store.wait([key_at(2)], _LONG), lambda: store.queue_pop("q"))
+    until(lambda: sum(holder.connected for holder in store._holders) >= 2)
+    store.cut()
+    for future in waiting:
+        with pytest.raises(dist.DistNetworkError):
+            future.result(60)
+    with pytest.raises(dist.DistNetworkError, match="cut"):
+        store.get("never")
+    with pytest.raises(dist.DistNetworkError, match="cut"):
+        dist.PrefixStore("x", store).set("a", "1")
+
+
+def test_one_rank_s_cut_is_no_other_s(connect, servers, zygote):
+    """In one process they share the addresses; so the other one is a process."""
+    store, key = connect(), key_at(0)
+    running = zygote.start(_waits, [server.address for server in servers], key)
+    running.wait_line("waiting")
+    store.set("x", "1")
+    store.cut()
+    connect().set(key, "there")
+    assert running.wait().result == b"there"
+
+
+def _waits(say: Callable[[str], object], addresses: list[str], key: str) -> bytes:
+    store = RootlessStore(addresses, cut=cut_store, timeout=_LONG)
+    say("waiting")
+    value = store.get(key)
+    store.close()
+    return value
+
+
+def test_nothing_is_left_of_a_store_that_was_closed(connect):
+    before = {thread.ident for thread in threading.enumerate()}
+    store = connect()
+    counted(store)
+    store.close()
+    store.close()
+    assert {thread.ident for thread in threading.enumerate()} <= before
+    with pytest.raises(dist.DistNetworkError, match="closed"):
+        store.get("key 1")
+
+
+# -- meetings of process groups ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["never", "before", "during", "after"])
+def test_ranks_meet_although_a_member_dies(servers, zygote, tmp_path, when):
+    """Everything of torch that asks a store, with one member killed: nobody but its own node notices."""
+    gate, addresses, size = tmp_path / "gate", [server.address for server in servers], 3
+    if when == "before":
+        servers[1].kill()
+    ranks = [zygote.start(_meets, addresses, rank, size, when, str(gate)) for rank in range(size)]
+    if when == "during":
+        ranks[0].wait_line("the others wait")
+        servers[1].kill()
+    if when == "after":
+        for rank in ranks:
+            rank.wait_line("met")
+        servers[1].kill()
+    gate.touch()
+    assert [rank.wait().result for rank in ranks] == [([9.0] * 4, [0, 1, 2])] * size
+
+
+@pytest.mark.soak
+def test_ranks_meet_although_a_member_is_stopped(servers, zygote, tmp_path):
+    gate, addresses, size = tmp_path / "gate", [server.address for server in servers], 3
+    gate.touch()
+    servers[2].stop()
+    ranks = [zygote.start(_meets, addresses, rank, size, "stopped", str(gate)) for rank in range(size)]
+    assert [rank.wait().result for rank in ranks] == [([9.0] * 4, [0, 1, 2])] * size
+
+
+def _meets(
+    say: Callable[[str], object], addresses: list[str], rank: int, size: int, when: str, gate: str
+) -> tuple[list[float], list[Any]]:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from elastic.rootless import holders
+
+    if when == "stopped":
+        holders.Patience.__init__.__defaults__ = (0.2, 2.0, 2.0, 60.0)  # the same, in a hurry
+    place = Assignment(3, rank, size, 0, 1, rank, size, addresses[0], stores=tuple(addresses))
+    groups = Groups(place, backend="gloo", timeout=_LONG)
+    if when == "during" and rank == 0:
+        looked = RootlessStore(addresses, cut=cut_store, timeout=_LONG)
+        until(lambda: len(looked.list_keys()) >= size - 1)
+        looked.close()
+        say("the others wait")
+        until(Path(gate).exists)
+    groups.enter()
+    say("met")
+    if when == "after":
+        until(Path(gate).exists)
+    found = torch.full((4,), float(rank))
+    dist.all_reduce(found)
+    dist.all_reduce(found, group=dist.new_group(list(range(size))))
+    dist.monitored_barrier(timeout=_LONG)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    model(torch.ones(1, 4)).sum().backward()
+    said: list[Any] = [None] * size
+    dist.all_gather_object(said, rank)
+    groups.leave(broken=False)
+    return found.tolist(), said
+
+
+# -- worlds that are over ---------------------------------------------------------------------------------------------
+
+
+def test_a_store_does_not_grow_over_a_thousand_worlds(servers, connect):
+    store, most = connect(), 0
+    store.set("of somebody else", "1")
+    for epoch in range(1000):
+        world = dist.PrefixStore(prefix_of(epoch), store)
+        for rank in range(2):
+            world.set(f"default_pg/0//cpu//{rank}", "an address")
+        if epoch % 50 == 49:  # and nobody swept in between
+            sweeps = [Sweep(server.address, epoch, cut=cut_store) for server in servers]
+            assert all(sweep.join(60) for sweep in sweeps)
+            for sweep in sweeps:
+                sweep.end()
+            most = max(most, store.num_keys())
+    assert most == 1 + 2  # those of this world and of nobody before
+    assert store.get("of somebody else") == b"1"
+
+
+@pytest.mark.parametrize("kind", ["rootless", "one"])
+def test_worlds_that_meet_leave_only_the_last_one_s_keys(servers, connect, kind):
+    addresses = tuple(server.address for server in servers[: 3 if kind == "rootless" else 1])
+    sizes = []
+    for epoch in range(5):
+        place = Assignment(epoch, 0, 1, 0, 1, 0, 1, addresses[0], stores=addresses if kind == "rootless" else ())
+        groups = Groups(place, backend="gloo", timeout=_LONG)
+        groups.enter()
+        dist.new_group([0])
+        if groups._sweeping is not None:
+            assert groups._sweeping.join(60)
+        groups.leave(broken=epoch % 2 == 1)
+        sizes.append(len(_all_keys(servers)))
+    if kind == "one":
+        assert max(sizes[1:]) == sizes[1]
+    else:  # one rank sweeps one of the three
+        assert len([key for key in _keys_of(servers[0]) if is_past(key, 4)]) == 0
+
+
+def test_a_sweep_of_a_server_that_is_stopped_can_be_ended(servers):
+    servers[0].stop()
+    sweep = Sweep(servers[0].address, 5, cut=cut_store)
+    assert not sweep.join(0.05)
+    sweep.end()
+    servers[0].go_on()
+    assert sweep.join(60)
+
+
+def _keys_of(server: StoreServer) -> list[str]:
+    client = dist.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=_LONG)
+    return client.list_keys()
+
+
+def _all_keys(servers: list[StoreServer]) -> set[str]:
+    return {key for server in servers for key in _keys_of(server)}

@@ -1,0 +1,59 @@
+"""``TCPStore`` servers in processes of their own, as every node of a world has one."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+
+from tests.support.zygote import Zygote
+
+
+class StoreServer:
+    """One, that can be killed and stopped."""
+
+    def __init__(self, zygote: Zygote) -> None:
+        self._running = zygote.start(_serve)
+        self.host, self.port = "127.0.0.1", 0
+        self._alive = True
+
+    def begun(self) -> StoreServer:
+        self._running.wait_lines(1)
+        self.port = int(self._running.lines()[0])
+        return self
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def stop(self) -> None:
+        self._running.kill(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._running.kill(signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self._alive:
+            self._alive = False
+            self._running.kill()
+            self._running.wait()
+
+
+@contextlib.contextmanager
+def server_processes(zygote: Zygote, count: int) -> Iterator[list[StoreServer]]:
+    servers = [StoreServer(zygote) for _ in range(count)]
+    try:
+        yield [server.begun() for server in servers]
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def _serve(say: Callable[[str], object]) -> None:
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    say(str(store.port))
+    signal.pause()

@@ -1,0 +1,39 @@
+"""How much the busiest member does, from 2 to 10,000 of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from elastic.rootless.load import gloo_keys, nccl_keys, one_store, spread
+
+SIZES = [(2, 2), (16, 2), (64, 8), (64, 64), (1000, 125), (1024, 1024), (10_000, 1250), (10_000, 10_000)]
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), SIZES)
+def test_nobody_does_more_than_a_logarithm_times_its_share(ranks, nodes):
+    """Of all nodes: of those beyond the 1,024 that keep keys, too, whose own part is nothing."""
+    load = spread(ranks, nodes, gloo_keys(ranks))
+    share = load.mean * load.members / nodes
+    assert load.most / share <= max(2.0, 2 * math.log2(nodes))
+    assert load.ratio <= max(2.0, math.log2(nodes))
+    assert load.most <= one_store(ranks, gloo_keys(ranks)).most
+    assert load.per_rank <= min(nodes, 1024)
+    assert load.connections <= ranks
+
+
+def test_requests_are_counted_as_they_are_made():
+    load = spread(16, 4, gloo_keys(16))
+    assert load.mean * load.members == 16 * 2 + 2 * 16 * 16
+    assert one_store(16, gloo_keys(16)).most == 16 + 2 * 16 * 16
+
+
+@pytest.mark.parametrize("ranks", [64, 1000, 10_000])
+def test_few_keys_that_all_ask_for_are_few_servers_work(ranks):
+    """What NCCL does: not spread, and not more than one store does; and a rank connects to hardly anybody."""
+    keys = nccl_keys(ranks)
+    load, one = spread(ranks, ranks // 8, keys), one_store(ranks, keys)
+    assert len(keys) == math.ceil(ranks / 128)
+    assert load.most <= one.most + len(keys)
+    assert load.per_rank <= len(keys) + 2

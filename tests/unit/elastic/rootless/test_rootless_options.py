@@ -1,0 +1,33 @@
+"""How a job is told where its ranks meet."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.cli.running import _store
+from elastic.control.settings import is_rootless
+from elastic.errors import PolicyError
+from peerstore.errors import RequestError
+
+
+def test_what_is_said_goes_before_the_environment(monkeypatch):
+    monkeypatch.setenv("ELASTIC_ROOTLESS", "1")
+    assert [_store(said) for said in ("", "one", "rootless", "head:29500")] == [
+        "rootless",
+        "",
+        "rootless",
+        "head:29500",
+    ]
+    monkeypatch.setenv("ELASTIC_ROOTLESS", "0")
+    assert [_store(said) for said in ("", "rootless")] == ["", "rootless"]
+
+
+def test_what_is_no_address_is_refused():
+    with pytest.raises(RequestError, match="host:port"):
+        _store("rotless")
+
+
+def test_a_switch_is_on_or_off():
+    assert not is_rootless({})
+    with pytest.raises(PolicyError, match="0 or 1"):
+        is_rootless({"ELASTIC_ROOTLESS": "yes"})
