@@ -6,6 +6,7 @@
     workers ──> control                a rank's loop through the worlds
     batch ──> samples, gradients       who computes what of a step, in which order, and its exact sum
     rates, prepared, reshard           the learning rate, batches made ahead, checkpoints cut anew
+    rootless, inject, demo             a store without a root, faults on purpose, the whole story
 
 Nothing here imports torch until it is needed.
 """
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from elastic.samples.seeds import seeded
     from elastic.samples.shares import PlanShares
     from elastic.workers.detected import elastic_event_detected
-    from elastic.workers.loop import recoverable, run
+    from elastic.workers.loop import Policy, recoverable, run
+    from elastic.workers.randomness import Randomness
     from elastic.workers.world import World
 
 __all__ = [
@@ -36,6 +38,8 @@ __all__ = [
     "ElasticRate",
     "ExactGradients",
     "PlanShares",
+    "Policy",
+    "Randomness",
     "World",
     "elastic_event_detected",
     "recoverable",
@@ -49,6 +53,8 @@ _LAZY = {
     "ElasticRate": "elastic.rates.stepping",
     "ExactGradients": "elastic.gradients.exact",
     "PlanShares": "elastic.samples.shares",
+    "Policy": "elastic.workers.loop",
+    "Randomness": "elastic.workers.randomness",
     "World": "elastic.workers.world",
     "elastic_event_detected": "elastic.workers.detected",
     "recoverable": "elastic.workers.loop",
