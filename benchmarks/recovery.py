@@ -85,7 +85,7 @@ class Recovered:
 
 
 def run(rank: int, scene: Scene, *, fault: str, model: str, device: str = "cpu") -> list[dict[str, Any]]:
-    kinds = {name: kind for name, kind in _FAULTS[fault].items() if model == "DDP" or name != FT_REST}
+    kinds = {name: kind for name, kind in _FAULTS[fault].items() if model == "DDP" or not issubclass(kind, Torchft)}
     if device == "cuda" and not torch.cuda.is_available():
         return [missing(name, "skipped: no GPU") for name in kinds]
     task = Task("", "", model, scene.size_bytes, device)

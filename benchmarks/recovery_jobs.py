@@ -198,8 +198,8 @@ class Undisturbed(Torchrun):
 class Torchft(Disturbed):
     """A lighthouse, and a ``torchrun`` for each replica group that starts its ranks again, as in torchft's README.
 
-    DDP: each rank is a replica group, as the README recommends; FSDP2: a node is one, sharded within (HSDP). The
-    lighthouse's options are the README's; a replica is given up after 1 s without a heartbeat (default: 5 s).
+    Each rank is a replica group, as the README recommends for DDP (HSDP is not compared). The lighthouse's options are
+    the README's; a replica is given up after 1 s without a heartbeat (default: 5 s).
     """
 
     way = "torchft"
@@ -208,27 +208,23 @@ class Torchft(Disturbed):
     def begin(self) -> None:
         port = free_port()
         self._environ |= {"TORCHFT_LIGHTHOUSE": f"http://localhost:{port}", "RUST_BACKTRACE": "1"}
-        least = str(self._groups if "all" in self.options else 1)
+        least = str(RANKS if "all" in self.options else 1)
         words = ("--min_replicas", least, "--quorum_tick_ms", "100", "--join_timeout_ms", "10000")
         lighthouse = self._folder / "lighthouse.py"
         lighthouse.write_text("from torchft._torchft import lighthouse_main\nlighthouse_main()\n")
         self._start(str(lighthouse), *words, "--heartbeat_timeout_ms", "1000", "--bind", f"[::]:{port}")
-        for number in range(self._groups):
+        for number in range(RANKS):
             self._replicas(number)
 
-    @property
-    def _groups(self) -> int:
-        return RANKS if self.task.model == "DDP" else NODES
-
     def _replicas(self, number: int) -> None:
-        self._environ |= {"REPLICA_GROUP_ID": str(number), "NUM_REPLICA_GROUPS": str(self._groups)}
+        self._environ |= {"REPLICA_GROUP_ID": str(number), "NUM_REPLICA_GROUPS": str(RANKS)}
         port = ("--master_addr=127.0.0.1", f"--master_port={free_port()}")
-        ranks = ("--nnodes=1", f"--nproc_per_node={RANKS // self._groups}", "--max_restarts=10")
+        ranks = ("--nnodes=1", "--nproc_per_node=1", "--max_restarts=10")
         kept = ("--monitor-interval", "0.01")
         self._start("-m", "torch.distributed.run", *port, *ranks, *kept, *_TRAINER, self.task.words())
 
     def replace_node(self) -> None:
-        for number in range(self._groups // NODES, self._groups):
+        for number in range(PER_NODE, RANKS):
             self._replicas(number)
 
     def _on_node(self, rank: Line) -> set[int]:

@@ -1,4 +1,4 @@
-"""How torchft runs P9's training script: after its ``train_ddp.py``, and (FSDP2) as torchtitan does HSDP with it.
+"""How torchft runs P9's training script under DDP: after its ``train_ddp.py``.
 
 There is no state that outlives its processes: a rank that comes back gets it from one that is there.
 """
@@ -11,8 +11,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo, ProcessGroupNCCL
 from torchft.checkpointing.http_transport import HTTPTransport
 from torchft.checkpointing.pg_transport import PGTransport
@@ -40,8 +38,6 @@ def _train(task: Task, diary: Diary) -> None:
     local, per_group = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if task.device == "cuda":
         torch.cuda.set_device((group * per_group + local) % torch.cuda.device_count())
-    if per_group > 1:
-        dist.init_process_group(task.backend)
     training = Training(task, diary, group * per_group + local, groups * per_group)
     pg = (ProcessGroupNCCL if task.device == "cuda" else ProcessGroupGloo)(timeout=_TIMEOUT)
     configure = pg.configure
@@ -55,12 +51,12 @@ def _train(task: Task, diary: Diary) -> None:
     pg.configure = configured
 
     def kept() -> dict[str, Any]:
-        return {"tensors": dict(enumerate(map(_local, training.tensors())))}
+        return {"tensors": dict(enumerate(one.detach() for one in training.tensors()))}
 
     def load(state: dict[str, Any]) -> None:
         _with_moments(training)
         with torch.no_grad():
-            for index, tensor in enumerate(map(_local, training.tensors())):
+            for index, tensor in enumerate(one.detach() for one in training.tensors()):
                 tensor.copy_(state["tensors"][index])
         training.say("loaded", step=manager.current_step() - 1)
 
@@ -75,13 +71,7 @@ def _train(task: Task, diary: Diary) -> None:
         hostname="127.0.0.1",  # the machine's name may lead somewhere else
         init_sync=False,  # what it is to be where all begin with the same weights, as they do here
     )
-    if task.model == "DDP":
-        training.model = DistributedDataParallel(manager, training.model)
-    else:
-        training.shard(init_device_mesh(task.device, (per_group,)))
-        for module in training.model.modules():
-            if hasattr(module, "set_all_reduce_hook"):
-                module.set_all_reduce_hook(lambda output: _reduced(manager, output))
+    training.model = DistributedDataParallel(manager, training.model)
     training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3)
     optimizer = Optimizer(manager, training.optimizer)
     training.say("built")
@@ -106,20 +96,12 @@ def _train(task: Task, diary: Diary) -> None:
             return
 
 
-def _reduced(manager: Manager, output: torch.Tensor) -> None:
-    manager.allreduce(output).wait()
-
-
 def _with_moments(training: Training) -> None:
     """AdamW's state, where it has made no step."""
     for parameter in training.model.parameters():
         if not training.optimizer.state[parameter]:
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             training.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
 def _by_http() -> HTTPTransport:
