@@ -51,6 +51,10 @@ class Groups:
             self._spread = RootlessStore(assignment.stores, cut=cut_store, timeout=timeout or _STORE_PATIENCE)
         self._sweeping: Sweep | None = None
 
+    @property
+    def epoch(self) -> int:
+        return self._assignment.epoch
+
     def enter(self) -> None:
         """Meet the other ranks of the epoch. Keys of other epochs are not seen: each has its own prefix."""
         place = self._assignment
@@ -96,7 +100,8 @@ class Groups:
         with self._lock:
             if self._open:
                 cut = cut_gloo() + self._cut_store()
-                log.info("epoch %d was aborted, %d connections cut", self._assignment.epoch, cut)
+                if cut:
+                    log.info("epoch %d was aborted, %d connections cut", self._assignment.epoch, cut)
 
     def _cut_store(self) -> int:
         return cut_store(*self._address) if self._spread is None else self._spread.cut()
@@ -135,6 +140,9 @@ class Groups:
 class NoGroups:
     """Where the train function makes its own groups (``Policy(backend="none")``), and leaves none behind."""
 
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
     def enter(self) -> None:
         pass
 
@@ -149,4 +157,6 @@ class NoGroups:
 
 
 def groups_of(assignment: Assignment, backend: str | None, timeout: timedelta | None) -> Groups | NoGroups:
-    return NoGroups() if backend == "none" else Groups(assignment, backend=backend, timeout=timeout)
+    if backend == "none":
+        return NoGroups(assignment.epoch)
+    return Groups(assignment, backend=backend, timeout=timeout)

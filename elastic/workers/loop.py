@@ -182,7 +182,7 @@ class _Rank(Generic[T]):
         """What the train function returned, once it has and that was heard."""
 
     def run(self) -> Ended[T]:
-        watch = Watch(self._plane, self._abort)
+        watch = Watch(self._plane, self._abort, self._cut_again)
         try:
             with signals_to(watch, usual_wishes(self._policy.grace_s)):
                 while True:
@@ -217,6 +217,11 @@ class _Rank(Generic[T]):
                     (ours[step] if isinstance(step, str) else step)()
                 except Exception as error:  # what comes after it is done all the same
                     log.error("%s failed when the world was aborted", step, exc_info=error)
+
+    def _cut_again(self, epoch: int) -> None:
+        groups = self._groups
+        if groups is not None and groups.epoch == epoch and "connections" in self._policy.abort:
+            groups.cut_connections()
 
     def _examine(self) -> None:
         """A process that is not fit for another world ends: it is better to start a new one than to find out later."""

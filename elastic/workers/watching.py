@@ -6,6 +6,7 @@ import collections
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -20,6 +21,7 @@ from elastic.workers.gate import Gate
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+_AGAIN_S = 0.5
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -39,11 +41,23 @@ def usual_wishes(grace_s: float) -> dict[int, Wish]:
 
 
 class Watch:
-    """Looks at the notice of the current epoch even when no step ends, and calls ``on_broken`` when it is broken."""
+    """Looks at the notice of the current epoch even when no step ends, and calls ``on_broken`` when it is broken.
 
-    def __init__(self, plane: ControlPlane, on_broken: Callable[[Notice], None]) -> None:
+    ``still_broken`` is called with that epoch now and then, until it has been left: a group that was just being made when
+    the world was aborted has connections that were not there to be cut.
+    """
+
+    def __init__(
+        self,
+        plane: ControlPlane,
+        on_broken: Callable[[Notice], None],
+        still_broken: Callable[[int], None] = lambda _epoch: None,
+    ) -> None:
         self._plane = plane
         self._on_broken = on_broken
+        self._still_broken = still_broken
+        self._aborted: tuple[int, float] = (-1, 0.0)
+        """Which epoch was, and when last."""
         self._gate: Gate | None = None
         self._wishes: collections.deque[Wish] = collections.deque()
         self._wake = threading.Event()
@@ -72,6 +86,7 @@ class Watch:
         if gate is not None and gate.epoch == notice.epoch:
             gate.broken(notice)
             self._on_broken(notice)
+            self._aborted = (notice.epoch, time.monotonic())
 
     def _run(self) -> None:
         while not self._ended:
@@ -81,6 +96,13 @@ class Watch:
             gate = self._gate
             if gate is not None:
                 gate.look()
+                self._again(gate.epoch, time.monotonic())
+
+    def _again(self, epoch: int, now: float) -> None:
+        aborted, last = self._aborted
+        if aborted == epoch and now - last >= _AGAIN_S:
+            self._aborted = (epoch, now)
+            self._still_broken(epoch)
 
     def _pass_on(self) -> None:
         while self._wishes:

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from elastic.control.plane import Notice, Want
 from elastic.control.testing import MemoryPlane
 from elastic.errors import ElasticError, GaveUpError, PolicyError, WorldChanged
+from elastic.workers import watching
+from elastic.workers.gate import Gate
 from elastic.workers.loop import End, Policy, current_world, recoverable, run
 from elastic.workers.world import fitted
 from tests.support.planes import PATIENCE_S, at_once, results
@@ -378,3 +380,23 @@ def test_what_a_process_has_imported_is_looked_through_in_no_world():
     (end,) = results(job(MemoryPlane(1), train))
     assert end.value > 1000
     assert gc.get_freeze_count() == 0
+
+
+def test_a_broken_world_is_aborted_again_and_again_until_it_is_left(monkeypatch):
+    """What was just being made had no connections yet that could have been cut."""
+    monkeypatch.setattr(watching, "_AGAIN_S", 0.0)
+    plane, again = MemoryPlane(1), threading.Semaphore(0)
+    watch = watching.Watch(plane.seats[0], lambda _notice: None, lambda _epoch: again.release())
+    try:
+        place = plane.seats[0].ready()
+        gate = Gate(plane.seats[0], place.epoch)
+        watch.follow(gate)
+        assert not again.acquire(timeout=0.2)
+        watch._broken(Notice(place.epoch, Want.RESTART, "lost"))
+        assert again.acquire(timeout=PATIENCE_S)
+        assert again.acquire(timeout=PATIENCE_S)
+        watch.follow(Gate(plane.seats[0], place.epoch + 1))
+        while again.acquire(timeout=0.2):
+            pass
+    finally:
+        watch.close()
