@@ -16,7 +16,7 @@ def test_the_width_of_every_type_torch_has_is_known():
     assert {dtype_name(dtype): dtype.itemsize for dtype in TORCH}.items() <= WIDTHS.items()
 
 
-@pytest.mark.parametrize("dtype", TORCH, ids=str)
+@pytest.mark.parametrize("dtype", sorted(TORCH, key=str), ids=str)
 def test_every_name_leads_back_to_its_type(dtype):
     assert dtype_named(dtype_name(dtype)) is dtype
 
