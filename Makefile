@@ -24,14 +24,21 @@ $(TOX): requirements/tox.txt
 env: $(TOX)
 	@$(TOX) -q -e py --notest
 
+# What computes runs in two workers. What waits for processes runs one after the other: it has limits of time, and each
+# of these tests has processes for all cores. With ARGS: only what they name, in one worker.
 test: $(TOX)
+ifeq ($(strip $(ARGS)),)
+	$(TOX) -e py -- -n 2 --dist worksteal --ignore tests/e2e --ignore tests/scenario
+	$(TOX) -e py -- tests/e2e tests/scenario
+else
 	$(TOX) -e py -- $(ARGS)
+endif
 
 soak: $(TOX)
-	$(TOX) -e py -- -n 0 -m soak $(ARGS)
+	$(TOX) -e py -- -m soak $(ARGS)
 
 test-system: $(TOX)
-	$(TOX) -e py -- -n 0 -m system -rs $(ARGS)
+	$(TOX) -e py -- -m system -rs $(ARGS)
 
 check: env
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -120,17 +121,20 @@ def assert_same_bits(moved, undisturbed) -> None:
 
 
 @pytest.fixture
-def story(tmp_path):
+def story():
+    """In a folder with a short path: there are sockets in it."""
     made = []
 
-    def begin(name: str, how: str, total: int) -> Story:
-        (tmp_path / name).mkdir()
-        made.append(Story(tmp_path / name, name, how, total))
-        return made[-1]
+    with tempfile.TemporaryDirectory(prefix="story-") as folder:
 
-    yield begin
-    for one in made:
-        one.close()
+        def begin(name: str, how: str, total: int) -> Story:
+            (Path(folder) / name).mkdir()
+            made.append(Story(Path(folder) / name, name, how, total))
+            return made[-1]
+
+        yield begin
+        for one in made:
+            one.close()
 
 
 @pytest.fixture(scope="session")

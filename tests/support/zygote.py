@@ -116,6 +116,10 @@ class Running:
         if self._status() is None:
             self.kill()
 
+    @property
+    def has_ended(self) -> bool:
+        return self._status() is not None
+
     def wait(self, timeout_s: float = _TIMEOUT_S) -> Ended:
         deadline = time.monotonic() + timeout_s
         while (status := self._status()) is None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.support.bridged import bridged
 from tests.support.clusters import cluster_of
 from tests.support.live_training import train, undisturbed
+from tests.support.neighbours import until
 
 pytestmark = pytest.mark.e2e
 
@@ -29,12 +30,16 @@ def started(zygote, store, size, kind, optimizer, at, environs):
         plane = bridge.plane
         seats = [*plane.seats, *(plane.join() for _ in environs[size:])]
         args = (kind, optimizer, TOTAL, at)
-        running = [
-            zygote.start(train, bridge.address_of(seat), *args, environ={"OMP_NUM_THREADS": "1", **environ})
-            for seat, environ in zip(seats, environs, strict=True)
-        ]
+        running = []
+
+        def start(seat, **environ):
+            environ = {"OMP_NUM_THREADS": "1", **environ}
+            running.append(zygote.start(train, bridge.address_of(seat), *args, environ=environ))
+
         try:
-            yield plane, running
+            for seat, environ in zip(seats, environs, strict=True):
+                start(seat, **environ)
+            yield plane, running, start
         finally:
             for one in running:
                 one.kill_if_alive()
@@ -43,7 +48,7 @@ def started(zygote, store, size, kind, optimizer, at, environs):
 def trained(zygote, store, size, kind, optimizer, at, environs=None):
     """What the ranks of a job said that came to its end, one spare for each that dies."""
     environs = environs or [{}] * (size + 1)
-    with started(zygote, store, size, kind, optimizer, at, environs) as (plane, running):
+    with started(zygote, store, size, kind, optimizer, at, environs) as (plane, running, _):
         ends = [one.wait() for one in running]
         assert plane.succeeded
     lost = len(environs) - size
@@ -84,7 +89,13 @@ def test_a_rank_dies(zygote, agent_dir, store, size, kind, optimizer, at, expect
 
 def test_another_one_dies_while_it_is_given(zygote, agent_dir, store):
     """What survivors have stays with them until a world has it."""
-    ends = trained(zygote, store, 2, "ddp", "adamw", "8 forward", [{}, {}, {"PEERSTORE_CRASH_AT": "live.chosen"}, {}])
+    environs = [{}, {}, {"PEERSTORE_CRASH_AT": "live.chosen"}]
+    with started(zygote, store, 2, "ddp", "adamw", "8 forward", environs) as (plane, running, start):
+        until(lambda: sum(one.has_ended for one in running) == 2, "a rank has died, and the one in its place")
+        start(plane.join())
+        ends = [one.wait() for one in running]
+        assert plane.succeeded
+    assert sorted(end.status for end in ends) == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
     assert not [line for end in ends for line in end.lines if line.startswith("world 1 ")]
     assert worlds(ends, 2) == ["7", "live", "0", "live"]
     assert_same_bits(ends, zygote.run_world(2, undisturbed, "ddp", "adamw", TOTAL)[0])
@@ -101,7 +112,7 @@ def test_one_fault_after_the_other(zygote, agent_dir, store):
 def test_fewer_ranks_on_nodes_of_their_own_go_on(zygote, ranks, store):
     with cluster_of(ranks, "n1", "n2", "n3") as cluster:
         environs = [{**cluster[name].environ, "TIEREDCKPT_AGENT_EMBEDDED": "1"} for name in ("n1", "n2", "n3")]
-        with started(zygote, store, 3, "ddp", "fused", "8 forward", environs) as (plane, running):
+        with started(zygote, store, 3, "ddp", "fused", "8 forward", environs) as (plane, running, _):
             lost = running[1].wait()
             plane.resize(2, "there is no other one")
             ends = [running[0].wait(), running[2].wait()]
