@@ -41,7 +41,7 @@ def inject(
     """Have a fault happen, once: `elastic inject --at step=30 rank=8 --kind sigkill`.
 
     With no step, phase or time, sigkill, sigstop, node and partition happen at once, whatever the rank is doing; the
-    others at the next forward pass. sigstop, gil and hang are noticed only where the job has a --hang-timeout.
+    others at the next forward pass. How soon sigstop, gil and hang are noticed is up to the job's --hang-timeout.
     """
     one = injection_of([*at.replace(",", " ").split(), *places], kind)
     answer = ask_job(job, coordinator, secret, Inject(named(one)))
