@@ -39,11 +39,12 @@ def test_all_ranks_leave_out_the_same_step(zygote, replaced):
     with bridged(2, f"127.0.0.1:{store.port}") as bridge:
         plane = bridge.plane
         last = plane.join() if replaced else None
-        running = {
-            seat: zygote.start(train, bridge.address_of(seat), seat is not plane.seats[0] or not replaced)
-            for seat in plane.seats
-        }
+        running = {}
         try:
+            for seat in plane.seats:
+                if seat is last:
+                    assert plane.wait_for(lambda: plane.epoch >= 0, 60), "the first world is without it"
+                running[seat] = zygote.start(train, bridge.address_of(seat), seat is not plane.seats[0] or not replaced)
             ends = {seat: one.wait() for seat, one in running.items() if seat is not plane.seats[0] or not replaced}
         finally:
             for one in running.values():
