@@ -1,1 +1,1 @@
-"""Where other people's clusters meet this system: each platform is a package of its own, and none is imported by the rest."""
+"""Where the clusters of others meet this system: a package for each platform, none of them imported by the rest."""
