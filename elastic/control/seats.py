@@ -360,7 +360,8 @@ class Seats:
 
     def refill_due(self, now: float) -> None:
         """A spare that was used is replaced once the ranks have gone on: until then they want the cores that starting
-        and importing takes, and nobody could be warm before they are through."""
+        and importing takes, and nobody could be warm before they are through.
+        """
         if self.refill_by is not None and (now >= self.refill_by or self._are_under_way()):
             self.refill_by = None
             self._refill()
