@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -136,14 +137,16 @@ class LocalPods:
         shim.write_text(f'#!/bin/sh\nexec {shlex.join([*ours, f"--local-dir={folder}"])} "$@"\n')
         shim.chmod(0o700)
         container = _container(group)
-        command = [str(word) for word in (*(container.get("command") or ()), *(container.get("args") or ()))]
+        own = self._environ(container, folder, {"spec.nodeName": node, "metadata.name": name, "status.podIP": _LOCAL})
+        said = (*(container.get("command") or ()), *(container.get("args") or ()))
+        command = [expanded(str(word), own) for word in said]
         if Path(command[0]).name == "hyperpodrun":
             command[0] = str(shim)
         with (folder / "agent.log").open("wb") as out:
             child = subprocess.Popen(  # noqa: S603 - what the job says is run is run
                 command,
                 cwd=container.get("workingDir") or None,
-                env=self._environ(container, folder),
+                env=own,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -154,11 +157,18 @@ class LocalPods:
         self._not_before[node] = time.time() + _PAUSE_S
         self._keep_list()
 
-    def _environ(self, container: Mapping[str, Any], folder: Path) -> dict[str, str]:
-        """Variables that the cluster itself would have to look up are left out."""
-        given = {str(one["name"]): str(one["value"]) for one in container.get("env") or () if "value" in one}
+    def _environ(self, container: Mapping[str, Any], folder: Path, facts: Mapping[str, str]) -> dict[str, str]:
+        """As a pod has it: values, what is known of the pod itself, and ``$(NAME)`` of what comes before.
+
+        What only a cluster could look up (secrets, tables) is left out.
+        """
         nproc = {} if self._spec.nproc == "auto" else {"PET_NPROC_PER_NODE": self._spec.nproc}
-        own = {**os.environ, "NNODES": str(self._spec.policy.wanted), **nproc, **given}
+        own = {**os.environ, "NNODES": str(self._spec.policy.wanted), **nproc}
+        for one in container.get("env") or ():
+            field = ((one.get("valueFrom") or {}).get("fieldRef") or {}).get("fieldPath")
+            value = one.get("value", facts.get(field))
+            if value is not None:
+                own[str(one["name"])] = expanded(str(value), own)
         return {**own, "PATH": f"{folder / 'bin'}:{own.get('PATH', os.defpath)}", _MARK: str(folder)}
 
     def _lives(self, pod: LocalPod) -> bool:
@@ -186,6 +196,17 @@ class LocalPods:
 
     def _keep_list(self) -> None:
         write_private(self._file, msgspec.json.encode(list(self._pods.values())))
+
+
+def expanded(text: str, known: Mapping[str, str]) -> str:
+    """``$(NAME)`` as Kubernetes has it: of a name that is not known nothing is made, ``$$(`` is a ``$(``."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[0].startswith("$$"):
+            return found[0][1:]
+        return known.get(found[1], found[0])
+
+    return re.sub(r"\$?\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)", value, text)
 
 
 def _container(group: ReplicaGroup) -> Mapping[str, Any]:
