@@ -128,3 +128,9 @@ def test_only_the_first_rank_of_a_node_says_it_and_only_when_asked():
     assert isinstance(ledger_from_environ({"TIEREDCKPT_SAY": "1", "LOCAL_RANK": "0"}), SayingLedger)
     assert not isinstance(ledger_from_environ({"TIEREDCKPT_SAY": "1", "LOCAL_RANK": "1"}), SayingLedger)
     assert not isinstance(ledger_from_environ({"LOCAL_RANK": "0"}), SayingLedger)
+
+
+def test_the_switch_is_no_setting_that_is_unknown():
+    from tieredckpt.settings import load_settings
+
+    load_settings({"TIEREDCKPT_SAY": "1"})
