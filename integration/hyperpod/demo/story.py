@@ -19,12 +19,13 @@ from tieredckpt.demo import lose_node
 NODES = ("n0", "n1", "n2")
 """The job has two of them; the third one is there for when one is bad."""
 _AT_LEAST = 12
-_LIMIT_S = 300.0
 _COMMAND = [sys.executable, "-m", "integration.hyperpod.operator"]
 
 
 class HyperPodStory(Story):
     """The operator's processes and its agents', and the node agents, which nobody ends with a pod."""
+
+    limit_s = 300.0
 
     def __init__(self, folder: Path, memory: Path, environ: Mapping[str, str], told: Callable[[str], None]) -> None:
         super().__init__(folder, memory, environ, told)
@@ -50,7 +51,7 @@ class HyperPodStory(Story):
         self._act("one replica is admitted", lambda _: self._say("scale", "1"), ranks=2)
         self._act("and as many as the job allows", lambda _: self._say("scale", "max"), ranks=4)
         self._end_after(2 * _AT_LEAST)
-        if operator.wait(_LIMIT_S):
+        if operator.wait(self.limit_s):
             raise DemoFailedError(f"the job ended with {operator.returncode}; what it printed is in {self.folder}")
 
     def _lose(self, inside: list[dict[str, Any]]) -> None:
@@ -60,7 +61,7 @@ class HyperPodStory(Story):
 
     def _say(self, *words: str) -> None:
         done = subprocess.run(  # noqa: S603 - ours
-            [*_COMMAND, *words], env=self._environ, capture_output=True, text=True, check=False, timeout=_LIMIT_S
+            [*_COMMAND, *words], env=self._environ, capture_output=True, text=True, check=False, timeout=self.limit_s
         )
         if done.returncode:
             raise DemoFailedError(f"hyperpod-operator-sim {' '.join(words)}: {done.stderr.strip()}")
@@ -79,7 +80,7 @@ class HyperPodStory(Story):
             if one.poll() is None:
                 one.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    one.wait(_LIMIT_S)
+                    one.wait(self.limit_s)
                 one.kill()
                 one.wait()
         for node, agent in self._agents.items():
