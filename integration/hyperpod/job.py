@@ -151,14 +151,14 @@ def _run_policy(policy: ScalingPolicy, rules: Sequence[Mapping[str, Any]]) -> di
 
 def _template(job: TrainingJob) -> dict[str, Any]:
     kept = pod_memory(job.memory, job.memory_size, image=job.image, user=job.user)
-    volumes = [*kept.volumes, {"name": "hyperpod-config", "emptyDir": {"sizeLimit": "16Mi"}}]
-    mounts = [*kept.mounts, {"name": "hyperpod-config", "mountPath": _CONFIG}]
+    volumes: list[Mapping[str, Any]] = [*kept.volumes, {"name": "hyperpod-config", "emptyDir": {"sizeLimit": "16Mi"}}]
+    mounts: list[Mapping[str, Any]] = [*kept.mounts, {"name": "hyperpod-config", "mountPath": _CONFIG}]
     variables = {**setting_variables(job.settings, job.memory, job.memory_size), **job.environment}
     if job.cluster_config:
         volumes.append({"name": "cluster-config", "configMap": {"name": job.cluster_config}})
         mounts.append({"name": "cluster-config", "mountPath": CLUSTER_MOUNT, "readOnly": True})
         variables[CLUSTER] = f"hyperpod:{CLUSTER_MOUNT}"
-    env: list[dict[str, Any]] = [*kept.env, *({"name": key, "value": text} for key, text in variables.items())]
+    env: list[Mapping[str, Any]] = [*kept.env, *({"name": key, "value": text} for key, text in variables.items())]
     if job.secret:
         env.append(_secret(job.secret))
     container: dict[str, Any] = {

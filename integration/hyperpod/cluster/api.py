@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from integration.hyperpod.cluster.flag import KEY, TieredStorageConfig, flag_in
@@ -41,6 +41,8 @@ class Clusters:
     endpoint_url: str | None = None
     client: Any = None
     """Of boto3, where the caller has one."""
+    _clients: dict[str | None, Any] = field(default_factory=dict, repr=False)
+    """By region; one costs a second."""
 
     def describe(self, name: str) -> Cluster:
         answer = self._call("DescribeCluster", name, {"ClusterName": name})
@@ -115,9 +117,12 @@ class Clusters:
         import boto3
         from botocore.config import Config
 
-        config = Config(connect_timeout=10, read_timeout=30, retries={"mode": "standard", "max_attempts": 4})
-        session = boto3.Session(profile_name=self.profile, region_name=self.region or region_of(name))
-        return session.client("sagemaker", endpoint_url=self.endpoint_url, config=config)
+        region = self.region or region_of(name)
+        if region not in self._clients:
+            config = Config(connect_timeout=10, read_timeout=30, retries={"mode": "standard", "max_attempts": 4})
+            session = boto3.Session(profile_name=self.profile, region_name=region)
+            self._clients[region] = session.client("sagemaker", endpoint_url=self.endpoint_url, config=config)
+        return self._clients[region]
 
 
 def region_of(name: str) -> str | None:
