@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+
 from elastic.errors import PolicyError
 from elastic.world.policy import ScalingPolicy
 from integration.hyperpod.memory import (
@@ -107,8 +109,20 @@ def resource(job: TrainingJob) -> dict[str, Any]:
         "runPolicy": _run_policy(policy, job.log_rules),
         **({"elasticPolicy": elastic_policy(policy)} if is_elastic(policy) else {}),
     }
-    metadata = {"name": job.name, "namespace": job.namespace, "labels": _said(labels)}
+    metadata: dict[str, Any] = {"name": job.name, "namespace": job.namespace}
+    if any(labels.values()):
+        metadata["labels"] = {name: value for name, value in labels.items() if value}
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
+
+
+def as_yaml(document: Mapping[str, Any]) -> str:
+    """For ``kubectl apply``; what stands there twice is written twice."""
+    return yaml.dump(document, Dumper=_Plain, sort_keys=False, width=120)
+
+
+class _Plain(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def is_elastic(policy: ScalingPolicy) -> bool:
@@ -191,10 +205,6 @@ def _template(job: TrainingJob) -> dict[str, Any]:
 def _secret(name: str) -> dict[str, Any]:
     """A variable, not a file: the file would be root's alone, and AWS's models know no ``fsGroup`` for a pod."""
     return {"name": "TIEREDCKPT_PEER_SECRET", "valueFrom": {"secretKeyRef": {"name": name, "key": "secret"}}}
-
-
-def _said(labels: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in labels.items() if value}
 
 
 def _problems(job: TrainingJob) -> list[str]:

@@ -71,7 +71,7 @@ def _sidecar(size: str, image: str, user: int | None, env: tuple[Mapping[str, An
         "image": image,
         "restartPolicy": "Always",
         "command": ["tieredckpt", "agent"],
-        "args": agent_arguments("--budget", str(parse_size(size))),
+        "args": agent_arguments(f"--budget={parse_size(size)}"),
         "env": list(env),
         "ports": [{"name": "peers", "containerPort": PEERS_PORT}, {"name": "http", "containerPort": HTTP_PORT}],
         "startupProbe": {**health, "periodSeconds": 2, "failureThreshold": 60},
@@ -84,8 +84,7 @@ def _sidecar(size: str, image: str, user: int | None, env: tuple[Mapping[str, An
 
 def agent_arguments(*others: str) -> list[str]:
     """Of an agent in a container, where its pod's address is ``$POD_IP``."""
-    ports = ["--http", f"$({POD_IP}):{HTTP_PORT}", "--peers", f"$({POD_IP}):{PEERS_PORT}"]
-    return ["--dir", DIRECTORY, *ports, *others]
+    return [f"--dir={DIRECTORY}", f"--http=$({POD_IP}):{HTTP_PORT}", f"--peers=$({POD_IP}):{PEERS_PORT}", *others]
 
 
 def container_security(user: int | None, *, read_only: bool) -> dict[str, Any]:
