@@ -38,7 +38,9 @@ def situation_of(
 ) -> Situation:
     """``answers`` by pod's name; ``health``: what the label of each node says. Pods that have ended are no pods."""
     return Situation(
-        pods=tuple(_seen(pod, answers, health) for pod in pods if not has_ended(pod)), capacity=capacity, can_replace=True
+        pods=tuple(_seen(pod, answers, health) for pod in pods if not has_ended(pod)),
+        capacity=capacity,
+        can_replace=True,
     )
 
 
