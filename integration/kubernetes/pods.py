@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from integration.kubernetes.names import (
@@ -55,11 +56,11 @@ def belongs_to(pod: Object, job_uid: str) -> bool:
 def port_of(pod: Object) -> int:
     """Where its agent listens: ``--server-port`` of its command, or a port that is called ``agent``, or 8080."""
     container = pod["spec"]["containers"][0]
-    for port in container.get("ports", ()):
+    for port in container.get("ports") or ():
         if port.get("name") == "agent":
             return int(port["containerPort"])
-    words = [*container.get("command", ()), *container.get("args", ())]
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    words = [*(container.get("command") or ()), *(container.get("args") or ()), ""]
+    for word, following in pairwise(words):
         name, equals, value = str(word).partition("=")
         if name == "--server-port" and (value if equals else following).isdigit():
             return int(value if equals else following)

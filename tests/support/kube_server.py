@@ -19,6 +19,7 @@ from typing import Any
 import urllib3
 import yaml
 
+from tests.support.neighbours import until
 from tests.support.s3 import free_port, running
 
 BUILD = Path(__file__).parents[1] / "system" / "kubernetes" / "build.sh"
@@ -109,6 +110,10 @@ class Kube:
         query = "?fieldManager=tests&force=true" + ("&dryRun=All" if dry_run else "")
         path = f"{collection(document)}/{document['metadata']['name']}{query}"
         return self.ask("PATCH", path, dict(document), kind="application/apply-patch+yaml")
+
+    def until_served(self, path: str) -> None:
+        """A kind is served a moment after its definition has come."""
+        until(lambda: self.find(path), f"{path} is served", _START_S)
 
     def as_service_account(self, namespace: str, name: str) -> Kube:
         """The same cluster, with no more rights than that account has."""
