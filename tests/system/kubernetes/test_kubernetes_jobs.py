@@ -137,4 +137,4 @@ def test_suspended_it_has_no_pods_and_goes_on_where_it_was(job: RunningJob, kube
     job.say("finish")
     job.until(lambda: kube.find(job.path) is None, "ttlSecondsAfterFinished")
     job.create()  # for the fixture, and proof that a new job of that name owes nothing to the old one
-    job.until(lambda: job.pods(), "pods of its own")
+    job.until(job.pods, "pods of its own")
