@@ -2,7 +2,8 @@
 
 A controller that is killed anywhere in here has either stored a decision, and the next one carries out what is not
 seen to have happened; or it has not, and the next one decides again. Two controllers cannot both act on a decision:
-the status is written only where nobody has written since it was read, and before anything is done.
+the status is written only where nobody has written since it was read, before anything is done, and where there is
+nothing to write it is read again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from integration.hyperpod.operator import (
     JobSpec,
     JobSpecError,
     JobState,
+    Phase,
     Release,
     Replace,
     decide,
@@ -113,9 +115,11 @@ class Passing:
         answers = self._agents.ask(addresses) if not state.phase.over or addresses else {}
         situation = situation_of(pods, answers, self._health, capacity=job["spec"].get("replicas"))
         decision = decide(spec, state, situation, now_s)
-        status = status_for(decision.state, decision.wanted, pods)
+        status = status_for(spec, decision.state, situation, pods)
         if differs(job, status):
             job = self._cluster.write_status(job, status)  # whoever is second to write does nothing of this
+        elif self._cluster.job(meta["namespace"], meta["name"])["metadata"] != meta:
+            raise ConflictError(f"job {meta['name']} has changed since it was read")
         self._tell_people(job, decision)
         if decision.finished:
             return self._tidy(job, spec, decision.state, pods)
@@ -151,7 +155,7 @@ class Passing:
         for pod in pods:
             if is_leaving(pod):
                 continue
-            if spec.clean_pods == "All" or (spec.clean_pods == "OnlyComplete" and has_ended(pod)):
+            if spec.clean_pods == "All" or (spec.clean_pods == "OnlyComplete" and state.phase is Phase.SUCCEEDED):
                 self._cluster.delete_pod(pod)
             waiting = waiting or not has_ended(pod)
         left_s = (state.ended_s or 0.0) + spec.ttl_s - self._clock() if spec.ttl_s > 0 else None

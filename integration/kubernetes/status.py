@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from integration.hyperpod.operator import Condition, Fault, JobState, RestartMode, Wanted
+from integration.hyperpod.operator import Condition, JobSpec, JobState, Situation
+from integration.hyperpod.operator.status import status_of
 
 Object = Mapping[str, Any]
 
@@ -40,41 +41,24 @@ def stored_state(job: Object) -> JobState | None:
     return None
 
 
-def status_for(state: JobState, wanted: Wanted, pods: Sequence[Object]) -> dict[str, Any]:
-    """The whole status that belongs to ``state``; a merge patch, so what is ``None`` is taken away."""
-    kept = Condition(STATE_CONDITION, status=False, reason="Stored", message="", at_s=state.since_s)
-    conditions = [_condition(one) for one in state.conditions]
-    stored = msgspec.json.encode(state).decode()
-    conditions.append({**_condition(kept), "status": "Unknown", "message": stored})
-    scaling = state.scaling
+def status_for(spec: JobSpec, state: JobState, seen: Situation, pods: Sequence[Object]) -> dict[str, Any]:
+    """The whole status that belongs to ``state``, for a merge patch."""
+    status = status_of(spec, state, seen)
+    stored = Condition(STATE_CONDITION, False, "Stored", msgspec.json.encode(state).decode(), state.since_s)
+    scaling = status.get("elasticScalingStatus", {})
+    targets = {**scaling.get("targetReplicas", {}), TOTAL: len(state.members)}
     return {
-        "startTime": _moment(state.started_s),
-        "completionTime": _moment(state.ended_s),
-        "conditions": conditions,
+        **status,
+        "conditions": [*status["conditions"], {**_condition(stored), "status": "Unknown"}],
         "jobPods": [_reference(pod) for pod in pods],
-        "masterAddr": state.master_addr or None,
-        "masterPort": state.master_port or None,
-        "restartCount": state.restarts,
-        "restartStatus": {
-            "currentEvalPeriod": state.period,
-            "fullJobRestartCount": state.period_full_restarts,
-            "restartCount": state.period_restarts,
-        },
-        "latestFaultyPodInstanceList": _faulty(state.last_fault),
-        "elasticScalingStatus": {
-            "targetReplicas": {**wanted.pods, TOTAL: len(state.members)},
-            "lastUpdated": _moment(scaling.updated_s),
-            "lastScalingTime": _moment(scaling.scaled_s),
-            "isFaultyPodScaleDown": scaling.after_fault,
-            "consecutiveScalingFailures": scaling.failures,
-        },
+        "elasticScalingStatus": {**scaling, "targetReplicas": targets},
     }
 
 
 def with_invalid_spec(job: Object, problem: str, now_s: float) -> dict[str, Any]:
     """What there was, and why nothing is done about it."""
     others = [one for one in _conditions(job) if one.get("type") != INVALID_CONDITION]
-    invalid = Condition(INVALID_CONDITION, status=True, reason="JobSpecError", message=problem, at_s=now_s)
+    invalid = Condition(INVALID_CONDITION, True, "JobSpecError", problem, now_s)
     return {"conditions": [*others, _condition(invalid)]}
 
 
@@ -98,14 +82,12 @@ def _conditions(job: Object) -> Sequence[Object]:
 
 
 def _condition(one: Condition) -> dict[str, Any]:
-    moment = _moment(one.at_s)
     return {
         "type": one.type,
         "status": str(one.status),
         "reason": one.reason,
         "message": one.message,
-        "lastTransitionTime": moment,
-        "lastProbeTime": moment,
+        "lastTransitionTime": _moment(one.at_s),
     }
 
 
@@ -114,18 +96,5 @@ def _reference(pod: Object) -> dict[str, str]:
     return {"apiVersion": "v1", "kind": "Pod", **{name: meta[name] for name in ("name", "namespace", "uid")}}
 
 
-def _faulty(fault: Fault | None) -> dict[str, Any] | None:
-    if fault is None:
-        return None
-    return {
-        "restartType": "JLR" if fault.mode is RestartMode.JOB else "PLR",
-        "faultyInstanceIdList": list(fault.nodes),
-        "faultyPodList": list(fault.pods),
-        "faultyRankList": [str(rank) for rank in fault.ranks],
-    }
-
-
-def _moment(at_s: float | None) -> str | None:
-    if at_s is None:
-        return None
+def _moment(at_s: float) -> str:
     return dt.datetime.fromtimestamp(at_s, dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from integration.hyperpod.operator import Condition, Fault, JobState, Phase, RestartMode, Wanted
+from integration.hyperpod.operator import Condition, Fault, JobState, Phase, RestartMode, read_job
+from integration.kubernetes.seeing import situation_of
 from integration.kubernetes.status import (
     STATE_CONDITION,
     DamagedStateError,
@@ -21,7 +22,7 @@ from tests.support.kube_objects import job_object, pod_objects
 STATE = JobState(
     phase=Phase.RUNNING,
     members=("llama-workers-0", "llama-workers-8"),
-    started_s=1_700_000_000.0,
+    created_s=1_700_000_000.0,
     master_addr="10.0.0.1",
     master_port="23456",
     restarts=3,
@@ -38,7 +39,8 @@ def _job_with(status: dict) -> dict:
 
 
 def _status(state: JobState = STATE) -> dict:
-    return status_for(state, Wanted({"workers": 2}), pod_objects(0, 8))
+    pods = pod_objects(0, 8)
+    return status_for(read_job(job_object()), state, situation_of(pods, {}, {}), pods)
 
 
 def test_what_was_stored_is_what_is_read():
@@ -63,7 +65,7 @@ def test_awss_own_model_reads_it():
     assert read.restartCount == 3
     assert read.masterAddr == "10.0.0.1"
     assert read.latestFaultyPodInstanceList.restartType == "JLR"
-    assert read.elasticScalingStatus.targetReplicas == {"workers": 2, "total": 2}
+    assert read.elasticScalingStatus.targetReplicas["total"] == 2
     assert [one.name for one in read.jobPods] == ["llama-workers-0", "llama-workers-8"]
     assert read.conditions[0].status == "True"
 
@@ -73,7 +75,7 @@ def test_the_state_is_no_condition_that_holds():
 
 
 def test_nothing_is_written_where_nothing_has_changed():
-    job = _job_with({name: value for name, value in _status().items() if value is not None})
+    job = _job_with(_status())
     assert not differs(job, _status())
     assert differs(job, _status(JobState()))
     assert differs(job_object(), _status())
@@ -81,7 +83,7 @@ def test_nothing_is_written_where_nothing_has_changed():
 
 def test_moments_are_what_kubernetes_takes():
     assert _status()["startTime"] == "2023-11-14T22:13:20Z"
-    assert _status()["completionTime"] is None
+    assert "completionTime" not in _status()
 
 
 def test_an_impossible_change_keeps_all_that_is_known():
