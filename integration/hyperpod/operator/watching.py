@@ -80,10 +80,10 @@ def _faults(turn: Turn) -> Iterable[_Found]:
     if state.phase not in _RANKED:
         return
     for rank, name in enumerate(state.members):
-        pod = turn.pods.get(name)
-        if pod is None:
+        if name not in turn.pods:
             yield _Found((0, 0.0, rank), name, "", rank, "PodLost", f"pod {name} is gone")
             continue
+        pod = turn.pods[name]
         outside = _of_machine(turn, pod)
         if outside is not None:
             yield _Found((0, 0.0, rank), name, pod.node, rank, *outside)
