@@ -18,7 +18,6 @@ from tieredckpt.agent.__main__ import add_arguments
 ROOT = Path(integration.hyperpod.__file__).parent / "manifests"
 CUSTOMIZATIONS = sorted(path.parent for path in ROOT.rglob("kustomization.yaml"))
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-PATCHES = {ROOT / "tls" / "agent.yaml"}
 
 
 def documents(path):
@@ -29,7 +28,7 @@ def shipped():
     return [
         document
         for path in sorted(ROOT.rglob("*.yaml"))
-        if path.name not in ("kustomization.yaml", "TieredStorageConfig.yaml") and path not in PATCHES
+        if path.name not in ("kustomization.yaml", "TieredStorageConfig.yaml")
         for document in documents(path)
     ]
 
@@ -128,14 +127,6 @@ def test_pods_that_speak_to_agents_are_let_through(kind, labels, pod):
         assert {"matchExpressions": [{"key": MEMORY_LABEL, "operator": "Exists"}]} in selectors
 
 
-def test_the_tls_patch_changes_nothing_but_tls():
-    (patch,) = documents(ROOT / "tls" / "agent.yaml")
-    (agent,) = patch["spec"]["template"]["spec"]["containers"]
-    (daemons,) = documents(ROOT / "node-agent" / "daemonset.yaml")
-    usual = daemons["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert agent["args"] == [*usual, "--tls=/etc/tieredckpt/tls"]
-
-
 def test_rights_in_the_cluster_are_those_of_labels():
     rules = [rule for document in shipped() if document["kind"] == "ClusterRole" for rule in document["rules"]]
     assert rules == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "patch"]}]
@@ -180,6 +171,11 @@ def test_kubectl_makes_them_whole(folder):
         if document["kind"] == "DaemonSet":
             volumes = document["spec"]["template"]["spec"]["volumes"]
             assert {volume["configMap"]["name"] for volume in volumes if "configMap" in volume} == configs
+            (agent,) = document["spec"]["template"]["spec"]["containers"]
+            mounts = {mount["name"]: mount["mountPath"] for mount in agent["volumeMounts"]}
+            assert mounts.keys() == {volume["name"] for volume in volumes}
+            said = [arg.partition("=")[2] for arg in agent["args"] if arg.startswith("--tls=")]
+            assert said == [path for name, path in mounts.items() if name == "tls"]
 
 
 def test_the_image_is_made_of_what_is_there_and_runs_as_the_manifests_say():
