@@ -10,6 +10,7 @@ from elastic.errors import PolicyError
 from elastic.world.policy import ScalingPolicy
 from integration.hyperpod.job import CONTAINER, JobError, TrainingJob, elastic_policy, is_elastic, resource
 from integration.hyperpod.memory import DIRECTORY, Memory
+from integration.hyperpod.operator.spec import read_job
 from tieredckpt.settings import Settings, load_settings, settings_from
 
 aws = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
@@ -152,6 +153,20 @@ def test_the_policy_is_read_back_as_it_was(policy):
     kept = ("replica_increment_step", "replica_discrete_values", "min_replicas", "max_replicas", "replicas")
     for name in set(ScalingPolicy.__struct_fields__) - set(kept):
         assert getattr(again, name) == getattr(policy, name), name
+
+
+@settings(max_examples=40)
+@given(policies())
+def test_the_reference_operator_reads_the_same_job(policy):
+    job = read_job(resource(TrainingJob(name="llama", image="i", command=RUN, policy=policy, spares=1)))
+    assert job.elastic is is_elastic(policy)
+    assert job.policy.sizes == (policy.sizes if is_elastic(policy) else (policy.least,))
+    assert job.policy.wanted == policy.least
+    assert job.spares == 1
+    names = ["eval_period_s", "num_restart_before_full_job_restart", "max_full_job_restarts", "job_max_retry_count"]
+    if is_elastic(policy):
+        names += ["scaling_timeout_s", "graceful_shutdown_timeout_s", "faulty_scale_down_timeout_s"]
+    assert [getattr(job.policy, name) for name in names] == [getattr(policy, name) for name in names]
 
 
 def environment(document):

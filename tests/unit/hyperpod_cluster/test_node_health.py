@@ -178,7 +178,7 @@ def cluster(monkeypatch, capsys):
         groups.Commands, "get_command", lambda self, ctx, name: cluster if name == "cluster" else known(self, ctx, name)
     )
     api = Api(n1=None, n2=REPLACE.value)
-    monkeypatch.setattr(nodes, "connected", lambda _: NodeLabels(api))
+    monkeypatch.setattr(nodes, "connected", lambda *_: NodeLabels(api))
 
     def run(*words):
         code = main(["cluster", "node-health", *map(str, words)])
