@@ -109,7 +109,7 @@ def accepted(document):
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(jobs())
 def test_awss_models_take_every_resource(job):
     document = resource(job)
@@ -124,7 +124,7 @@ def test_awss_models_would_say_so():
         accepted(document)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(policies())
 def test_the_policy_is_read_back_as_it_was(policy):
     document = resource(TrainingJob(name="llama", image="i", command=RUN, policy=policy))
@@ -180,7 +180,7 @@ def environment(document):
     return known
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(jobs())
 def test_trainers_have_the_settings_that_were_given(job):
     variables = environment(resource(dataclasses.replace(job, cluster_config="")))
@@ -194,7 +194,7 @@ def test_trainers_have_the_settings_that_were_given(job):
         assert found.agent.peers == "10.0.0.1:7070"
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(jobs())
 def test_a_pod_has_what_it_mounts_and_names_nothing_twice(job):
     pod = resource(job)["spec"]["replicaSpecs"][0]["template"]["spec"]
