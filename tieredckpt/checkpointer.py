@@ -43,6 +43,7 @@ from tieredckpt.live.noting import Noter
 from tieredckpt.location import check_step, parse_location
 from tieredckpt.moments import make_moments
 from tieredckpt.node import Durability
+from tieredckpt.overseer import account, compare, expectation
 from tieredckpt.plain import plain_reader, plain_steps, plain_writer
 from tieredckpt.planned import PlannedSave
 from tieredckpt.preemption import Preemption
@@ -362,6 +363,7 @@ class Checkpointer:
                     session.commit(whole)
             except PeerStoreError as error:  # this part is sealed all the same; the next save says it again
                 log.warning("the node agent was not told that step %d is whole: %s", saved.step, error)
+        account(session)
         return record
 
     def _save_first(self, state: State, step: int, *, durable: bool) -> Saved:
@@ -382,6 +384,7 @@ class Checkpointer:
         saved = self._followed(Saved(step, SaveState.SEALED), durable=durable or self.session.is_durable(step))
         saved._sealing = Future()
         saved._sealing.set_result(writer.record)
+        account(self.session)
         return saved
 
     def note(self, state: State, step: int) -> None:
@@ -518,13 +521,20 @@ class Checkpointer:
             return told.step
 
     def _restore_any(self, state: State, step: int | None) -> int:
+        expected = expectation(self._location.job, self._from_all) if step is None else None
+        if expected is not None and expected.exactly:
+            step = expected.step
         if not self.settings.enabled:
-            return self._restore_plain(state, step)
+            restored = self._restore_plain(state, step)
+            compare(self._location.job, expected, restored)
+            return restored
         self._join(restoring=True)
         restored = self._restore(state, step)
+        compare(self._location.job, expected, restored)
         if restored < 0:
             self.session.base = -1
         self._prepare(state)
+        account(self.session)
         return restored
 
     def _restore(self, state: State, step: int | None) -> int:

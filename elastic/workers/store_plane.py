@@ -52,6 +52,9 @@ class _Event(msgspec.Struct, frozen=True):
 class StorePlane:
     """One rank's control plane, over a store. ``connect`` gives a client of its own every time: one may be waiting."""
 
+    resize_is = Want.STOP
+    """Another size is another start of all processes, and when that will be nobody knows."""
+
     def __init__(self, connect: Callable[[], torch.distributed.Store], place: Assignment) -> None:
         self._connect = connect
         self._place = place
@@ -109,11 +112,10 @@ class StorePlane:
         self._tell(_Event(Want.RESTART, f"rank {self._place.rank}: {reason}"))
 
     def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
-        """Another size is another start of all processes: for these ranks it is a stop."""
         if self._epoch < 0:
             raise ControlLostError(f"{reason}: not known yet who else is there")
         until = None if deadline_s is None else time.time() + deadline_s
-        self._tell(_Event(Want.RESTART if want is Want.RESTART else Want.STOP, reason, until))
+        self._tell(_Event(self.resize_is if want is Want.RESIZE else want, reason, until))
 
     def on_broken(self, call: Callable[[Notice], None]) -> None:
         with self._changed:
