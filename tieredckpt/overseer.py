@@ -1,9 +1,9 @@
 """Whoever runs the job may keep account of how far it is, and say so to the processes that it starts.
 
 It hears of whole steps (:meth:`Overseer.sealed`), and before a restore it is asked what it knows of
-(:meth:`Overseer.expected`). What the tiers hold decides: the newest whole step wins, whether the overseer knows of it or
-not. What an overseer can do is to insist on a step, and to make sure that a job which was somewhere never begins from
-nothing because its steps cannot be found.
+(:meth:`Overseer.expected`). What the tiers hold decides: the newest whole step wins, whether the overseer knows of it
+or not. What an overseer can do is to insist on a step, and to make sure that a job which was somewhere never begins
+from nothing because its steps cannot be found.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def compare(job: str, expected: Expected | None, restored: int) -> None:
         return
     if expected.step is None:
         if restored < 0:
-            raise TierUnavailableError(f"{job}: {expected.said}, and no tier has a whole step: not known what there was")
+            raise TierUnavailableError(f"{job}: {expected.said}, and no tier has a whole step: unknown what there was")
         log.warning("%s: %s; going on from step %d, the newest whole one", job, expected.said, restored)
     elif restored < 0:
         raise CheckpointNotFoundError(

@@ -16,7 +16,8 @@ is wanted, handlers of the script are called as well, its child processes surviv
 stopped ends with status 0 only when its own agent has asked for that.
 
 As there, and as nowhere else in this package, importing it does something: under an agent, SIGUSR1 is listened to from
-then on, because loaders start their processes, and the agent sends its signal, before a loop asks for the first time.
+then on, because loaders start their processes, and the agent sends its signal, before a loop asks for the first time;
+and what is saved and restored is accounted for with the agent.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import sys
 
 from integration.hyperpod.environment import Coordination, coordination, is_worker, patience_s
 from integration.hyperpod.group_signal import GroupSignal, agents_signal
+from integration.hyperpod.progress import agents_progress
 
 __all__ = ["NOT_RELEASED", "elastic_event_detected"]
 
@@ -91,6 +93,7 @@ def _listen() -> None:
     if is_worker() and not _leaving:
         _leaving.append(Leaving(agents_signal(), patience_s()))
         atexit.register(_leaving[0].at_exit)
+        agents_progress()
 
 
 _listen()

@@ -6,7 +6,8 @@ done: an agent that nobody has asked to stop reports COMPLETED. Therefore a rank
 agent has asked, too, and ends with status 0 only then; where that does not come it ends with an error, which agent and
 operator take for what it is, a world that has to be started again.
 
-The store in which the ranks meet lives in the first of them: it goes last, also at the end of all work.
+The store in which the ranks meet lives in the first of them: it goes last, also at the end of all work. And only when
+all have sealed is the last step whole: then the agents are told of it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from elastic.errors import ControlLostError, ElasticError, GaveUpError
 from elastic.workers.store_plane import StorePlane
 from integration.hyperpod.environment import Worker, patience_s, worker_from
 from integration.hyperpod.group_signal import GroupSignal, agents_signal
+from integration.hyperpod.progress import Progress, agents_progress
 
 log = logging.getLogger(__name__)
 
@@ -38,19 +40,20 @@ _LOOK_S = 0.02
 class ProcessPlane(StorePlane):
     """One rank's, for the one world that it is started for."""
 
-    resize_is = Want.RESIZE
-    """The agent starts the next world at once, and what the nodes have in memory is there for it."""
-
-    def __init__(self, worker: Worker, asked: GroupSignal, patience_s: float) -> None:
+    def __init__(
+        self, worker: Worker, asked: GroupSignal, patience_s: float, account: Progress | None = None
+    ) -> None:
         host, port = worker.master
         self._keeper = _server(host, port) if worker.place.rank == 0 else None
 
         def connect() -> torch.distributed.Store:
             return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_MEET)
 
-        super().__init__(connect, worker.place)
+        # The agent starts the next world at once, with what the nodes have in memory: nothing has to become durable.
+        super().__init__(connect, worker.place, last=False)
         self._asked = asked
         self._patience_s = patience_s
+        self._account = account
         self._may_go = threading.Event()
         """The agent of this rank has asked for its end, or its pod has."""
         self._telling = threading.RLock()  # a signal's handler may interrupt who holds it
@@ -88,7 +91,6 @@ class ProcessPlane(StorePlane):
         self._asked.forget(self._agent_asks)
         if not self._closed and (self._finished or self._sealed):
             self._depart()
-            self._see_off()
         super().close()
 
     def _agent_asks(self) -> None:
@@ -113,27 +115,31 @@ class ProcessPlane(StorePlane):
     # -- the store goes last ------------------------------------------------------------------------------------------
 
     def _depart(self) -> None:
-        """From here on this rank does not need the store."""
-        if not self._gone:
+        """This rank does not need the store any more. Who keeps it, and who keeps account, waits for all to say so."""
+        with self._telling:
+            if self._gone:
+                return
             self._gone = True
-            with contextlib.suppress(RuntimeError):
-                self._store.add(f"{self._epoch}/gone", 1)
+        with contextlib.suppress(RuntimeError):
+            self._store.add(f"{self._epoch}/gone", 1)
+            if self._keeper is not None or self._account is not None:
+                self._see_off()
+        if self._account is not None:
+            self._account.flush()
 
     def _see_off(self) -> None:
-        if self._keeper is None:
-            return
         until = time.monotonic() + _FAREWELL_S
-        with contextlib.suppress(RuntimeError):
-            while not self._is_stale and int(self._store.add(f"{self._epoch}/gone", 0)) < self._place.world_size:
-                if time.monotonic() > until:
-                    log.warning("not all ranks have left after %g s; the store in which they met ends now", _FAREWELL_S)
-                    return
-                time.sleep(_LOOK_S)
+        while not self._is_stale and int(self._store.add(f"{self._epoch}/gone", 0)) < self._place.world_size:
+            if time.monotonic() > until:
+                log.warning("not all ranks have left after %g s", _FAREWELL_S)
+                return
+            time.sleep(_LOOK_S)
 
 
 def process_plane(environ: Mapping[str, str]) -> ProcessPlane:
     """For a rank that the agent has started in process-level mode."""
-    return ProcessPlane(worker_from(environ), agents_signal(), patience_s(environ))
+    worker = worker_from(environ)
+    return ProcessPlane(worker, agents_signal(), patience_s(environ), agents_progress(environ))
 
 
 def _server(host: str, port: int) -> dist.TCPStore:

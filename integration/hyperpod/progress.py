@@ -2,7 +2,7 @@
 
 An agent has room for one job (it counts what all its ranks say under the name it heard last), and forgets what it was
 told when a rank introduces itself again. Therefore one rank of each node speaks, of the first job that it restores or
-saves, and of nothing but steps that are whole on all ranks: it says ``model_checkpoint: 1`` and reports each of them once.
+saves, and of nothing but steps that are whole on all ranks: it says ``model_checkpoint: 1`` and names each step once.
 
 The operator gives the greatest step that any pod has reported back with the next start.
 """
@@ -10,12 +10,13 @@ The operator gives the greatest step that any pod has reported back with the nex
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 
-from elastic.errors import ElasticError
+from elastic.errors import ControlLostError, ElasticError
 from integration.hyperpod.agent import words
 from integration.hyperpod.agent.connection import Channel, Connection
 from integration.hyperpod.environment import Follow, Worker, follow, worker_from
@@ -45,14 +46,17 @@ def told(job: str, path: object, how: Follow) -> Expected | None:
     except TieredCheckpointError:
         found = None
     if found is None or found.job != job or found.step is None:
-        return Expected(None, f"the agent was told to go on from {str(path)[:200]!r}, which is no step of this job", exactly)
+        shown = str(path)[:200]
+        return Expected(None, f"the agent was told to go on from {shown!r}, which is no step of this job", exactly)
     return Expected(found.step, f"the agent was told to go on from step {found.step} ({path})", exactly)
 
 
 class Progress:
     """One process's account with its agent. Told by any thread; what there is to look at is looked at by its own."""
 
-    def __init__(self, connect: Connect, *, how: Follow = Follow.NEWEST, speaks: bool = True, alone: bool = False) -> None:
+    def __init__(
+        self, connect: Connect, *, how: Follow = Follow.NEWEST, speaks: bool = True, alone: bool = False
+    ) -> None:
         self._connect = connect
         self._how = how
         self._speaks = speaks
@@ -61,7 +65,8 @@ class Progress:
         self._changed = threading.Condition()
         self._channel: Channel | None = None
         self._job = ""
-        self._lost = False
+        self._lost = ""
+        """Why the agent cannot be spoken to; "" while it can."""
         self._session: Session | None = None
         self._news = self._closed = False
         self._reported: int | None = None
@@ -75,7 +80,7 @@ class Progress:
         try:
             return told(job, self._ask(), self._how)
         except ElasticError as error:
-            self._lost = True
+            self._lost = self._lost or str(error)
             return Expected(None, f"the agent could not be asked for the job's progress ({error})")
 
     def sealed(self, session: Session) -> None:
@@ -132,21 +137,22 @@ class Progress:
     def _report(self, job: str, step: int) -> None:
         path = str(Location(job, step))  # type: ignore[arg-type]
         try:
-            if self._channel is not None:
+            if self._channel is not None and not self._lost:
                 self._channel.say(words.CHECKPOINT_UPDATE, step=step, path=path, checkpoint_type=KIND)
                 self._reported = step
         except ElasticError as error:
-            self._lost = True
+            self._lost = str(error)
             log.warning("the agent does not hear of step %d: %s", step, error)
 
     def _ask(self) -> object:
-        assert self._channel is not None  # noqa: S101 - introduced
+        if self._channel is None or self._lost:
+            raise ControlLostError(self._lost)
         return self._channel.ask(words.CHECKPOINT_GET, _ANSWER_S).get("path")
 
     def _introduced(self, job: str) -> bool:
         """Whether the agent keeps account of ``job``, because this is the first one it hears of."""
         with self._changed:
-            if not self._speaks or self._lost:
+            if not self._speaks:
                 return False
             if not self._job:
                 self._introduce(job)
@@ -160,11 +166,12 @@ class Progress:
             self._channel = self._connect()
             self._channel.say(words.CHECKPOINT_INIT, prefix=str(Location(job)), checkpoint_types={KIND: 1})  # type: ignore[arg-type]
         except ElasticError as error:
-            self._lost = True
+            self._lost = str(error)
             log.warning("the agent keeps no account of %s: %s", job, error)
 
 
 _ours: list[Progress] = []
+_until_the_end = contextlib.ExitStack()
 
 
 def agents_progress(environ: Mapping[str, str] = os.environ, connect: Connect | None = None) -> Progress | None:
@@ -182,8 +189,9 @@ def agents_progress(environ: Mapping[str, str] = os.environ, connect: Connect | 
         alone=place.node_count == 1,
     )
     _ours.append(found)
-    overseen_by(found).__enter__()
-    atexit.register(found.close)
+    _until_the_end.enter_context(overseen_by(found))
+    _until_the_end.callback(found.close)
+    atexit.register(_until_the_end.close)
     return found
 
 
