@@ -4,7 +4,7 @@ Whoever is in that group and has no handler dies of it: data loading processes t
 the script has started. A signal that is *blocked* does them nothing, and what is blocked is inherited, by forked
 processes and through ``exec``. So this process blocks it, too, and has one thread that takes it from the kernel. That
 thread hears it at once, also while the one that trains is inside a collective. Handlers that the script has set, before
-or after, are called in the main thread as ever.
+or after, are called in the main thread as ever; a second signal, which does nothing, wakes it for that.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 Heard = Callable[[], None]
+
+_WAKING = signal.SIGRTMAX - 1
+"""Sent to a thread of this process, never to a group: no child gets it."""
 
 
 class GroupSignal:
@@ -44,6 +47,8 @@ class GroupSignal:
         # For threads that were there before, which may still be chosen to take it: by default it ends the process.
         self._before = signal.getsignal(self.number)
         signal.signal(self.number, self._handler)
+        if signal.getsignal(_WAKING) is signal.SIG_DFL:
+            signal.signal(_WAKING, _awake)
         self._blocked_before = self.number in signal.pthread_sigmask(signal.SIG_BLOCK, {self.number})
         self._thread = threading.Thread(target=self._take, name="hyperpod-signal", daemon=True)
         self._thread.start()
@@ -73,6 +78,8 @@ class GroupSignal:
             thread.join()
         if signal.getsignal(self.number) == self._handler:
             signal.signal(self.number, self._before if self._before is not None else signal.SIG_DFL)
+        if signal.getsignal(_WAKING) is _awake:
+            signal.signal(_WAKING, signal.SIG_DFL)
         if not self._blocked_before:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {self.number})
 
@@ -83,6 +90,9 @@ class GroupSignal:
                 return
             self._hear()
             _thread.interrupt_main(self.number)  # the script's handlers belong there
+            main = threading.main_thread().ident
+            if main is not None:
+                signal.pthread_kill(main, _WAKING)
 
     def _handler(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
@@ -100,6 +110,10 @@ class GroupSignal:
         log.info("%s: the agent asks this rank to stop, so that the world can change", signal.strsignal(self.number))
         for call in calls:
             _called(call)
+
+
+def _awake(number: int, frame: FrameType | None) -> None:
+    """What interrupts a wait of the main thread; what is to be done was noted before."""
 
 
 def _called(call: Heard) -> None:
