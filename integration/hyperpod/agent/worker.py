@@ -22,7 +22,7 @@ import msgspec
 
 from elastic.errors import ControlLostError, DeadlineError
 from integration.hyperpod.agent import words
-from integration.hyperpod.agent.connection import Connection
+from integration.hyperpod.agent.connection import Connection, shared_connection
 from integration.hyperpod.agent.frames import DamagedFrameError, Message
 from integration.hyperpod.agent.words import RestartMode
 
@@ -215,12 +215,13 @@ def this_worker(environ: Mapping[str, str] = os.environ) -> Worker:
     """This process's, made when it is first asked for: the agent wants one connection of each."""
     with _making:
         if not _workers or _workers[0].lost:
-            _workers[:] = [Worker(Connection(Path(environ[SOCKET]), int(environ.get("LOCAL_RANK", "0"))))]
+            connection = shared_connection(Path(environ[SOCKET]), int(environ.get("LOCAL_RANK", "0")))
+            _workers[:] = [Worker(connection)]
         return _workers[0]
 
 
 def wait_rank(environ: MutableMapping[str, str] = os.environ, *, timeout_s: float | None = None) -> None:
-    """The environment first: until this process has a rank, which then stands in ``environ`` with all that goes with it.
+    """The environment first: until this process has a rank, which then stands in ``environ`` with what belongs to it.
 
     For scripts that read it before they do anything else. Returns at once where it stands there already.
     """
