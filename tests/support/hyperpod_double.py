@@ -15,7 +15,7 @@ from elastic.control.plane import ControlPlane, Want
 from integration.hyperpod.agent import words
 from integration.hyperpod.agent.connection import Connection
 from integration.hyperpod.agent.frames import Message
-from integration.hyperpod.agent.plane import AgentPlane
+from integration.hyperpod.agent.in_process import AgentPlane
 from integration.hyperpod.agent.worker import Worker
 from tests.support import hyperpod_socket
 from tests.support.hyperpod_socket import Listener

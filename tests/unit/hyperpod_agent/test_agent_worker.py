@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.errors import ControlLostError, DeadlineError
+from elastic.errors import ControlLostError, DeadlineError, PolicyError
 from elastic.world.policy import ScalingPolicy
 from integration.hyperpod.agent import connection as connection_module
 from integration.hyperpod.agent import words
@@ -16,8 +16,9 @@ from integration.hyperpod.agent import worker as worker_module
 from integration.hyperpod.agent.connection import Connection
 from integration.hyperpod.agent.escalating import OFFENDER, health_labels, restart_mode
 from integration.hyperpod.agent.frames import DamagedFrameError
+from integration.hyperpod.agent.modes import MODE, SOCKET, Mode, mode_of
 from integration.hyperpod.agent.words import RestartMode
-from integration.hyperpod.agent.worker import SOCKET, Worker, start_in, wait_rank
+from integration.hyperpod.agent.worker import Worker, start_in, wait_rank
 from tests.support.hyperpod_socket import listening
 from tests.support.neighbours import until
 
@@ -136,7 +137,7 @@ def environ(monkeypatch):
     monkeypatch.setattr(worker_module, "_workers", [])
     monkeypatch.setattr(connection_module, "_shared", [])
     with listening() as listener:
-        environ = {SOCKET: str(listener.path), "LOCAL_RANK": "0"}
+        environ = {SOCKET: str(listener.path), "LOCAL_RANK": "0", "RANK": "-2", "MASTER_ADDR": ""}
         yield environ, listener
         for worker in worker_module._workers:
             worker.close()
@@ -151,7 +152,6 @@ def test_a_rank_is_waited_for_and_is_in_the_environment_then(environ):
     agent.say(words.RANK_INFO, worker_envs=envs(rank=8))
     waiting.join()
     assert (environ["RANK"], environ["WORLD_SIZE"], environ["MASTER_ADDR"]) == ("8", "16", "n0")
-    wait_rank(environ)  # at once: nobody says it a second time
     agent.close()
 
 
@@ -176,7 +176,32 @@ def test_a_rank_that_nobody_gives_is_said_to_be_missing(environ):
 
 def test_where_there_is_no_agent_nobody_waits():
     wait_rank({})
-    wait_rank({SOCKET: "/nowhere", "RANK": "0", "MASTER_ADDR": "n0"})
+    wait_rank({SOCKET: "/nowhere", MODE: "process", "RANK": "0", "MASTER_ADDR": "n0"})
+
+
+def started_by(tmp_path, pid, *words):
+    (tmp_path / pid).mkdir()
+    (tmp_path / pid / "cmdline").write_bytes(b"\0".join(word.encode() for word in words))
+    return {SOCKET: f"/tmp/hyperpod_elastic_agent_{pid}.sock", "RANK": "8", "MASTER_ADDR": "n0"}
+
+
+def test_the_mode_is_read_from_who_started_this_process(tmp_path):
+    in_process = started_by(tmp_path, "17", "python", "hyperpodrun", "--inprocess-restart", "train.py")
+    process = started_by(tmp_path, "18", "python", "hyperpodrun", "--inprocess-timeout=3", "train.py")
+    assert mode_of(in_process, tmp_path) is Mode.IN_PROCESS
+    assert mode_of(process, tmp_path) is Mode.PROCESS
+    assert mode_of({**process, "RANK": "-2"}, tmp_path) is Mode.IN_PROCESS
+    assert mode_of({**process, "MASTER_ADDR": ""}, tmp_path) is Mode.IN_PROCESS
+    assert mode_of({**in_process, MODE: "process"}, tmp_path) is Mode.PROCESS
+    assert mode_of({"RANK": "8"}, tmp_path) is Mode.NONE
+
+
+def test_a_mode_that_cannot_be_known_is_no_guess(tmp_path):
+    hidden = {SOCKET: "/tmp/hyperpod_elastic_agent_19.sock", "RANK": "8", "MASTER_ADDR": "n0"}
+    with pytest.raises(PolicyError, match=MODE):
+        mode_of(hidden, tmp_path)
+    with pytest.raises(PolicyError, match="in-process, process"):
+        mode_of({**hidden, MODE: "both"}, tmp_path)
 
 
 @pytest.mark.parametrize(

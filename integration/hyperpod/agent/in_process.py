@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 from elastic.control.plane import Assignment, Dismissed, Notice, Progress, Want
 from elastic.errors import ControlLostError, DeadlineError, GaveUpError, StaleEpochError
@@ -177,7 +177,7 @@ class AgentPlane:
 
     def _enter(self, start: Start, faults: int, until: float | None) -> Assignment:
         least = max(start.count, -1 if self._place is None else self._place.epoch + 1)
-        place = place_in(self._environ, epoch=least)
+        place = _place(self._environ, least)
         self._seen_faults, self._asked = faults, False
         meeting = Meeting(place, start.count, self._servers, lambda: self._is_taken_back)
         inner = meeting.plane(until)
@@ -238,6 +238,12 @@ class AgentPlane:
 
         if self._inside and calls:
             threading.Thread(target=run, name="hyperpod-broken", daemon=True).start()
+
+
+def _place(environ: Mapping[str, str], epoch: int) -> Assignment:
+    """What the agent calls the number of groups is the number of ranks."""
+    nodes = int(environ["WORLD_SIZE"]) // int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    return place_in({**environ, "GROUP_WORLD_SIZE": str(nodes)}, epoch=epoch)
 
 
 def _left(until: float | None) -> float | None:
