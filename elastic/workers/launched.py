@@ -22,7 +22,8 @@ _PATIENCE = timedelta(minutes=5)
 
 def launched_plane(environ: Mapping[str, str] = os.environ) -> ControlPlane:
     """Of ``elastic run``, of a platform that brings one, of ``torchrun`` and what is like it, or of this process alone
-    where nobody started it."""
+    where nobody started it.
+    """
     if is_supervised(environ):
         return SupervisorPlane(seat_from(environ))
     brought = plugged_plane(environ)

@@ -53,9 +53,7 @@ class _Event(msgspec.Struct, frozen=True):
 class StorePlane:
     """One rank's control plane, over a store. ``connect`` gives a client of its own every time: one may be waiting."""
 
-    def __init__(
-        self, connect: Callable[[], torch.distributed.Store], place: Assignment, *, last: bool = True
-    ) -> None:
+    def __init__(self, connect: Callable[[], torch.distributed.Store], place: Assignment, *, last: bool = True) -> None:
         """``place``: with the least epoch this can be. ``last``: no process here has a place in another world."""
         self._connect = connect
         self._place = place

@@ -22,13 +22,13 @@ import msgspec
 
 from elastic.errors import ControlLostError, DeadlineError
 from integration.hyperpod.agent import words
-from integration.hyperpod.agent.connection import Connection
+from integration.hyperpod.agent.connection import Connection, shared_connection
 from integration.hyperpod.agent.frames import DamagedFrameError, Message
+from integration.hyperpod.agent.modes import SOCKET, Mode, mode_of
 from integration.hyperpod.agent.words import RestartMode
 
 log = logging.getLogger(__name__)
 
-SOCKET = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"
 COUNT = "JOB_RESTART_COUNT"
 SPARE = "SPARE"
 _SAID_S = 30.0
@@ -195,9 +195,9 @@ class Worker:
 
     def _left(self, reason: str) -> None:
         with self._changed:
-            self._start = None
+            overtaken, self._start = self._start, None
             self._faults += 1
-            if self._waiting:  # what it was told before it was asked to leave it counts for nothing
+            if self._waiting and overtaken is not None:  # else the agent still counts it as being there
                 self._channel.say(words.AT_BARRIER)
             self._changed.notify_all()
         self._tell(reason)
@@ -215,18 +215,16 @@ def this_worker(environ: Mapping[str, str] = os.environ) -> Worker:
     """This process's, made when it is first asked for: the agent wants one connection of each."""
     with _making:
         if not _workers or _workers[0].lost:
-            _workers[:] = [Worker(Connection(Path(environ[SOCKET]), int(environ.get("LOCAL_RANK", "0"))))]
+            connection = shared_connection(Path(environ[SOCKET]), int(environ.get("LOCAL_RANK", "0")))
+            _workers[:] = [Worker(connection)]
         return _workers[0]
 
 
 def wait_rank(environ: MutableMapping[str, str] = os.environ, *, timeout_s: float | None = None) -> None:
-    """The environment first: until this process has a rank, which then stands in ``environ`` with all that goes with it.
+    """The environment first: until this process has a rank, which then stands in ``environ`` with what belongs to it.
 
-    For scripts that read it before they do anything else. Returns at once where it stands there already.
+    For scripts that read it before they do anything else. Returns at once where whoever started this process has put it
+    there. An agent that restarts in process has not: what it puts there is of an earlier start, or of none.
     """
-    if SOCKET in environ and not _has_rank(environ):
+    if mode_of(environ) is Mode.IN_PROCESS:
         environ.update(this_worker(environ).rank_info(timeout_s=timeout_s).environ)
-
-
-def _has_rank(environ: Mapping[str, str]) -> bool:
-    return environ.get("RANK", "").isdigit() and environ.get("MASTER_ADDR", "") != ""

@@ -9,8 +9,9 @@ import threading
 import pytest
 
 from elastic.errors import ControlLostError, DeadlineError
+from integration.hyperpod.agent import connection as connection_module
 from integration.hyperpod.agent import words
-from integration.hyperpod.agent.connection import MAX_KEPT, Connection
+from integration.hyperpod.agent.connection import MAX_KEPT, Connection, shared_connection
 from integration.hyperpod.agent.frames import DamagedFrameError, encode
 from tests.support.hyperpod_socket import listening
 
@@ -215,3 +216,14 @@ def test_a_forked_child_does_not_hold_the_connection_open(both):
         os.waitpid(child, 0)
         os.close(asks)
         os.close(answers)
+
+
+def test_a_process_has_one_connection_whoever_asks(monkeypatch):
+    monkeypatch.setattr(connection_module, "_shared", [])
+    with listening() as listener:
+        one = shared_connection(listener.path, 0)
+        assert shared_connection(listener.path, 0) is one
+        one.close()
+        other = shared_connection(listener.path, 0)
+        assert other is not one
+        other.close()

@@ -10,17 +10,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 from elastic.control.plane import Assignment, Dismissed, Notice, Progress, Want
-from elastic.errors import ControlLostError, GaveUpError, StaleEpochError
+from elastic.errors import ControlLostError, DeadlineError, GaveUpError, StaleEpochError
 from elastic.workers.launched import place_in
 from elastic.workers.store_plane import StorePlane
 from elastic.world.policy import ScalingPolicy
 from integration.hyperpod.agent.escalating import health_labels, restart_mode
 from integration.hyperpod.agent.meeting import Meeting, Servers
-from integration.hyperpod.agent.worker import Start, Worker
 from integration.hyperpod.agent.words import RestartMode
+from integration.hyperpod.agent.worker import Start, Worker
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +77,13 @@ class AgentPlane:
                 continue
             try:
                 return self._enter(start, faults, until)
-            except (StaleEpochError, ControlLostError) as error:
+            except (StaleEpochError, ControlLostError, DeadlineError) as error:
                 if self._worker.lost:
                     raise
                 log.info("start number %d came to nothing: %s", start.count, error)
                 self._ask_again(str(error))
+                if isinstance(error, DeadlineError):
+                    raise
 
     def notice(self) -> Notice | None:
         inner = self._inner
@@ -103,20 +105,18 @@ class AgentPlane:
         """The agent first, since it forgets nothing; then the other ranks, which need not wait for the operator."""
         inner, place = self._here(), self._place
         assert place is not None  # noqa: S101 - it is in a world
-        notice = inner.notice()
-        if notice is not None and notice.want is Want.RESTART:
-            raise StaleEpochError(f"epoch {place.epoch} is over ({notice.reason}): {reason!r} was not heard")
         now = self._clock()
         self._own_faults.append(now)
         labels = health_labels(self._policy, self._own_faults, now)
         if labels:
             self._worker.label(labels)
-        self._ask("WorkerFault", reason, restart_mode(self._policy, self._starts, now, final=final))
         if final:
             self._over = GaveUpError(f"another attempt would end the same way: {reason}")
+        if not self._is_taken_back:
+            self._ask("WorkerFault", reason, restart_mode(self._policy, self._starts, now, final=final))
         try:
             inner.fault(reason)
-        except ControlLostError as error:
+        except (ControlLostError, StaleEpochError) as error:
             log.info("the other ranks hear of it from the agent: %s", error)
         inner.end(f"rank {place.rank}: {reason}")
 
@@ -177,7 +177,7 @@ class AgentPlane:
 
     def _enter(self, start: Start, faults: int, until: float | None) -> Assignment:
         least = max(start.count, -1 if self._place is None else self._place.epoch + 1)
-        place = place_in(self._environ, epoch=least)
+        place = _place(self._environ, least)
         self._seen_faults, self._asked = faults, False
         meeting = Meeting(place, start.count, self._servers, lambda: self._is_taken_back)
         inner = meeting.plane(until)
@@ -192,9 +192,13 @@ class AgentPlane:
             inner.close()
             raise
         with self._changed:
-            self._place, self._inside = met, True
-            if met.restarts:
+            if self._place is not None:
                 self._starts.append(self._clock())
+            self._place, self._inside = met, True
+            notice = inner.notice()
+            if notice is not None and notice.want is Want.RESTART:  # on the way in: nobody was told of it yet
+                self._inside = False
+                raise StaleEpochError(notice.reason)
         return met
 
     @property
@@ -236,7 +240,11 @@ class AgentPlane:
             threading.Thread(target=run, name="hyperpod-broken", daemon=True).start()
 
 
+def _place(environ: Mapping[str, str], epoch: int) -> Assignment:
+    """What the agent calls the number of groups is the number of ranks."""
+    nodes = int(environ["WORLD_SIZE"]) // int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    return place_in({**environ, "GROUP_WORLD_SIZE": str(nodes)}, epoch=epoch)
+
+
 def _left(until: float | None) -> float | None:
     return None if until is None else max(0.0, until - time.monotonic())
-
-
