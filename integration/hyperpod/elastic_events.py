@@ -28,9 +28,10 @@ import os
 import signal
 import sys
 
-from integration.hyperpod.environment import Coordination, coordination, is_worker, patience_s
+from integration.hyperpod.agent.modes import Mode, mode_of
+from integration.hyperpod.environment import Coordination, coordination, patience_s
 from integration.hyperpod.group_signal import GroupSignal, agents_signal
-from integration.hyperpod.progress import agents_progress
+from integration.hyperpod.progress import agents_account
 
 __all__ = ["NOT_RELEASED", "elastic_event_detected"]
 
@@ -90,10 +91,10 @@ def elastic_event_detected(sig: int = signal.SIGUSR1) -> bool:
 
 
 def _listen() -> None:
-    if is_worker() and not _leaving:
+    if mode_of() is Mode.PROCESS and not _leaving:
         _leaving.append(Leaving(agents_signal(), patience_s()))
         atexit.register(_leaving[0].at_exit)
-        agents_progress()
+        agents_account()
 
 
 _listen()

@@ -7,14 +7,12 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from elastic.control.plane import Assignment
 from elastic.errors import PolicyError
 
 log = logging.getLogger(__name__)
 
-SOCKET = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"
 COORDINATION = "HYPERPOD_SIGNAL_COORDINATION"
 PATIENCE = "ELASTIC_HYPERPOD_PATIENCE_S"
 PROGRESS = "ELASTIC_HYPERPOD_PROGRESS"
@@ -46,13 +44,6 @@ class Worker:
     place: Assignment
     master: tuple[str, int]
     """Host and port at which the first rank keeps the store of this world."""
-    socket: Path | None
-    """Where the agent listens to its workers; ``None``: it has not said."""
-
-
-def is_worker(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether HyperPod's elastic agent has started this process."""
-    return bool(environ.get(SOCKET))
 
 
 def worker_from(environ: Mapping[str, str] = os.environ) -> Worker:
@@ -79,8 +70,7 @@ def worker_from(environ: Mapping[str, str] = os.environ) -> Worker:
         restarts=restarts,
         reason=f"started by HyperPod's agent after {restarts} fault{'' if restarts == 1 else 's'}",
     )
-    path = environ.get(SOCKET)
-    return Worker(place, (host, port), Path(path) if path else None)
+    return Worker(place, (host, port))
 
 
 def coordination(environ: Mapping[str, str] = os.environ) -> Coordination:

@@ -2,14 +2,14 @@
 
 Whoever is in that group and has no handler dies of it: data loading processes that were spawned, compilers, whatever
 the script has started. A signal that is *blocked* does them nothing, and what is blocked is inherited, by forked
-processes and through ``exec``. So this process blocks it, too, and has one thread that takes it from the kernel. That
-thread hears it at once, also while the one that trains is inside a collective. Handlers that the script has set, before
-or after, are called in the main thread as ever; a second signal, which does nothing, wakes it for that.
+processes and through ``exec``. So the main thread blocks it, and another one takes it, which hears it at once, also
+while the one that trains is inside a collective. Handlers that the script has set, before or after, are called in the
+main thread as ever; a second signal, which does nothing, wakes it for that.
 """
 
 from __future__ import annotations
 
-import _thread
+import contextlib
 import logging
 import os
 import signal
@@ -36,6 +36,8 @@ class GroupSignal:
         self._calls: list[Heard] = []
         self._before: Any = signal.SIG_DFL
         self._blocked_before = False
+        self._pipe = (-1, -1)
+        """The interpreter writes the number of every signal there, whichever thread the kernel has chosen for it."""
         self._thread: threading.Thread | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -44,14 +46,19 @@ class GroupSignal:
         """Only the main thread can: elsewhere nothing is changed. Processes started before are not protected."""
         if self._thread is not None or threading.current_thread() is not threading.main_thread():
             return self
-        # For threads that were there before, which may still be chosen to take it: by default it ends the process.
         self._before = signal.getsignal(self.number)
-        signal.signal(self.number, self._handler)
+        signal.signal(self.number, self._handler)  # for threads that were there before: by default it ends the process
         if signal.getsignal(_WAKING) is signal.SIG_DFL:
             signal.signal(_WAKING, _awake)
+        reading, writing = self._pipe = os.pipe()
+        os.set_blocking(writing, False)
+        earlier = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if earlier != -1:  # somebody's loop wants to be woken: then it is heard when the main thread gets on
+            signal.set_wakeup_fd(earlier)
         self._blocked_before = self.number in signal.pthread_sigmask(signal.SIG_BLOCK, {self.number})
-        self._thread = threading.Thread(target=self._take, name="hyperpod-signal", daemon=True)
+        self._thread = threading.Thread(target=self._take, args=(reading,), name="hyperpod-signal", daemon=True)
         self._thread.start()
+        _listening.add(self)
         return self
 
     def then(self, call: Heard) -> None:
@@ -73,9 +80,12 @@ class GroupSignal:
         if thread is None or threading.current_thread() is not threading.main_thread():
             return
         self._closed, self._thread = True, None
-        if thread.ident is not None and thread.is_alive():
-            signal.pthread_kill(thread.ident, self.number)
-            thread.join()
+        _listening.discard(self)
+        self._quiet()
+        os.write(self._pipe[1], b"\0")
+        thread.join()
+        for end in self._pipe:
+            os.close(end)
         if signal.getsignal(self.number) == self._handler:
             signal.signal(self.number, self._before if self._before is not None else signal.SIG_DFL)
         if signal.getsignal(_WAKING) is _awake:
@@ -83,16 +93,20 @@ class GroupSignal:
         if not self._blocked_before:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {self.number})
 
-    def _take(self) -> None:
-        while True:
-            signal.sigwait({self.number})
-            if self._closed:
-                return
-            self._hear()
-            _thread.interrupt_main(self.number)  # the script's handlers belong there
-            main = threading.main_thread().ident
-            if main is not None:
-                signal.pthread_kill(main, _WAKING)
+    def _quiet(self) -> None:
+        """Signals are not written down any more, unless they are for somebody else by now."""
+        earlier = signal.set_wakeup_fd(-1)
+        if earlier not in (-1, self._pipe[1]):
+            signal.set_wakeup_fd(earlier)
+
+    def _take(self, reading: int) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {self.number})
+        while not self._closed:
+            if self.number in os.read(reading, 64):
+                self._hear()
+                main = threading.main_thread().ident
+                if main is not None:
+                    signal.pthread_kill(main, _WAKING)
 
     def _handler(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
@@ -123,6 +137,17 @@ def _called(call: Heard) -> None:
         log.error("%s failed when the agent's signal came", call, exc_info=error)
 
 
+_listening: set[GroupSignal] = set()
+"""In a forked process they are its parent's."""
+
+
+def _forked() -> None:
+    while _listening:
+        with contextlib.suppress(ValueError):  # a thread of a subinterpreter has forked
+            _listening.pop()._quiet()
+
+
+os.register_at_fork(after_in_child=_forked)
 _ours: list[GroupSignal] = []
 
 

@@ -27,7 +27,7 @@ from elastic.errors import ControlLostError, ElasticError, GaveUpError
 from elastic.workers.store_plane import StorePlane
 from integration.hyperpod.environment import Worker, patience_s, worker_from
 from integration.hyperpod.group_signal import GroupSignal, agents_signal
-from integration.hyperpod.progress import Progress, agents_progress
+from integration.hyperpod.progress import Account, agents_account
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +40,7 @@ _LOOK_S = 0.02
 class ProcessPlane(StorePlane):
     """One rank's, for the one world that it is started for."""
 
-    def __init__(
-        self, worker: Worker, asked: GroupSignal, patience_s: float, account: Progress | None = None
-    ) -> None:
+    def __init__(self, worker: Worker, asked: GroupSignal, patience_s: float, account: Account | None = None) -> None:
         host, port = worker.master
         self._keeper = _server(host, port) if worker.place.rank == 0 else None
 
@@ -139,7 +137,8 @@ class ProcessPlane(StorePlane):
 def process_plane(environ: Mapping[str, str]) -> ProcessPlane:
     """For a rank that the agent has started in process-level mode."""
     worker = worker_from(environ)
-    return ProcessPlane(worker, agents_signal(), patience_s(environ), agents_progress(environ))
+    account = agents_account(environ)  # of all ranks: each of them is asked what it was told
+    return ProcessPlane(worker, agents_signal(), patience_s(environ), account if worker.place.local_rank == 0 else None)
 
 
 def _server(host: str, port: int) -> dist.TCPStore:

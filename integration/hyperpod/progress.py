@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 
 from elastic.errors import ControlLostError, ElasticError
 from integration.hyperpod.agent import words
-from integration.hyperpod.agent.connection import Channel, Connection
-from integration.hyperpod.environment import Follow, Worker, follow, worker_from
+from integration.hyperpod.agent.connection import Channel, shared_connection
+from integration.hyperpod.agent.modes import SOCKET
+from integration.hyperpod.environment import Follow, follow
 from peerstore.errors import PeerStoreError
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.location import Location, parse_location
@@ -51,11 +52,16 @@ def told(job: str, path: object, how: Follow) -> Expected | None:
     return Expected(found.step, f"the agent was told to go on from step {found.step} ({path})", exactly)
 
 
-class Progress:
+class Account:
     """One process's account with its agent. Told by any thread; what there is to look at is looked at by its own."""
 
     def __init__(
-        self, connect: Connect, *, how: Follow = Follow.NEWEST, speaks: bool = True, alone: bool = False
+        self,
+        connect: Connect,
+        *,
+        how: Follow = Follow.NEWEST,
+        speaks: bool = True,
+        alone: Callable[[], bool] = lambda: False,
     ) -> None:
         self._connect = connect
         self._how = how
@@ -121,7 +127,7 @@ class Progress:
                 session, self._news = self._session, False
                 if self._closed or session is None:
                     return
-            waits = self._look(session, ask=self._alone) < session.sealed_step and not self._lost
+            waits = self._look(session, ask=self._alone()) < session.sealed_step and not self._lost
 
     def _look(self, session: Session, *, ask: bool, fresh: bool = False) -> int:
         try:
@@ -170,34 +176,22 @@ class Progress:
             log.warning("the agent keeps no account of %s: %s", job, error)
 
 
-_ours: list[Progress] = []
+_ours: list[Account] = []
 _until_the_end = contextlib.ExitStack()
 
 
-def agents_progress(environ: Mapping[str, str] = os.environ, connect: Connect | None = None) -> Progress | None:
+def agents_account(environ: Mapping[str, str] = os.environ) -> Account | None:
     """This process's, from the first call on, for everything that is restored and saved; ``None`` without an agent."""
-    if _ours:
-        return _ours[0]
-    worker = worker_from(environ)
-    if worker.socket is None:
-        return None
-    place = worker.place
-    found = Progress(
-        connect or _connecting(worker),
-        how=follow(environ),
-        speaks=place.local_rank == 0,
-        alone=place.node_count == 1,
-    )
-    _ours.append(found)
-    _until_the_end.enter_context(overseen_by(found))
-    _until_the_end.callback(found.close)
-    atexit.register(_until_the_end.close)
-    return found
-
-
-def _connecting(worker: Worker) -> Connect:
-    def connect() -> Channel:
-        assert worker.socket is not None  # noqa: S101 - asked before
-        return Connection(worker.socket, worker.place.local_rank).channel(words.CHECKPOINTS)
-
-    return connect
+    if not _ours and environ.get(SOCKET):
+        _ours.append(
+            Account(
+                lambda: shared_connection(environ).channel(words.CHECKPOINTS),
+                how=follow(environ),
+                speaks=environ.get("LOCAL_RANK", "0") == "0",
+                alone=lambda: environ.get("GROUP_WORLD_SIZE") == "1",
+            )
+        )
+        _until_the_end.enter_context(overseen_by(_ours[0]))
+        _until_the_end.callback(_ours[0].close)
+        atexit.register(_until_the_end.close)
+    return _ours[0] if _ours else None

