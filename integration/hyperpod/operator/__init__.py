@@ -27,9 +27,11 @@ from integration.hyperpod.operator.actions import (
     Update,
     Wanted,
 )
+from integration.hyperpod.operator.decide import decide
 from integration.hyperpod.operator.seen import AgentState, Answer, Pod, RestartMode, Situation, read_answer
 from integration.hyperpod.operator.spec import JobSpec, JobSpecError, ReplicaGroup, read_job
 from integration.hyperpod.operator.state import Cause, Condition, Fault, JobState, Phase
+from integration.hyperpod.operator.status import status_of
 
 __all__ = [
     "Action",
@@ -57,6 +59,8 @@ __all__ = [
     "StopBody",
     "Update",
     "Wanted",
+    "decide",
     "read_answer",
     "read_job",
+    "status_of",
 ]
