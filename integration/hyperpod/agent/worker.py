@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from elastic.errors import ControlLostError, DeadlineError
 from integration.hyperpod.agent import words
 from integration.hyperpod.agent.connection import Connection, shared_connection
 from integration.hyperpod.agent.frames import DamagedFrameError, Message
-from integration.hyperpod.agent.modes import SOCKET, Mode, mode_of
+from integration.hyperpod.agent.modes import Mode, mode_of
 from integration.hyperpod.agent.words import RestartMode
 
 log = logging.getLogger(__name__)
@@ -215,8 +214,7 @@ def this_worker(environ: Mapping[str, str] = os.environ) -> Worker:
     """This process's, made when it is first asked for: the agent wants one connection of each."""
     with _making:
         if not _workers or _workers[0].lost:
-            connection = shared_connection(Path(environ[SOCKET]), int(environ.get("LOCAL_RANK", "0")))
-            _workers[:] = [Worker(connection)]
+            _workers[:] = [Worker(shared_connection(environ))]
         return _workers[0]
 
 
