@@ -32,7 +32,7 @@ def _train(say: Callable[[str], None], world: Any, folder: Path) -> None:
     from tests.support.recovering import digest
     from tieredckpt import Checkpointer
 
-    say(f"world {world.epoch} {world.rank} {world.size} {os.environ.get('JOB_RESTART_COUNT', '')}")
+    say(f"world {world.restarts}")
     model = build()
     fully_shard(model, mesh=world.mesh())
     optimizer = optimizer_of(model)
@@ -86,9 +86,15 @@ class Process(NamedTuple):
     lines: list[list[str]]
 
     @property
-    def worlds(self) -> list[tuple[int, int, int]]:
-        """Epoch, rank and size of each world that it was in."""
-        return [(int(words[1]), int(words[2]), int(words[3])) for words in self.lines if words[0] == "world"]
+    def newest(self) -> tuple[int, int]:
+        """The start that it is in, by number, and the last step that it has done there."""
+        count, step = -1, -1
+        for words in self.lines:
+            if words[0] == "world":
+                count, step = int(words[1]), -1
+            elif words[0] == "step":
+                step = int(words[2])
+        return count, step
 
 
 def processes(folder: Path) -> list[Process]:
@@ -110,7 +116,13 @@ def done(lines: list[list[str]]) -> dict[tuple[int, int], str]:
 
 
 def main() -> None:
+    """Every second rank asks who it is before it does anything else, as scripts for HyperPod do."""
     folder = os.environ["STORY"]
+    if os.environ["LOCAL_RANK"] == "1":
+        from integration.hyperpod.agent import wait_rank
+
+        wait_rank()
+        assert int(os.environ["RANK"]) % 2 == 1
     pod = Path(os.environ.get("TEST_POD", "none")).name
     with (Path(folder) / f"said-{pod}-{os.getpid()}").open("a", buffering=1) as file:
         file.write(f"ended {trains(lambda text: print(text, file=file), folder)}\n")
