@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import threading
 import time
@@ -222,7 +223,8 @@ def wait_rank(environ: MutableMapping[str, str] = os.environ, *, timeout_s: floa
     """The environment first: until this process has a rank, which then stands in ``environ`` with what belongs to it.
 
     For scripts that read it before they do anything else. Returns at once where whoever started this process has put it
-    there. An agent that restarts in process has not: what it puts there is of an earlier start, or of none.
+    there. An agent that restarts in process has not: what it puts there is of an earlier start, or of none. A process
+    that the script itself has started, and that runs these lines again, is no rank.
     """
-    if mode_of(environ) is Mode.IN_PROCESS:
+    if multiprocessing.parent_process() is None and mode_of(environ) is Mode.IN_PROCESS:
         environ.update(this_worker(environ).rank_info(timeout_s=timeout_s).environ)
