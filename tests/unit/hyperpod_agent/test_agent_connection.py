@@ -200,6 +200,7 @@ def test_nobody_there_is_said_with_the_path(tmp_path):
     assert issubclass(DamagedFrameError, ControlLostError)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_hold_the_connection_open(both):
     connection, worker = both
     connection.channel(words.RESTARTS)

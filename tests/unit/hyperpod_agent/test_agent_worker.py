@@ -180,6 +180,7 @@ def test_where_there_is_no_agent_nobody_waits():
     wait_rank({SOCKET: "/nowhere", MODE: "process", "RANK": "0", "MASTER_ADDR": "n0"})
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_process_that_a_rank_has_started_is_no_rank():
     child = multiprocessing.get_context("fork").Process(target=wait_rank, args=({SOCKET: "/nowhere", "RANK": "-2"},))
     child.start()
