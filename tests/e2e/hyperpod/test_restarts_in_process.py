@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support import hyperpod_training
+from tests.support import hyperpod_inprocess
 from tests.support.agents import agent_directory
 from tests.support.hyperpod_agents import Pod, agents, start, stop, wait
-from tests.support.hyperpod_training import TOTAL, Process, done, processes, trains
+from tests.support.hyperpod_inprocess import TOTAL, Process, done, processes, trains
 from tests.support.launched import start_ranks
 from tests.support.neighbours import until
 
@@ -102,7 +102,7 @@ def story(folder: Path, agent_dir: Path, **options: Any) -> Iterator[Story]:
         "TIEREDCKPT_AGENT_BUDGET": "2GiB",
     }
     (folder / "limit").write_text("0")
-    script = hyperpod_training.__file__
+    script = hyperpod_inprocess.__file__
     with agents(3, script, folder=folder / "pods", nproc=2, inprocess=True, environ=environ, **options) as pods:
         yield Story(pods, folder)
 
@@ -126,34 +126,37 @@ def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, undisturbed)
         job.again()
         assert pids(job.until_done(3)) == pids(first)
 
-        # A rank is asked for a change: all stop at one step, and nobody does it again.
+        # A rank is asked for a change: all stop at one step, and nobody does one again.
         os.kill(max(pids(first)), signal.SIGUSR1)
         job.let(6)
         asked = job.fault()
         assert (asked["reason"], asked["restartMode"]) == ("ElasticWorld", "in_process_restart")
         job.again()
-        assert pids(job.until_done(5)) == pids(first)
+        job.let(7)
+        calm = job.until_done(6)
+        assert pids(calm) == pids(first)
+        assert all(one.steps[-4:] == [3, 4, 5, 6] for one in calm)
 
         # A rank is killed: those of the other pod go on.
-        job.breaks("kill", rank=2, step=6)
+        job.breaks("kill", rank=2, step=7)
         assert job.fault()["reason"] == "WorkerCrash"
         job.again()
-        second = job.until_done(6)
+        second = job.until_done(7)
         assert pids(second, "pod0") == pids(first, "pod0")
         assert not pids(second, "pod1") & pids(first)
 
         # A rank hangs and no abort wakes it: its agent does not wait for ever, and starts the pod's processes anew.
-        job.breaks("hang", rank=1, step=7)
+        job.breaks("hang", rank=1, step=8)
         until(lambda: not (tmp_path / "break-hang").exists(), "it hangs", PATIENCE_S)
         job.again()
-        third = job.until_done(7)
+        third = job.until_done(8)
         assert not pids(third, "pod0") & pids(second)
         assert pids(third, "pod1") == pids(second, "pod1")
 
         # A pod is lost, and with it the store at which all meet: the spare takes its place, warm.
         waiting = job.spares[0].ranks()
-        lost = job.lose(0, step=8)
-        fourth = job.until_done(8)
+        lost = job.lose(0, step=9)
+        fourth = job.until_done(9)
         assert pids(fourth, "pod1") == pids(second, "pod1")
         assert pids(fourth, "pod2") <= set(waiting)
         assert lost == "pod0"

@@ -86,6 +86,10 @@ class Process(NamedTuple):
     lines: list[list[str]]
 
     @property
+    def steps(self) -> list[int]:
+        return [int(words[2]) for words in self.lines if words[0] == "step"]
+
+    @property
     def newest(self) -> tuple[int, int]:
         """The start that it is in, by number, and the last step that it has done there."""
         count, step = -1, -1
