@@ -14,7 +14,6 @@ from integration.hyperpod.environment import (
     Follow,
     coordination,
     follow,
-    is_worker,
     patience_s,
     worker_from,
 )
