@@ -194,7 +194,7 @@ def agents_account(environ: Mapping[str, str] = os.environ) -> Account | None:
                 lambda: _channel(environ),
                 how=follow(environ),
                 speaks=environ.get("LOCAL_RANK", "0") == "0",
-                alone=lambda: environ.get("GROUP_WORLD_SIZE") == "1",
+                alone=lambda: environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE"),
             )
         )
         _until_the_end.enter_context(overseen_by(_ours[0]))
