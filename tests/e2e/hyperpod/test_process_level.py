@@ -43,7 +43,7 @@ class Job:
         for path in sorted((self.folder / "diary").glob("*.jsonl")):
             lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             found += [one for one in map(json.loads, lines) if one["what"] == what]
-        return found
+        return sorted(found, key=lambda one: one["at"])
 
     def reach(self, step: int, ranks: int, restarts: int, size: int) -> list[dict[str, Any]]:
         """Every rank has done and sealed it, in a world of that size after so many faults."""
