@@ -8,6 +8,7 @@ before the step that a file names, so that what happens to them happens there. T
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -41,6 +42,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     node_of_this_pod(folder)
     act = told(folder, ACT)
+    logging.basicConfig(level=logging.INFO)
     if act == "ours":
         ours(folder, int(sys.argv[2]))
     else:
@@ -112,7 +114,7 @@ def asking(folder: Path, act: str) -> None:
     else:
         from integration.hyperpod.elastic_events import elastic_event_detected
     dist.init_process_group("gloo")
-    beside = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    beside = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     loader = iter(torch.utils.data.DataLoader(Squares(), batch_size=1, num_workers=1, multiprocessing_context="fork"))
     step = 0
     begun = folder / f"{act}-begun-{dist.get_rank()}"
