@@ -25,5 +25,7 @@ def plane(environ: Mapping[str, str]) -> ControlPlane | None:
         return process_plane(environ)
     from integration.hyperpod.agent.in_process import AgentPlane
     from integration.hyperpod.agent.worker import this_worker
+    from integration.hyperpod.progress import agents_account
 
+    agents_account(environ)
     return AgentPlane(this_worker(environ))

@@ -16,13 +16,14 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from elastic.errors import ControlLostError, DeadlineError
 from integration.hyperpod.agent import frames, words
 from integration.hyperpod.agent.frames import Frames, Message
+from integration.hyperpod.agent.modes import SOCKET
 
 log = logging.getLogger(__name__)
 
@@ -239,11 +240,13 @@ _shared: list[Connection] = []
 _making = threading.Lock()
 
 
-def shared_connection(path: Path, local_rank: int) -> Connection:
+def shared_connection(environ: Mapping[str, str] = os.environ) -> Connection:
     """This process's, made when it is first asked for. A lost one is made again: whether that helps the agent says."""
     with _making:
         if not _shared or _shared[0].lost:
-            _shared[:] = [Connection(path, local_rank)]
+            if not environ.get(SOCKET):
+                raise ControlLostError(f"${SOCKET} is not set: no elastic agent has started this process")
+            _shared[:] = [Connection(Path(environ[SOCKET]), int(environ.get("LOCAL_RANK", "0")))]
         return _shared[0]
 
 

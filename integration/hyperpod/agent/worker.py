@@ -11,11 +11,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from elastic.errors import ControlLostError, DeadlineError
 from integration.hyperpod.agent import words
 from integration.hyperpod.agent.connection import Connection, shared_connection
 from integration.hyperpod.agent.frames import DamagedFrameError, Message
-from integration.hyperpod.agent.modes import SOCKET, Mode, mode_of
+from integration.hyperpod.agent.modes import Mode, mode_of
 from integration.hyperpod.agent.words import RestartMode
 
 log = logging.getLogger(__name__)
@@ -215,8 +215,7 @@ def this_worker(environ: Mapping[str, str] = os.environ) -> Worker:
     """This process's, made when it is first asked for: the agent wants one connection of each."""
     with _making:
         if not _workers or _workers[0].lost:
-            connection = shared_connection(Path(environ[SOCKET]), int(environ.get("LOCAL_RANK", "0")))
-            _workers[:] = [Worker(connection)]
+            _workers[:] = [Worker(shared_connection(environ))]
         return _workers[0]
 
 
@@ -224,7 +223,8 @@ def wait_rank(environ: MutableMapping[str, str] = os.environ, *, timeout_s: floa
     """The environment first: until this process has a rank, which then stands in ``environ`` with what belongs to it.
 
     For scripts that read it before they do anything else. Returns at once where whoever started this process has put it
-    there. An agent that restarts in process has not: what it puts there is of an earlier start, or of none.
+    there. An agent that restarts in process has not: what it puts there is of an earlier start, or of none. A process
+    that the script itself has started, and that runs these lines again, is no rank.
     """
-    if mode_of(environ) is Mode.IN_PROCESS:
+    if multiprocessing.parent_process() is None and mode_of(environ) is Mode.IN_PROCESS:
         environ.update(this_worker(environ).rank_info(timeout_s=timeout_s).environ)

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import hyperpod_training
+from tests.support import hyperpod_processes
 from tests.support.agents import end_agent
 from tests.support.hyperpod_agents import ROOT, Pod, agents, start, wait
-from tests.support.hyperpod_training import ACT, JOB, LIMIT
+from tests.support.hyperpod_processes import ACT, JOB, LIMIT
 from tests.support.leaks import own_name
 from tests.support.neighbours import until
 
@@ -89,7 +89,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         "TIEREDCKPT_AGENT_LINGER_S": "1",
         "TIEREDCKPT_AGENT_JOB_TTL_S": "300",
     }
-    script = [hyperpod_training.__file__, str(folder), str(TOTAL)]
+    script = [hyperpod_processes.__file__, str(folder), str(TOTAL)]
     try:
         with agents(2, script, folder=folder, nproc=2, environ=environ) as pods:
             yield Job(folder, pods)
@@ -180,7 +180,7 @@ def test_every_step_is_that_of_an_undisturbed_run(job, story, tmp_path):
     alone.say(LIMIT, FAR)
     memory = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_MEMORY": str(memory), "TIEREDCKPT_AGENT_LINGER_S": "1"}
-    command = [sys.executable, hyperpod_training.__file__, str(tmp_path), str(TOTAL)]
+    command = [sys.executable, hyperpod_processes.__file__, str(tmp_path), str(TOTAL)]
     agent = Path(f"{memory}{tmp_path.name}")
     try:
         subprocess.run(command, cwd=tmp_path, env={**environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=120)

@@ -4,73 +4,83 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.support import hyperpod_training
+from tests.support import hyperpod_inprocess
+from tests.support.agents import agent_directory
 from tests.support.hyperpod_agents import Pod, agents, start, stop, wait
-from tests.support.hyperpod_training import TOTAL, Process, done, processes, trains
+from tests.support.hyperpod_inprocess import TOTAL, Process, done, processes, trains
 from tests.support.launched import start_ranks
 from tests.support.neighbours import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-PATIENCE_S = 180.0
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+PATIENCE_S = 240.0
 RANKS = 4
 
 
 class Story:
-    """A job of two pods with two ranks each, and what its operator does."""
+    """A job of two pods with two ranks each and a spare one, and what its operator does."""
 
     def __init__(self, pods: list[Pod], folder: Path) -> None:
-        self.pods, self.folder = pods, folder
+        self.pods, self.spares, self.folder = pods[:2], pods[2:], folder
         self.count = 0
+        start(self.pods)
 
     def let(self, limit: int) -> None:
         path = self.folder / "limit.new"
         path.write_text(str(limit))
         path.replace(self.folder / "limit")
 
-    def until_done(self, step: int, count: int | None = None) -> list[Process]:
-        """All ranks have done this step, in the start of this number; who they are."""
-        wanted = self.count if count is None else count
+    def breaks(self, kind: str, rank: int, step: int) -> None:
+        (self.folder / f"break-{kind}").write_text(f"{rank} {step}")
+        self.let(step + 1)
+
+    def until_done(self, step: int) -> list[Process]:
+        """All ranks have done this step since the newest start; who they are."""
 
         def there() -> list[Process]:
-            at = [one for one in processes(self.folder) if _newest(one) == (wanted, step)]
+            at = [one for one in processes(self.folder) if one.newest == (self.count, step)]
             return at if len(at) == RANKS else []
 
-        return until(there, f"step {step} of start {wanted}: {self.told()}", PATIENCE_S)
+        try:
+            return until(there, f"step {step} of start {self.count}", PATIENCE_S)
+        except AssertionError as late:
+            raise AssertionError(f"{late}\n" + "\n".join(pod.printed()[-3000:] for pod in self.pods)) from None
 
-    def until_at_fault(self) -> dict[str, object]:
-        wait(self.pods, "faulted", any_of=True)
+    def fault(self) -> dict[str, Any]:
+        """What the agent says that was the first to be at fault."""
+        wait(self.pods, "faulted", any_of=True, timeout_s=PATIENCE_S)
         return next(found for pod in self.pods if (found := pod.status())["status"] == "faulted")
 
-    def again(self, mode: str = "in_process_restart") -> None:
-        stop(self.pods, mode=mode)
+    def again(self) -> None:
+        stop(self.pods, mode="in_process_restart")
         self.count += 1
         start(self.pods, fault_count=self.count)
 
-    def told(self) -> str:
-        return "\n".join(pod.printed()[-2000:] for pod in self.pods)
-
-
-def _newest(one: Process) -> tuple[int, int]:
-    """Of a process: the start that it is in, and the last step it has done there."""
-    count, step = -1, -1
-    for words in one.lines:
-        if words[0] == "world":
-            count, step = int(words[4]), -1
-        elif words[0] == "step":
-            step = int(words[2])
-    return count, step
+    def lose(self, number: int, step: int) -> str:
+        """A pod is gone before it has done this step, and a spare takes its place; the name of the lost one."""
+        lost = self.pods[number]
+        lost.kill()
+        self.let(step + 1)
+        others = [pod for pod in self.pods if pod is not lost]
+        for pod in others:
+            pod.stop(mode="in_process_restart")
+        self.pods[number] = self.spares.pop()
+        wait(self.pods, "ready", timeout_s=PATIENCE_S)
+        self.count += 1
+        start(self.pods, fault_count=self.count)
+        return lost.folder.name
 
 
 @pytest.fixture(scope="module")
 def undisturbed(zygote, tmp_path_factory):
     """What every rank has after every step where nothing happens."""
-    from tests.support.agents import agent_directory
-
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "limit").write_text(str(TOTAL))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -85,60 +95,74 @@ def undisturbed(zygote, tmp_path_factory):
 
 
 @contextlib.contextmanager
-def story(folder, agent_dir, **options):
+def story(folder: Path, agent_dir: Path, **options: Any) -> Iterator[Story]:
     environ = {
         "STORY": str(folder),
         "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir),
         "TIEREDCKPT_AGENT_BUDGET": "2GiB",
     }
     (folder / "limit").write_text("0")
-    script = hyperpod_training.__file__
-    with agents(2, script, folder=folder / "pods", nproc=2, inprocess=True, environ=environ, **options) as pods:
+    script = hyperpod_inprocess.__file__
+    with agents(3, script, folder=folder / "pods", nproc=2, inprocess=True, environ=environ, **options) as pods:
         yield Story(pods, folder)
 
 
-def pids(found: list[Process]) -> set[int]:
-    return {one.pid for one in found}
-
-
-def of(found: list[Process], pod: str) -> set[int]:
-    return {one.pid for one in found if one.pod == pod}
+def pids(found: list[Process], pod: str = "") -> set[int]:
+    return {one.pid for one in found if pod in ("", one.pod)}
 
 
 def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, undisturbed):
-    with story(tmp_path, agent_dir, inprocess_timeout_s=30) as job:
-        start(job.pods)
-        job.let(3)
-        first = job.until_done(2)
+    with story(tmp_path, agent_dir, inprocess_timeout_s=25) as job:
+        job.let(2)
+        first = job.until_done(1)
 
-        # A rank raises: all four processes go on.
-        (tmp_path / "break-raise").write_text("1 3")
-        job.let(5)
-        said = job.until_at_fault()
-        assert "ZeroDivisionError" in str(said), said
+        # A rank raises, twice: all processes go on, and the operator is told of whom that was.
+        job.breaks("raise", rank=1, step=2)
+        assert "ZeroDivisionError" in job.fault()["message"]
         job.again()
-        assert pids(job.until_done(4)) == pids(first)
+        assert pids(job.until_done(2)) == pids(first)
+        job.breaks("raise", rank=1, step=3)
+        assert job.fault()["rank_labels"] == {"elastic-repeat-offender": "2"}
+        job.again()
+        assert pids(job.until_done(3)) == pids(first)
+
+        # A rank is asked for a change: all stop at one step, and nobody does one again.
+        os.kill(max(pids(first)), signal.SIGUSR1)
+        job.let(6)
+        asked = job.fault()
+        assert (asked["reason"], asked["restartMode"]) == ("ElasticWorld", "in_process_restart")
+        job.again()
+        job.let(7)
+        calm = job.until_done(6)
+        assert pids(calm) == pids(first)
+        assert all(one.steps[-4:] == [3, 4, 5, 6] for one in calm)
 
         # A rank is killed: those of the other pod go on.
-        (tmp_path / "break-kill").write_text("2 5")
-        job.let(8)
-        job.until_at_fault()
+        job.breaks("kill", rank=2, step=7)
+        assert job.fault()["reason"] == "WorkerCrash"
         job.again()
         second = job.until_done(7)
-        assert of(second, "pod0") == of(first, "pod0")
-        assert of(second, "pod1") != of(first, "pod1")
+        assert pids(second, "pod0") == pids(first, "pod0")
+        assert not pids(second, "pod1") & pids(first)
 
-        # A rank hangs, and no abort wakes it: the agent does not wait for ever, and starts its pod anew.
-        (tmp_path / "break-hang").write_text("1 8")
-        job.let(TOTAL)
-        job.until_done(7)
+        # A rank hangs and no abort wakes it: its agent does not wait for ever, and starts the pod's processes anew.
+        job.breaks("hang", rank=1, step=8)
         until(lambda: not (tmp_path / "break-hang").exists(), "it hangs", PATIENCE_S)
         job.again()
+        third = job.until_done(8)
+        assert not pids(third, "pod0") & pids(second)
+        assert pids(third, "pod1") == pids(second, "pod1")
+
+        # A pod is lost, and with it the store at which all meet: the spare takes its place, warm.
+        waiting = job.spares[0].ranks()
+        lost = job.lose(0, step=9)
+        fourth = job.until_done(9)
+        assert pids(fourth, "pod1") == pids(second, "pod1")
+        assert pids(fourth, "pod2") <= set(waiting)
+        assert lost == "pod0"
+
+        job.let(TOTAL)
         wait(job.pods, "completed", timeout_s=PATIENCE_S)
-        all_of_them = processes(tmp_path)
-        assert [one.lines[-1] for one in all_of_them].count(["ended", "finished"]) == RANKS
-        third = {one.pid for one in all_of_them if one.lines[-1] == ["ended", "finished"]}
-        assert third & of(second, "pod1") == of(second, "pod1")
-        assert not third & of(second, "pod0")
-    assert done([line for one in all_of_them for line in one.lines]) == undisturbed
-    assert not [pid for pid in pids(all_of_them) if Path(f"/proc/{pid}").exists() and os.getpgid(pid) == pid]
+        said = [line for one in processes(tmp_path) for line in one.lines]
+    assert said.count(["ended", "finished"]) == RANKS
+    assert done(said) == undisturbed

@@ -13,6 +13,7 @@ from integration.hyperpod.agent import connection as connection_module
 from integration.hyperpod.agent import words
 from integration.hyperpod.agent.connection import MAX_KEPT, Connection, shared_connection
 from integration.hyperpod.agent.frames import DamagedFrameError, encode
+from integration.hyperpod.agent.modes import SOCKET
 from tests.support.hyperpod_socket import listening
 
 PATIENCE_S = 60.0
@@ -199,6 +200,7 @@ def test_nobody_there_is_said_with_the_path(tmp_path):
     assert issubclass(DamagedFrameError, ControlLostError)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_hold_the_connection_open(both):
     connection, worker = both
     connection.channel(words.RESTARTS)
@@ -221,9 +223,12 @@ def test_a_forked_child_does_not_hold_the_connection_open(both):
 def test_a_process_has_one_connection_whoever_asks(monkeypatch):
     monkeypatch.setattr(connection_module, "_shared", [])
     with listening() as listener:
-        one = shared_connection(listener.path, 0)
-        assert shared_connection(listener.path, 0) is one
+        environ = {SOCKET: str(listener.path)}
+        one = shared_connection(environ)
+        assert shared_connection(environ) is one
         one.close()
-        other = shared_connection(listener.path, 0)
+        other = shared_connection(environ)
         assert other is not one
         other.close()
+    with pytest.raises(ControlLostError, match=SOCKET):
+        shared_connection({})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 
 import pytest
@@ -177,6 +178,16 @@ def test_a_rank_that_nobody_gives_is_said_to_be_missing(environ):
 def test_where_there_is_no_agent_nobody_waits():
     wait_rank({})
     wait_rank({SOCKET: "/nowhere", MODE: "process", "RANK": "0", "MASTER_ADDR": "n0"})
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_process_that_a_rank_has_started_is_no_rank():
+    child = multiprocessing.get_context("fork").Process(target=wait_rank, args=({SOCKET: "/nowhere", "RANK": "-2"},))
+    child.start()
+    child.join(PATIENCE_S)
+    assert child.exitcode == 0
+    with pytest.raises(ControlLostError, match="/nowhere"):
+        wait_rank({SOCKET: "/nowhere", "RANK": "-2"})
 
 
 def started_by(tmp_path, pid, *words):
