@@ -17,7 +17,8 @@ COORDINATION = "HYPERPOD_SIGNAL_COORDINATION"
 PATIENCE = "ELASTIC_HYPERPOD_PATIENCE_S"
 PROGRESS = "ELASTIC_HYPERPOD_PROGRESS"
 RESTARTS = "JOB_RESTART_COUNT"
-_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", RESTARTS)
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", RESTARTS)
+"""Not GROUP_WORLD_SIZE: the agent counts ranks there, where torchrun counts nodes."""
 _PATIENCE_S = 120.0
 
 
@@ -65,7 +66,7 @@ def worker_from(environ: Mapping[str, str] = os.environ) -> Worker:
         local_rank=numbers["LOCAL_RANK"],
         local_world_size=numbers["LOCAL_WORLD_SIZE"],
         node_rank=numbers["GROUP_RANK"],
-        node_count=numbers["GROUP_WORLD_SIZE"],
+        node_count=numbers["WORLD_SIZE"] // numbers["LOCAL_WORLD_SIZE"],
         store=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         restarts=restarts,
         reason=f"started by HyperPod's agent after {restarts} fault{'' if restarts == 1 else 's'}",
@@ -119,10 +120,13 @@ def _number(environ: Mapping[str, str], name: str, problems: list[str]) -> int:
 
 
 def _contradictions(told: Mapping[str, int]) -> list[str]:
-    pairs = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE"))
+    pairs = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     found = [f"{one}={told[one]} of {all_of}={told[all_of]}" for one, all_of in pairs if told[one] >= told[all_of]]
-    if told["LOCAL_WORLD_SIZE"] * told["GROUP_WORLD_SIZE"] != told["WORLD_SIZE"]:
-        found.append("LOCAL_WORLD_SIZE times GROUP_WORLD_SIZE is not WORLD_SIZE")
+    size = told["LOCAL_WORLD_SIZE"]
+    if size and told["WORLD_SIZE"] % size:
+        found.append(f"WORLD_SIZE={told['WORLD_SIZE']} in nodes of {size} ranks each")
+    if told["RANK"] != told["GROUP_RANK"] * size + told["LOCAL_RANK"]:
+        found.append(f"RANK={told['RANK']} as number {told['LOCAL_RANK']} of node {told['GROUP_RANK']}")
     if not 0 < told["MASTER_PORT"] < 1 << 16:
         found.append(f"MASTER_PORT={told['MASTER_PORT']} is no port")
     return found

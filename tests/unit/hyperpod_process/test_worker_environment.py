@@ -14,7 +14,6 @@ from integration.hyperpod.environment import (
     Follow,
     coordination,
     follow,
-    is_worker,
     patience_s,
     worker_from,
 )
@@ -25,7 +24,7 @@ TOLD = {
     "LOCAL_RANK": "1",
     "LOCAL_WORLD_SIZE": "2",
     "GROUP_RANK": "2",
-    "GROUP_WORLD_SIZE": "4",
+    "GROUP_WORLD_SIZE": "8",
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "23456",
     "JOB_RESTART_COUNT": "3",
@@ -40,6 +39,11 @@ def test_a_place_as_the_agent_gives_it():
     assert (place.local_rank, place.local_world_size, place.store) == (1, 2, "10.0.0.1:23456")
     assert (place.restarts, place.reason) == (3, "started by HyperPod's agent after 3 faults")
     assert found.master == ("10.0.0.1", 23456)
+
+
+def test_nodes_are_counted_although_the_agent_says_the_number_of_ranks():
+    assert TOLD["GROUP_WORLD_SIZE"] == TOLD["WORLD_SIZE"]
+    assert worker_from(TOLD).place.node_count == 4
 
 
 def test_addresses_of_the_newer_kind_are_put_in_brackets():
@@ -61,7 +65,8 @@ def test_everything_that_is_wrong_is_named_at_once():
     [
         ({"RANK": "8"}, "RANK=8 of WORLD_SIZE=8"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 of LOCAL_WORLD_SIZE=2"),
-        ({"GROUP_WORLD_SIZE": "3"}, "is not WORLD_SIZE"),
+        ({"WORLD_SIZE": "9"}, "WORLD_SIZE=9 in nodes of 2 ranks each"),
+        ({"GROUP_RANK": "3"}, "RANK=5 as number 1 of node 3"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is no port"),
         ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1' is no count"),
         ({"RANK": "٣"}, "is no count"),
