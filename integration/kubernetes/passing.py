@@ -9,7 +9,7 @@ nothing to write it is read again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ import msgspec
 
 from integration.hyperpod.operator import (
     Action,
-    Answer,
     Decision,
     JobSpec,
     JobSpecError,
@@ -28,6 +27,7 @@ from integration.hyperpod.operator import (
     decide,
     read_job,
 )
+from integration.hyperpod.operator.client import Heard
 from integration.kubernetes.cluster import Cluster
 from integration.kubernetes.errors import AbsentError, ClusterError, ConflictError
 from integration.kubernetes.pods import belongs_to, pod_for, port_of
@@ -46,13 +46,11 @@ _log = logging.getLogger(__name__)
 
 
 class Agents(Protocol):
-    """The agents of a job's pods, by ``host:port``."""
+    """The agents of a job's pods, as :class:`integration.hyperpod.operator.client.AgentClient` reaches them."""
 
-    def ask(self, addresses: Mapping[str, str]) -> Mapping[str, Answer | None]:
-        """What each pod's agent says; nothing for one that does not answer."""
+    def ask_all(self, addresses: Mapping[str, str]) -> Mapping[str, Heard]: ...
 
-    def tell(self, addresses: Mapping[str, str], actions: Sequence[Action]) -> None:
-        """Carry out. What an agent does not hear it is told again in the next pass."""
+    def tell_all(self, actions: Iterable[Action], addresses: Mapping[str, str]) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,8 @@ class Passing:
             if address_of(pod) and not has_ended(pod)
         }
         now_s = self._clock()
-        answers = self._agents.ask(addresses) if not state.phase.over or addresses else {}
+        heard = self._agents.ask_all(addresses)
+        answers = {name: one.answer for name, one in heard.items()}
         situation = situation_of(pods, answers, self._health, capacity=job["spec"].get("replicas"))
         decision = decide(spec, state, situation, now_s)
         status = status_for(spec, decision.state, situation, pods)
@@ -134,7 +133,8 @@ class Passing:
         every_pod: Sequence[Object],
         addresses: Mapping[str, str],
     ) -> None:
-        self._agents.tell(addresses, [action for action in decision.actions if not isinstance(action, Replace)])
+        for name, problem in self._agents.tell_all(decision.actions, addresses).items():
+            _log.warning("pod %s: %s", name, problem)
         named = {pod["metadata"]["name"]: pod for pod in pods}
         for action in decision.actions:
             if isinstance(action, (Replace, Release)) and (pod := named.get(action.pod)) and not is_leaving(pod):

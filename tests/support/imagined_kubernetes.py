@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from integration.hyperpod.operator import (
@@ -17,11 +17,13 @@ from integration.hyperpod.operator import (
     AgentState,
     Answer,
     Release,
+    Replace,
     Shutdown,
     Start,
     StartBody,
     Stop,
 )
+from integration.hyperpod.operator.client import Heard
 from integration.kubernetes.errors import AbsentError, ConflictError, UnreachableError
 
 
@@ -157,13 +159,14 @@ class ImaginedKubernetes:
 
     # -- the agents ---------------------------------------------------------------------------------------------------
 
-    def ask(self, addresses: Mapping[str, str]) -> dict[str, Answer | None]:
-        return {name: self._agents[name].answer() if name in self._agents else None for name in addresses}
+    def ask_all(self, addresses: Mapping[str, str]) -> dict[str, Heard]:
+        return {name: Heard(self._agents[name].answer() if name in self._agents else None) for name in addresses}
 
-    def tell(self, addresses: Mapping[str, str], actions: Sequence[Action]) -> None:
+    def tell_all(self, actions: Iterable[Action], addresses: Mapping[str, str]) -> dict[str, str]:
         for action in actions:
-            if action.pod in self._agents:
+            if action.pod in self._agents and not isinstance(action, (Replace, Release)):
                 self._write(lambda action=action: self._tell(action))
+        return {}
 
     def _tell(self, action: Action) -> None:
         agent = self._agents[action.pod]
@@ -172,7 +175,7 @@ class ImaginedKubernetes:
             agent.start(action.body)
         elif isinstance(action, Stop):
             agent.stop()
-        elif isinstance(action, (Shutdown, Release)):
+        elif isinstance(action, Shutdown):
             del self._agents[action.pod]
             self._pods[action.pod]["status"]["phase"] = "Succeeded"
 
