@@ -24,7 +24,7 @@ from integration.hyperpod.operator import (
     Stop,
 )
 from integration.hyperpod.operator.client import Heard
-from integration.kubernetes.errors import AbsentError, ConflictError, UnreachableError
+from integration.kubernetes.errors import AbsentError, ConflictError, RefusedError, UnreachableError
 
 
 class Killed(BaseException):
@@ -51,6 +51,7 @@ class ImaginedKubernetes:
         self._pods: dict[str, dict[str, Any]] = {}
         self._agents: dict[str, _Agent] = {}
         self.unreachable = False
+        self.refusal = ""
 
     # -- what tests do ------------------------------------------------------------------------------------------------
 
@@ -136,6 +137,8 @@ class ImaginedKubernetes:
 
     def create_pod(self, pod: Mapping[str, Any]) -> None:
         def create() -> None:
+            if self.refusal:
+                raise RefusedError(self.refusal)
             name = pod["metadata"]["name"]
             if name in self._pods:
                 raise ConflictError(f"{name} exists")

@@ -186,6 +186,18 @@ def test_while_nobody_answers_nothing_is_forgotten():
     story.until(lambda: story.phase is Phase.SUCCEEDED)
 
 
+def test_pods_that_are_refused_are_complained_of_once_and_asked_for_again():
+    story = Story()
+    story.kube.refusal = "exceeded quota"
+    passing = Passing(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    for _ in range(5):
+        passing.once("default", "llama")
+        story.kube.tick()
+    assert story.kube.events.count("PodRefused") == 1
+    story.kube.refusal = ""
+    story.until_running(2)
+
+
 def test_whoever_decides_on_what_is_no_longer_so_does_nothing():
     """A controller that is held up for a while must not start agents as it had once meant to."""
     story = Story()
