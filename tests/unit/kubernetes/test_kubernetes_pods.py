@@ -52,10 +52,8 @@ def test_the_template_has_the_last_word_on_its_environment():
 def test_kueue_sees_the_pods_in_the_queue_of_the_job():
     job = job_object()
     queue = {"kueue.x-k8s.io/queue-name": "team-a", "kueue.x-k8s.io/priority-class": "high"}
-    job["metadata"] |= {
-        "labels": {**queue, "team": "a"},
-        "annotations": {"kueue.x-k8s.io/podset-preferred-topology": "t"},
-    }
+    topology = {"kueue.x-k8s.io/podset-preferred-topology": "rack"}
+    job["metadata"] |= {"labels": {**queue, "team": "a"}, "annotations": topology}
     job["spec"]["replicaSpecs"][0]["template"] = {
         **TEMPLATE, "metadata": {"labels": {"kueue.x-k8s.io/priority-class": "low"}},
     }  # fmt: skip
