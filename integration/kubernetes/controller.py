@@ -84,6 +84,10 @@ def registry_for(controller: Controller, health: dict[str, str]) -> kopf.Operato
     """What is watched. ``health`` is kept as the nodes' labels say."""
     registry = kopf.OperatorRegistry()
 
+    @kopf.on.login(registry=registry, retries=3)
+    def login(**known: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_via_client(**known)
+
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def job(namespace: str | None, name: str, **_: Any) -> None:
         controller.heard_of(namespace or "default", name)
