@@ -10,14 +10,17 @@ import pytest
 
 from tests.support.kube_jobs import ControllerProcess, RunningJob
 from tests.support.kube_server import Kube, add_node
-from tests.support.neighbours import until
 from tests.support.process_kubelet import ProcessKubelet
 from tests.support.s3 import free_port
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 HEALTH = "sagemaker.amazonaws.com/node-health-status"
-ELASTIC = {"minReplicas": 1, "maxReplicas": 3, "scalingTimeoutInSeconds": 60, "gracefulShutdownTimeoutInSeconds": 60}
+ELASTIC = {
+    "minReplicas": 1, "maxReplicas": 3, "scalingTimeoutInSeconds": 120, "gracefulShutdownTimeoutInSeconds": 120,
+    "faultyScaleDownTimeoutInSeconds": 120,
+}  # fmt: skip
+PATIENT, QUICK = "--silent=120", "--silent=15"
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +40,11 @@ def kubelet(kube: Kube, nodes: list[str], tmp_path: Path) -> Iterator[ProcessKub
 
 
 @pytest.fixture
-def controller(controllers_config: Path, tmp_path: Path) -> Iterator[ControllerProcess]:
+def controller(request: pytest.FixtureRequest, controllers_config: Path, tmp_path: Path) -> Iterator[ControllerProcess]:
     first = free_port()
     ports = f"--master-ports={first}-{min(first + 40, 65535)}"
-    with ControllerProcess(tmp_path, controllers_config, ports, "--silent=10").started() as controller:
+    silent = getattr(request, "param", PATIENT)
+    with ControllerProcess(tmp_path, controllers_config, ports, silent).started() as controller:
         yield controller
 
 
@@ -49,7 +53,7 @@ def job(kube: Kube, kubelet: ProcessKubelet, controller: ControllerProcess, tmp_
     job = RunningJob(kube, kubelet, controller, tmp_path / "job", "llama")
     yield job
     kube.delete(job.path)
-    until(lambda: not job.pods() and kube.find(job.path) is None, "the job's pods go with it", 60)
+    job.until(lambda: not job.pods() and kube.find(job.path) is None, "the job's pods go with it")
 
 
 def test_from_a_resource_to_its_end_with_faults_sizes_and_controllers_that_come_and_go(
@@ -112,6 +116,7 @@ def test_from_a_resource_to_its_end_with_faults_sizes_and_controllers_that_come_
     assert begins == sorted(begins), "every world went on where the one before had stopped"
 
 
+@pytest.mark.parametrize("controller", [QUICK], indirect=True)
 def test_a_machine_that_is_lost_is_done_without(job: RunningJob) -> None:
     """Nobody deletes its pod, and nobody answers for it."""
     job.create()
@@ -123,6 +128,8 @@ def test_a_machine_that_is_lost_is_done_without(job: RunningJob) -> None:
     assert all(pod["spec"]["nodeName"] != lost for pod in job.pods() if pod["metadata"]["name"] in running)
     job.say("finish")
     job.until(lambda: job.holds("Succeeded"), "the job is done")
+    job.until(lambda: {pod["spec"]["nodeName"] for pod in job.pods()} == {lost}, "only the lost one's pod is left")
+    job.kubelet.find(lost)
 
 
 def test_suspended_it_has_no_pods_and_goes_on_where_it_was(job: RunningJob, kube: Kube) -> None:
