@@ -81,6 +81,8 @@ def test_what_happens_meanwhile_is_made_up_for(kube: Kube, tmp_path: Path) -> No
             until(lambda: not _pods(kube, "going"), "what was deleted stays so", PATIENCE_S)
             assert victim["uid"] not in {pod["metadata"]["uid"] for pod in _pods(kube, "before")}
             assert _is_well(f"http://{health}/healthz")()
+            meta = kube.get(f"{JOBS}/before")["metadata"]
+            assert not {"finalizers", "annotations"} & set(meta), "it can be deleted while no controller runs"
     for name in ("before", "meanwhile"):
         kube.delete(f"{JOBS}/{name}")
         until(lambda name=name: not _pods(kube, name), "pods go with their job", PATIENCE_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -260,7 +262,16 @@ def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
     return story
 
 
-@settings(max_examples=60)
+def test_what_decides_needs_neither_kopf_nor_a_client_nor_torch():
+    names = "passing", "pods", "seeing", "status", "cluster"
+    imports = "; ".join(f"import integration.kubernetes.{name}" for name in names)
+    found = "{name.partition('.')[0] for name in sys.modules} & {'kopf', 'kubernetes', 'torch'}"
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; {imports}; assert not {found}, {found}"], check=True, timeout=120
+    )
+
+
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=6))
 def test_killed_at_any_write_the_job_does_not_notice(cuts):
     undisturbed, disturbed = _whole_story([]), _whole_story(cuts)
