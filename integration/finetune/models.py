@@ -27,7 +27,7 @@ def sharded(config: Any, job: Job, world: World) -> nn.Module:
     """This rank's part of the model, with whatever was in memory for weights."""
     model = _without_weights(config)
     if job.recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _recompute(model)
     options: dict[str, Any] = {"mesh": world.mesh(), "mp_policy": _precision(job, world.device)}
     wraps = job.parallel == "fsdp"
     for block in _blocks(model):
@@ -60,7 +60,8 @@ def give_first_weights(model: nn.Module, config: Any, job: Job, world: World) ->
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """All ranks call it; the first gets the weights, the others nothing."""
-    return get_model_state_dict(inner(model), options=_WHOLE)
+    found: dict[str, Any] = get_model_state_dict(inner(model), options=_WHOLE)
+    return found
 
 
 def plain(config: Any, weights: dict[str, torch.Tensor]) -> Any:
@@ -72,11 +73,9 @@ def plain(config: Any, weights: dict[str, torch.Tensor]) -> Any:
 
 
 def _without_weights(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            return _made(config)
     except ValueError as error:
         raise ModelError(f"{config.model_type} is no causal language model: {first_line(error)}") from error
 
@@ -88,7 +87,14 @@ def _first_weights(config: Any, job: Job) -> Any:
         return AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return _made(config)
+
+
+def _made(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    factory: Any = AutoModelForCausalLM
+    return factory.from_config(config, dtype=torch.float32)
 
 
 def _blocks(model: Any) -> Iterator[nn.Module]:
@@ -124,6 +130,14 @@ def _fill_unsaved(model: Any) -> None:
             )
         with torch.no_grad():
             model._init_weights(one)
+
+
+def _recompute(model: Any) -> None:
+    """What Transformers calls it changed with its releases."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _precision(job: Job, device: torch.device) -> MixedPrecisionPolicy:

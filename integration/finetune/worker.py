@@ -33,10 +33,13 @@ def worker(*, job_file: Path | None, **options: Any) -> int:
 
 def fine_tune(job: Job) -> object:
     """What became of this rank. Imports, tokenizer and data are there before it asks for a place."""
+    from transformers.utils.logging import disable_progress_bar
+
     from elastic.workers.loop import run
     from integration.finetune.pretrained import prepared
     from integration.finetune.training import train
 
+    disable_progress_bar()
     brought = prepared(job)
     job.folder.mkdir(parents=True, exist_ok=True)
     return run(lambda world: train(world, job, brought))

@@ -27,7 +27,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-            name, line = loader.construct_object(key), key.start_mark.line + 1  # type: ignore[no-untyped-call]
+            name, line = loader.construct_object(key), key.start_mark.line + 1
             if name in seen:
                 raise PolicyError(f"key {name!r} is there twice, in lines {seen[name]} and {line}")
             seen[name] = line

@@ -73,7 +73,7 @@ def one_size(nodes: int, batch: int, microbatch: int | None, rate: float | None)
 
 
 def _policy(doc: Document, stated: Mapping[Any, Any], sizes: list[int]) -> ScalingPolicy:
-    others = {"replica_discrete_values": tuple(sizes)} if len(sizes) > 1 else {}
+    others: dict[str, Any] = {"replica_discrete_values": tuple(sizes)} if len(sizes) > 1 else {}
     try:
         return ScalingPolicy.from_elastic_policy(stated, **others)
     except PolicyError as error:
