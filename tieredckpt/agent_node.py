@@ -137,6 +137,7 @@ def agent_command(settings: Settings, *, detach: bool = True, linger: bool = Tru
     command += ["--burst-slots", str(agent.burst_slots), "--job-ttl-s", str(agent.job_ttl_s), "--http", agent.http]
     command += ["--node", agent.node, "--peers", agent.peers, "--labels", agent.labels]
     command += ["--interface", agent.interface, "--tls", agent.tls, "--transport", agent.transport]
+    command += ["--cluster-config", ""]  # what it says is in these settings already
     if linger:
         command += ["--linger-s", str(agent.linger_s)]
     return command + (["--detach"] if detach else [])

@@ -12,6 +12,7 @@ from elastic.cli.exits import EXIT_HELP, Exit
 from elastic.cli.screen import ElasticScreen
 from elastic.errors import ElasticError
 from peerstore.errors import PeerStoreError
+from tieredckpt.cli.exits import CommandError
 from tieredckpt.cli.groups import Commands, version
 from tieredckpt.errors import TieredCheckpointError
 
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
-    except TieredCheckpointError as error:  # of commands about checkpoints, which end as tieredckpt's do
+    except (TieredCheckpointError, CommandError) as error:  # of commands that end as tieredckpt's do
         return int(screen.failed(error))
     except (ElasticError, PeerStoreError, OSError) as error:
         return screen.ended_by(error)

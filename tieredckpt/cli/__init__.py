@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from peerstore.errors import PeerStoreError
-from tieredckpt.cli.exits import EXIT_HELP, Exit
+from tieredckpt.cli.exits import EXIT_HELP, CommandError, Exit
 from tieredckpt.cli.groups import Commands, version
 from tieredckpt.cli.screen import Screen
 from tieredckpt.errors import TieredCheckpointError
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
-    except (TieredCheckpointError, PeerStoreError, OSError) as error:
+    except (TieredCheckpointError, CommandError, PeerStoreError, OSError) as error:
         return screen.failed(error)
 
 

@@ -21,11 +21,11 @@ class Commands(click.Group):
     The program's own come first, in the order given, and none of them is replaced by a plug-in of the same name.
     """
 
-    def __init__(self, *args: Any, own: Mapping[str, str], plugins: str, **attributes: Any) -> None:
+    def __init__(self, *args: Any, own: Mapping[str, str], plugins: str = "", **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.own = own
         self.plugins = plugins
-        """The entry points' group."""
+        """The entry points' group; "": there are none."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.own, *sorted(set(metadata.entry_points(group=self.plugins).names) - self.own.keys())]
