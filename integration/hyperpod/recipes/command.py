@@ -14,10 +14,11 @@ from elastic.cli.options import pass_screen
 from elastic.cli.screen import ElasticScreen
 from elastic.errors import PolicyError
 from elastic.world.policy import ScalingPolicy
+from integration.hyperpod.job import as_yaml, resource
 from integration.hyperpod.recipes import launch, plan, show, sizes
 from integration.hyperpod.recipes.reading import read_recipe
 from integration.hyperpod.recipes.recipe import Recipe
-from integration.hyperpod.recipes.resource import Pods, resource
+from integration.hyperpod.recipes.resource import training_job
 from tieredckpt.cli.options import printing
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -87,7 +88,7 @@ def plan_command(screen: ElasticScreen, /, *, file: Path, nproc: int | None, nod
 @click.option("--namespace", default="default", show_default=True)
 @click.option("--queue", default="", help="Kueue's local queue.")
 @click.option("--instance", default="", metavar="TYPE", help="Only on nodes of this type, as ml.p5.48xlarge.")
-@click.option("--shm", default="200Gi", show_default=True, help="Of /dev/shm, where the memory tier is.")
+@click.option("--memory", default="", metavar="SIZE", help="The memory tier in each pod. [the node agent's]")
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
 @pass_screen
 def job_command(
@@ -105,22 +106,26 @@ def job_command(
 ) -> int:
     """Write the HyperPodPyTorchJob of FILE, whose pods run SCRIPT (or `-- -m MODULE`) with its arguments."""
     found, policy, on = _sized(file, nproc, nodes, elastic=elastic)
-    pods = Pods(
-        image=image,
-        script=script,
-        name=asked["name"],
-        namespace=asked["namespace"],
-        queue=asked["queue"],
-        instance=asked["instance"],
-        memory=asked["shm"],
+    made = resource(
+        training_job(
+            found,
+            policy,
+            script,
+            elastic=on,
+            memory_size=asked["memory"],
+            image=image,
+            name=asked["name"],
+            namespace=asked["namespace"],
+            queue=asked["queue"],
+            instance_type=asked["instance"],
+        )
     )
-    made = resource(found, policy, pods, elastic=on)
     if screen.as_json:
         screen.result(made, lambda _: None)
     elif out is None:
-        sys.stdout.write(yaml.safe_dump(made, sort_keys=False))
+        sys.stdout.write(as_yaml(made))
     if out is not None:
-        _write(out, made)
+        out.write_text(as_yaml(made), encoding="utf-8")
     _remarks(screen, found)
     return 0
 
@@ -132,6 +137,8 @@ def _sized(file: Path, nproc: int | None, nodes: Sequence[str], *, elastic: bool
     policy = found.policy
     if wanted:
         policy = sizes.within(policy, min(wanted), max(wanted), where=f"{found.file}: --nodes")
+    if elastic and len(policy.sizes) == 1:
+        raise PolicyError(f"{found.file}: --elastic: it has one size, {policy.least} nodes")
     on = elastic or found.elastic or len(wanted) > 1
     if not on:
         size = wanted[0] if wanted else found.nodes

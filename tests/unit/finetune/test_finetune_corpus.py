@@ -39,7 +39,7 @@ def test_every_line_is_found_in_order_and_blank_ones_are_not(files: list, end: b
             assert corpus[index] == {"text": text}
             assert corpus.where(index) == f"{folder}/{number}.jsonl:{line}"
         firsts = [corpus.where(index).rpartition(":")[0] for index in corpus.firsts() if index < len(corpus)]
-        assert {where for where in firsts} >= {f"{folder}/{number}.jsonl" for number, _, _ in expected}
+        assert set(firsts) >= {f"{folder}/{number}.jsonl" for number, _, _ in expected}
         with pytest.raises(IndexError):
             corpus[len(expected)]
 

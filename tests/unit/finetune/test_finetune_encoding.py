@@ -89,10 +89,9 @@ def test_nothing_is_longer_than_it_may_be_and_all_parts_are_as_long(tokens, leng
     ],
 )
 def test_what_cannot_be_learned_from_is_named(line, named):
-    with pytest.raises(DataError, match="^here") as caught:
-        encoder(tokenizer=Letters())({**line}, "here") if "~" not in str(line) else Encoder(Wide(), 16, VOCABULARY)(
-            line, "here"
-        )
+    tokenizer = Wide() if line.get("text") == "~" else Letters()
+    with pytest.raises(DataError, match=r"^here") as caught:
+        encoder(tokenizer=tokenizer)(line, "here")
     assert named in str(caught.value)
 
 
