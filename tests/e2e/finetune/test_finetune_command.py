@@ -56,6 +56,5 @@ def test_a_killed_rank_does_not_show_and_the_time_is_accounted_for(place):
         env=place.environ, cwd=place.folder, capture_output=True, check=True, timeout=120,
     )  # fmt: skip
     account = json.loads(done.stdout)
-    assert account["steps"]["trained"] == STEPS
-    assert len(account["faults"]) == 1
+    assert (account["steps"], account["faults"], account["ranks"]) == (STEPS, 1, 2)
     assert account["tokens"] == sum({one["step"]: one["tokens"] for one in found if "step" in one}.values())
