@@ -39,7 +39,8 @@ def fine_tune(job: Job) -> object:
     from integration.finetune.pretrained import prepared
     from integration.finetune.training import train
 
-    disable_progress_bar()
+    quiet: Any = disable_progress_bar
+    quiet()
     brought = prepared(job)
     job.folder.mkdir(parents=True, exist_ok=True)
     return run(lambda world: train(world, job, brought))

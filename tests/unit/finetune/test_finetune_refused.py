@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -106,3 +109,13 @@ def test_the_command_says_it_too_and_starts_nothing(folder, monkeypatch):
 def test_a_step_for_people():
     line = {"step": 0, "steps": 10, "loss": 1.5, "tokens": 1234, "lr": 1e-5, "ranks": 1, "seconds": 0.5}
     assert told(json.loads(json.dumps(line))) == "step 1/10  loss 1.5000  1,234 tokens  lr 1e-05  1 rank  0.50 s"
+
+
+def test_the_documentation_says_words_that_there_are():
+    """Every `elastic finetune` of docs/finetune.md."""
+    text = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text()
+    lines = re.findall(r"^(?:\$ )?elastic finetune (.*)$", text, re.MULTILINE)
+    assert len(lines) >= 5
+    for line in lines:
+        context = finetune.make_context("finetune", shlex.split(line))
+        assert context.params["data"]
