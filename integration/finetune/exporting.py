@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from integration.finetune.adapters import merged
 from integration.finetune.job import Job
 from integration.finetune.models import plain, whole_weights
 
@@ -20,6 +21,7 @@ def export(model: nn.Module, config: Any, tokenizer: Any, job: Job, *, rank: int
     """All ranks call it; the first writes. ``from_pretrained`` reads back these very bits."""
     weights = whole_weights(model)
     if rank == 0:
+        weights = merged(weights, job) if job.lora else weights
         dtype = exported_dtype(job, config)
         found = plain(config, {name: _as(one, dtype) for name, one in weights.items()})
         with _replaced(job.model_folder) as folder:

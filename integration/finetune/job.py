@@ -57,6 +57,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     clip: float = 1.0
     seed: int = 0
 
+    lora: int = 0
+    """Rank of adapters; 0: all weights are trained."""
+    lora_alpha: float = 32.0
+    """Over the rank: how much adapters count."""
     parallel: Literal["fsdp", "ddp"] = "fsdp"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of forward and backward passes; weights and moments are float32. ``auto``: bfloat16 on a GPU."""

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.workers.world import World
+from integration.finetune.adapters import adapt, first_weights
 from integration.finetune.errors import ModelError
 from integration.finetune.job import Job
 from integration.finetune.pretrained import first_line
@@ -26,6 +27,8 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 def sharded(config: Any, job: Job, world: World) -> nn.Module:
     """This rank's part of the model, with whatever was in memory for weights."""
     model = _without_weights(config)
+    if job.lora:
+        adapt(model, job)
     if job.recompute:
         _recompute(model)
     options: dict[str, Any] = {"mesh": world.mesh(), "mp_policy": _precision(job, world.device)}
@@ -54,6 +57,8 @@ def give_first_weights(model: nn.Module, config: Any, job: Job, world: World) ->
     whole: dict[str, Any] = {}
     if world.rank == 0:
         whole = _first_weights(config, job).state_dict()
+        if job.lora:
+            whole = first_weights(whole, set(inner(model).state_dict()), job)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world.size > 1)
     set_model_state_dict(inner(model), whole, options=options)
 

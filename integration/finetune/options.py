@@ -17,6 +17,8 @@ from integration.hyperpod.recipes import Recipe, read_recipe
 F = TypeVar("F", bound=Callable[..., Any])
 
 _BATCH, _LR = 16, 1e-5
+_LORA = 16
+"""Rank of adapters where a recipe leaves it to another file."""
 _POSITIVE, _NOT_NEGATIVE = click.IntRange(1), click.IntRange(0)
 _ANY_LR = click.FloatRange(0)
 _OPTIONS = (
@@ -43,6 +45,10 @@ _OPTIONS = (
     click.option("--weight-decay", type=_ANY_LR, help="[0]"),
     click.option("--clip", type=_ANY_LR, help="Of the gradients' norm. [1]"),
     click.option("--seed", type=_NOT_NEGATIVE, help="[0]"),
+    click.option(
+        "--lora", type=_NOT_NEGATIVE, help="Train adapters of this rank beside frozen weights. [0: all weights]"
+    ),
+    click.option("--lora-alpha", type=click.FloatRange(0), help="Over the rank: how much they count. [32]"),
     click.option("--parallel", type=click.Choice(["fsdp", "ddp"]), help="[fsdp]"),
     click.option("--precision", type=click.Choice(["auto", "float32", "bfloat16"]), help="Of passes. [auto]"),
     click.option("--recompute", is_flag=True, default=None, help="Activations again in the backward pass."),
@@ -90,16 +96,14 @@ def _of_recipe(recipe: Recipe, said: Mapping[str, Any]) -> dict[str, Any]:
     training, checkpoints = recipe.training, recipe.checkpoints
     if training.algorithm == "dpo":
         raise PolicyError(f"{recipe.file} is for preference optimisation; this is supervised fine-tuning")
-    if training.method == "lora" and "lr" not in said:
-        raise PolicyError(
-            f"{recipe.file} is for adapters (LoRA), and so is its learning rate: here all weights are trained, say --lr"
-        )
     if recipe.model_parallel > 1:
         raise PolicyError(f"{recipe.file} splits a model over {recipe.model_parallel} ranks; here each batch is split")
     found = {
         "model": recipe.model or None,
         "steps": None if "epochs" in said else training.steps,
         "length": training.length,
+        "lora": (training.lora or _LORA) if training.method == "lora" else None,
+        "lora_alpha": training.lora_alpha,
         "weight_decay": training.weight_decay,
         "beta1": training.beta1,
         "beta2": training.beta2,

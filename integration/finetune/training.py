@@ -65,7 +65,7 @@ def _loader(job: Job, samples: Samples, size: Sized, world: World) -> ElasticDat
 def _steps(world: World, job: Job, brought: Prepared, size: Sized, loader: ElasticDataLoader) -> int:
     model = models.sharded(brought.config, job, world)
     optimizer = torch.optim.AdamW(
-        models.inner(model).parameters(),
+        [one for one in models.inner(model).parameters() if one.requires_grad],
         lr=size.lr,
         betas=(job.beta1, job.beta2),
         eps=job.eps,

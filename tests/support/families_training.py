@@ -37,6 +37,7 @@ def job_of(folder: Path, name: str, family: str, steps: int) -> Any:
         seed=3,
         parallel="ddp" if family == "qwen2" else "fsdp",
         recompute=family == "qwen3",
+        lora=4 if family in ("qwen3", "gpt_oss") else 0,
     )
 
 

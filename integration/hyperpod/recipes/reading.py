@@ -142,6 +142,8 @@ def _method(doc: Document) -> Training:
     algorithm = "dpo" if "/algorithm/dpo" in parts else "sft"
     return Training(
         method="lora" if lora else "full",
+        lora=doc.whole(f"{_MODEL}.peft_config.r"),
+        lora_alpha=doc.number(f"{_MODEL}.peft_config.lora_alpha"),
         algorithm=algorithm,
         steps=doc.whole(f"{_ARGS}.max_steps"),
         length=doc.whole(f"{_ARGS}.max_len"),

@@ -58,6 +58,9 @@ class Training:
 
     method: str = "full"
     """``full`` or ``lora``."""
+    lora: int | None = None
+    """Rank of the adapters."""
+    lora_alpha: float | None = None
     algorithm: str = "sft"
     """``sft``, ``dpo`` or ``pretrain``."""
     steps: int | None = None
