@@ -1,9 +1,11 @@
 """``tieredckpt cluster`` against an endpoint that takes what AWS's model takes."""
 
+import functools
 import json
 
 import boto3
 import pytest
+from botocore.loaders import JSONFileLoader
 from botocore.stub import Stubber
 
 from integration.hyperpod.cluster.api import Clusters, region_of
@@ -13,6 +15,15 @@ from tieredckpt.cli import groups
 from tieredckpt.cli.exits import CommandError, Exit
 
 ON = {"Mode": "Enable", "InstanceMemoryAllocationPercentage": 30}
+
+
+_load = functools.cache(JSONFileLoader().load_file)
+
+
+@pytest.fixture(autouse=True)
+def models(monkeypatch):
+    """AWS's model of SageMaker is read once; reading it is most of what a command takes."""
+    monkeypatch.setattr(JSONFileLoader, "load_file", lambda _, path: _load(path))
 
 
 @pytest.fixture(autouse=True)

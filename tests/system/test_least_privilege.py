@@ -46,8 +46,15 @@ def test_a_directory_of_roots_becomes_the_agents_and_it_serves_from_there(agent_
     config = config_map(tmp_path / "cluster", Mode="Enable", InstanceMemoryAllocationPercentage=2)
     env = plugged(tmp_path / "site", {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"})
     user = confined(agent, pod)
+    assert agent["securityContext"]["readOnlyRootFilesystem"] is True
+    alone = ["unshare", "--mount", "--propagation=private"]
+    closed = [*alone, "sh", "-c", 'mount -o remount,bind,ro / && exec "$@"', "sh"]
+    assert subprocess.run([*closed, "touch", str(tmp_path / "x")], capture_output=True, timeout=60).returncode != 0
     process = subprocess.Popen(
-        [*user, *agent_command(agent_dir, config, tmp_path / "labels")], stderr=subprocess.PIPE, text=True, env=env
+        [*closed, *user, *agent_command(agent_dir, config, tmp_path / "labels")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
     )
     try:
         assert any(" serves " in line for line in process.stderr)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tieredckpt.cli.exits import EXIT_HELP, CommandError, Exit
+from tieredckpt.cli.exits import CommandError, Exit
 from tieredckpt.cli.groups import Commands
 from tieredckpt.cli.options import pass_screen, printing
 from tieredckpt.cli.screen import Screen
@@ -27,7 +27,17 @@ _OWN = {
 }
 
 
-@click.group("cluster", cls=Commands, own=_OWN, epilog=EXIT_HELP)
+_EXITS = """\b
+Exit codes:
+  0  done, or so already
+  1  failed; the message says why
+  2  the command line, the flag or a name is wrong
+  3  there is no such cluster, node or ledger
+  5  SageMaker or Kubernetes could not be asked: how the cluster is, is unknown
+  6  refused (credentials, permission)"""
+
+
+@click.group("cluster", cls=Commands, own=_OWN, epilog=_EXITS)
 def cluster() -> None:
     """A HyperPod cluster: how much of its nodes' memory is for checkpoints, and how its nodes are."""
 
@@ -45,8 +55,11 @@ def asking(command: F) -> F:
 
 def changing(command: F) -> F:
     """What all changes have."""
+    command = asking(printing(command))
     for option in (
-        click.option("--timeout", "timeout_s", type=float, default=1800.0, show_default=True, metavar="S"),
+        click.option(
+            "--timeout", "timeout_s", type=float, default=1800.0, show_default=True, metavar="S", help="Of --wait."
+        ),
         click.option("--wait", "waits", is_flag=True, help="Return when the cluster has it."),
         click.option("--dry-run", is_flag=True, help="Show the request and send nothing."),
         click.option(
@@ -57,7 +70,7 @@ def changing(command: F) -> F:
         click.option("--cluster", "name", required=True, metavar="NAME|ARN"),
     ):
         command = option(command)
-    return asking(printing(command))
+    return command
 
 
 @click.command("show")

@@ -6,12 +6,13 @@ HyperPod reboots and replaces nodes by the label; nobody puts a pod on a node th
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tieredckpt.ledger.events import Event, Fault
+from tieredckpt.ledger.events import Ended, Event, Fault
 
 LABEL = "sagemaker.amazonaws.com/node-health-status"
 
@@ -49,6 +50,8 @@ _SIGNS = (
 """Words of CUDA, of NVIDIA's driver and NCCL, and of this project's own health check, the most telling first. What a
 program does wrong itself (an illegal access, an assertion, no memory left) is no fault of its machine."""
 
+_SAME_S = 120.0
+
 
 @dataclass(frozen=True)
 class DeviceFault:
@@ -78,14 +81,28 @@ def kind_of(words: str) -> FaultKind | None:
 
 
 def device_faults(events: Iterable[Event]) -> list[DeviceFault]:
-    """Of a job's ledger. Several ranks tell of one fault of their machine: those of one world are one of each kind."""
-    found: dict[tuple[str, int, FaultKind], DeviceFault] = {}
-    for event in events:
-        kind = kind_of(event.reason) if isinstance(event, Fault) and event.node else None
-        if kind is not None and isinstance(event, Fault):
-            fault = DeviceFault(event.at, event.node, kind, event.reason)
-            found.setdefault((event.node, event.epoch, kind), fault)
-    return list(found.values())
+    """Of a job's ledger, by time. Several ranks tell of one fault of their machine, and one that is not mended is met
+    again by the next process: what comes within two minutes of the last one that counts is the same.
+    """
+    found: list[DeviceFault] = []
+    counted: dict[tuple[str, FaultKind], float] = {}
+    for event in sorted(filter(None, map(_fault_in, events)), key=lambda fault: fault.at):
+        if event.at - counted.get((event.node, event.kind), -math.inf) > _SAME_S:
+            counted[event.node, event.kind] = event.at
+            found.append(event)
+    return found
+
+
+def _fault_in(event: Event) -> DeviceFault | None:
+    """What the coordinator was told, and a rank's own last words: it says more of itself than its supervisor knows."""
+    if isinstance(event, Fault):
+        words = event.reason
+    elif isinstance(event, Ended) and event.who == "rank":
+        words = event.words
+    else:
+        return None
+    kind = kind_of(words)
+    return DeviceFault(event.at, event.node, kind, words) if kind is not None and event.node else None
 
 
 def verdict(faults: Iterable[DeviceFault], now: float, rule: HealthRule | None = None) -> NodeHealth:

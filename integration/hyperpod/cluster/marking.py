@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 @click.option("--ledger", "ledgers", multiple=True, metavar="DIR|JOB", help="Of which device faults are counted.")
 @click.option("--apply", "applies", is_flag=True, help="With --ledger: set the labels that are worse than they were.")
 @click.option("--called", multiple=True, metavar="OURS=THEIRS", help="A node's name in the ledger and in Kubernetes.")
-@click.option("--context", help="As for kubectl.")
+@click.option("--context", metavar="NAME", help="As for kubectl.")
+@click.option("--kubeconfig", metavar="FILE", help="As for kubectl. [default: a pod's own account, $KUBECONFIG]")
 @printing
 @pass_screen
 def node_health(
@@ -38,6 +39,7 @@ def node_health(
     applies: bool,
     called: tuple[str, ...],
     context: str | None,
+    kubeconfig: str | None,
 ) -> int:
     """Read or set the label by which HyperPod reboots and replaces nodes.
 
@@ -49,9 +51,9 @@ def node_health(
         text = "say either NODE, with --set or without, or --ledger, with --apply and --called or without"
         raise CommandError(text, code=Exit.USAGE)
     if node:
-        return _one(screen, node, NodeHealth(value) if value else None, _labels(context))
+        return _one(screen, node, NodeHealth(value) if value else None, _labels(context, kubeconfig))
     names = dict(_pair(one) for one in called)
-    return _judged(screen, ledgers, names, (lambda: _labels(context)) if applies else None)
+    return _judged(screen, ledgers, names, (lambda: _labels(context, kubeconfig)) if applies else None)
 
 
 def _one(screen: Screen, node: str, value: NodeHealth | None, labels: NodeLabels) -> int:
@@ -111,10 +113,10 @@ def _show(out: Console, rows: Sequence[dict[str, Any]], now: float) -> None:
     out.print(table(columns, cells, right=("FAULTS",)))
 
 
-def _labels(context: str | None) -> NodeLabels:
+def _labels(context: str | None, kubeconfig: str | None) -> NodeLabels:
     from integration.hyperpod.cluster.nodes import connected
 
-    return connected(context)
+    return connected(context, kubeconfig)
 
 
 def _pair(text: str) -> tuple[str, str]:

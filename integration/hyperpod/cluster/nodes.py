@@ -50,7 +50,7 @@ class NodeLabels:
         return True
 
 
-def connected(context: str | None = None) -> NodeLabels:
+def connected(context: str | None = None, kubeconfig: str | None = None) -> NodeLabels:
     """With a pod's own account, or what ``kubectl`` would use."""
     try:
         from kubernetes import client, config
@@ -58,15 +58,15 @@ def connected(context: str | None = None) -> NodeLabels:
         advice = "pip install 'tieredckpt[kubernetes]'"
         raise CommandError("there is no Kubernetes client", code=Exit.USAGE, advice=advice) from error
     try:
-        if context is None:
+        if context is None and kubeconfig is None:
             with contextlib.suppress(config.ConfigException):
-                config.load_incluster_config()
-                return NodeLabels(client.CoreV1Api())
-        config.load_kube_config(context=context)
+                mine = client.Configuration()
+                config.load_incluster_config(client_configuration=mine)
+                return NodeLabels(client.CoreV1Api(client.ApiClient(mine)))
+        return NodeLabels(client.CoreV1Api(config.new_client_from_config(kubeconfig, context=context)))
     except (config.ConfigException, OSError) as error:
-        advice = "run it in a pod with an account, or set $KUBECONFIG and --context as for kubectl"
+        advice = "run it in a pod with an account, or give --kubeconfig and --context as to kubectl"
         raise CommandError(f"no way to Kubernetes is configured: {error}", code=Exit.USAGE, advice=advice) from error
-    return NodeLabels(client.CoreV1Api())
 
 
 def _label(node: Any) -> str | None:

@@ -63,9 +63,9 @@ def test_the_account_may_label_nodes_and_nothing_else(
     add_node(kube, "gpu-1")
     account = kube.as_service_account("tieredckpt-agents", "node-health")
     try:
-        monkeypatch.setenv("KUBECONFIG", str(account.kubeconfig(tmp_path / "config")))
+        config = str(account.kubeconfig(tmp_path / "config"))
         monkeypatch.setenv("no_proxy", "*")
-        labels = connected("here")
+        labels = connected(kubeconfig=config)
         assert labels.health("gpu-1") is None
         assert labels.change("gpu-1", NodeHealth.PENDING_REBOOT, when=lambda _: True) is None
         assert kube.get("/api/v1/nodes/gpu-1")["metadata"]["labels"][LABEL] == "UnschedulablePendingReboot"
@@ -87,12 +87,12 @@ def test_the_account_may_label_nodes_and_nothing_else(
 def test_an_account_without_the_rights_is_told_which(
     kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    account = kube.as_service_account("tieredckpt-system", "hyperpod-controller")
+    account = kube.as_service_account("default", "default")
     try:
-        monkeypatch.setenv("KUBECONFIG", str(account.kubeconfig(tmp_path / "config")))
+        config = str(account.kubeconfig(tmp_path / "config"))
         monkeypatch.setenv("no_proxy", "*")
         with pytest.raises(CommandError, match="refuses") as refused:
-            connected("here").change("gpu-1", NodeHealth.UNSCHEDULABLE, when=lambda _: True)
+            connected(kubeconfig=config).change("gpu-1", NodeHealth.UNSCHEDULABLE, when=lambda _: True)
         assert refused.value.code is Exit.REFUSED
         assert "manifests/node-health" in refused.value.advice
     finally:

@@ -10,6 +10,7 @@ from elastic.errors import PolicyError
 from elastic.world.policy import ScalingPolicy
 from integration.hyperpod.job import CONTAINER, JobError, TrainingJob, elastic_policy, is_elastic, resource
 from integration.hyperpod.memory import DIRECTORY, Memory
+from integration.hyperpod.operator.spec import read_job
 from tieredckpt.settings import Settings, load_settings, settings_from
 
 aws = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
@@ -108,12 +109,62 @@ def accepted(document):
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(jobs())
 def test_awss_models_take_every_resource(job):
     document = resource(job)
     accepted(document)
     assert (document["apiVersion"], document["kind"]) == ("sagemaker.amazonaws.com/v1", "HyperPodPyTorchJob")
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"replica_increment_step": 2}, {"replica_discrete_values": (2, 4, 8)}], ids=["steps", "discrete"]
+)
+def test_awss_own_command_line_makes_the_same_of_the_same_words(sizes):
+    template = pytest.importorskip("hyperpod_pytorch_job_template.v1_1.model")
+    policy = ScalingPolicy(min_replicas=2, max_replicas=8, **sizes, job_max_retry_count=3)
+    ours = resource(
+        TrainingJob(
+            name="llama",
+            image="training:latest",
+            command=["hyperpodrun", "train.py"],
+            policy=policy,
+            nproc="8",
+            queue="research",
+            priority="high-priority",
+            topology="topology.k8s.aws/network-node-layer-3",
+            instance_type="ml.p5.48xlarge",
+        )
+    )
+    theirs = template.PyTorchJobConfig(
+        job_name="llama",
+        namespace="default",
+        image="training:latest",
+        command=["hyperpodrun", "train.py"],
+        node_count=2,
+        max_node_count=8,
+        max_retry=3,
+        tasks_per_node=8,
+        queue_name="research",
+        priority="high-priority",
+        preferred_topology="topology.k8s.aws/network-node-layer-3",
+        instance_type="ml.p5.48xlarge",
+        elastic_scaling_timeout_in_seconds=60,
+        elastic_graceful_shutdown_timeout_in_seconds=600,
+        **{f"elastic_{name}": list(value) if isinstance(value, tuple) else value for name, value in sizes.items()},
+    )
+    made = theirs.to_domain().model_dump(exclude_none=True, exclude_unset=True, by_alias=False)
+    own = {"faultyScaleDownTimeoutInSeconds"}  # theirs has no word for it
+    elastic = {key: value for key, value in ours["spec"]["elasticPolicy"].items() if key not in own}
+    assert made["elasticPolicy"] == elastic
+    assert made["metadata"]["labels"] == ours["metadata"]["labels"]
+    assert made["runPolicy"].items() <= ours["spec"]["runPolicy"].items()
+    assert made["nprocPerNode"] == ours["spec"]["nprocPerNode"]
+    (they,), (we,) = made["replicaSpecs"], ours["spec"]["replicaSpecs"]
+    assert (they["replicas"], they["maxReplicas"]) == (we["replicas"], we["maxReplicas"])
+    theirs_pod, our_pod = they["template"], we["template"]
+    assert theirs_pod["metadata"]["annotations"] == our_pod["metadata"]["annotations"]
+    assert theirs_pod["spec"]["nodeSelector"] == our_pod["spec"]["nodeSelector"]
 
 
 def test_awss_models_would_say_so():
@@ -123,7 +174,7 @@ def test_awss_models_would_say_so():
         accepted(document)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(policies())
 def test_the_policy_is_read_back_as_it_was(policy):
     document = resource(TrainingJob(name="llama", image="i", command=RUN, policy=policy))
@@ -154,6 +205,20 @@ def test_the_policy_is_read_back_as_it_was(policy):
         assert getattr(again, name) == getattr(policy, name), name
 
 
+@settings(max_examples=40)
+@given(policies())
+def test_the_reference_operator_reads_the_same_job(policy):
+    job = read_job(resource(TrainingJob(name="llama", image="i", command=RUN, policy=policy, spares=1)))
+    assert job.elastic is is_elastic(policy)
+    assert job.policy.sizes == (policy.sizes if is_elastic(policy) else (policy.least,))
+    assert job.policy.wanted == policy.least
+    assert job.spares == 1
+    names = ["eval_period_s", "num_restart_before_full_job_restart", "max_full_job_restarts", "job_max_retry_count"]
+    if is_elastic(policy):
+        names += ["scaling_timeout_s", "graceful_shutdown_timeout_s", "faulty_scale_down_timeout_s"]
+    assert [getattr(job.policy, name) for name in names] == [getattr(policy, name) for name in names]
+
+
 def environment(document):
     """What a container's variables are once Kubernetes has put in what they refer to."""
     container = document["spec"]["replicaSpecs"][0]["template"]["spec"]["containers"][0]
@@ -165,7 +230,7 @@ def environment(document):
     return known
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(jobs())
 def test_trainers_have_the_settings_that_were_given(job):
     variables = environment(resource(dataclasses.replace(job, cluster_config="")))
@@ -179,7 +244,7 @@ def test_trainers_have_the_settings_that_were_given(job):
         assert found.agent.peers == "10.0.0.1:7070"
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(jobs())
 def test_a_pod_has_what_it_mounts_and_names_nothing_twice(job):
     pod = resource(job)["spec"]["replicaSpecs"][0]["template"]["spec"]

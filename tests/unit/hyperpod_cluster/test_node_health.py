@@ -1,6 +1,7 @@
 """Which faults are a machine's, which label they make, and that nobody's label is made better or lost."""
 
 import contextlib
+import threading
 import time
 from types import SimpleNamespace
 
@@ -9,6 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.client.exceptions import ApiException
 
+from elastic.control.plane import Assignment
+from elastic.errors import UnhealthyError
+from elastic.workers.health import within
+from elastic.workers.recording import Recording
 from integration.hyperpod.cluster import nodes
 from integration.hyperpod.cluster.health import (
     LABEL,
@@ -24,7 +29,8 @@ from integration.hyperpod.cluster.health import (
 from integration.hyperpod.cluster.nodes import NodeLabels
 from tieredckpt.cli import main
 from tieredckpt.cli.exits import CommandError, Exit
-from tieredckpt.ledger.events import Began, Fault, Opened
+from tieredckpt.ledger import read_ledger
+from tieredckpt.ledger.events import Began, Ended, Fault, Opened
 from tieredckpt.ledger.writer import LedgerWriter
 
 LOST, MEMORY, STUCK, LINK = FaultKind
@@ -99,16 +105,46 @@ def test_labels_are_set_for_the_worse_alone(known, wanted):
         assert wanted is not WELL
 
 
-def test_one_fault_of_a_machine_that_several_ranks_tell_of_is_one():
+def test_one_fault_of_a_machine_that_several_tell_of_is_one():
     lost = "CUDA error: GPU is lost"
     events = [
         Opened(1.0, 1),
-        *(Fault(2.0, 3, "n1", rank, "error", lost) for rank in range(8)),
-        Fault(3.0, 4, "n1", 0, "error", lost),
+        *(Fault(2.0 + rank, 3, "n1", rank, "error", lost) for rank in range(8)),
+        Ended(11.0, "llama", "rank", "failed", f"UnhealthyError: {lost}", "n1", 3),
+        Fault(121.0, 4, "n1", 0, "error", lost),
+        Fault(123.0, 5, "n1", 0, "error", lost),
+        Fault(4.0, 4, "n1", 0, "error", "uncorrectable ECC error"),
         Fault(4.0, 4, "n2", 0, "error", "ValueError: mine"),
         Fault(5.0, 4, "", -1, "error", lost),
+        Ended(6.0, "llama", "coordinator", "gave up", lost, "n3"),
     ]
-    assert [(fault.node, fault.at) for fault in device_faults(events)] == [("n1", 2.0), ("n1", 3.0)]
+    found = [(fault.node, fault.at, fault.kind) for fault in device_faults(reversed(events))]
+    assert found == [("n1", 2.0, LOST), ("n1", 4.0, MEMORY), ("n1", 123.0, LOST)]
+
+
+@pytest.mark.parametrize("answer", ["late", "broken"])
+def test_what_the_check_between_worlds_says_is_understood(tmp_path, answer):
+    """Its words reach the ledger as the last of the process that ends by it."""
+    late = threading.Event()
+
+    def device():
+        if answer == "broken":
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        late.wait(60)
+
+    def rank():
+        with (
+            contextlib.closing(LedgerWriter(tmp_path)) as ledger,
+            Recording(ledger, {"ELASTIC_NODE": "n1", "ELASTIC_JOB": "llama"}) as record,
+        ):
+            record.placed(Assignment(1, 0, 1, 0, 1, 0, 1, "h:1"))
+            within(60.0 if answer == "broken" else 0.0, device, "the device")
+
+    with pytest.raises(UnhealthyError):
+        rank()
+    late.set()
+    (fault,) = device_faults(read_ledger(tmp_path).events)
+    assert (fault.node, fault.kind) == ("n1", STUCK)
 
 
 class Api:
@@ -178,7 +214,7 @@ def cluster(monkeypatch, capsys):
         groups.Commands, "get_command", lambda self, ctx, name: cluster if name == "cluster" else known(self, ctx, name)
     )
     api = Api(n1=None, n2=REPLACE.value)
-    monkeypatch.setattr(nodes, "connected", lambda _: NodeLabels(api))
+    monkeypatch.setattr(nodes, "connected", lambda *_: NodeLabels(api))
 
     def run(*words):
         code = main(["cluster", "node-health", *map(str, words)])
@@ -203,7 +239,7 @@ def test_labels_follow_from_a_jobs_ledger(cluster, tmp_path):
     with contextlib.closing(LedgerWriter(tmp_path)) as ledger:
         ledger.write(Began(now - 100, "llama", "coordinator"))
         for epoch, node in ((1, "pod-1"), (2, "n2"), (3, "pod-1")):
-            ledger.write(Fault(now - 90 + epoch, epoch, node, 0, "error", "CUDA error: uncorrectable ECC error"))
+            ledger.write(Fault(now - 900 + 100 * epoch, epoch, node, 0, "error", "CUDA error: uncorrectable ECC error"))
         ledger.write(Fault(now - 10, 4, "n9", 0, "process", "it was killed by signal 9 (SIGKILL)"))
     code, out, _ = cluster("--ledger", tmp_path)
     assert code == 0
