@@ -17,7 +17,7 @@ from typing import Any
 import click
 import kopf
 
-from integration.hyperpod.operator.agents import HttpAgents
+from integration.hyperpod.operator.client import AgentClient
 from integration.kubernetes.cluster import connect
 from integration.kubernetes.errors import ClusterError, ConflictError
 from integration.kubernetes.names import GROUP, HEALTH_LABEL, JOB_LABEL, PLURAL, VERSION
@@ -84,13 +84,17 @@ def registry_for(controller: Controller, health: dict[str, str]) -> kopf.Operato
     """What is watched. ``health`` is kept as the nodes' labels say."""
     registry = kopf.OperatorRegistry()
 
+    @kopf.on.login(registry=registry, retries=3)
+    def login(**known: Any) -> kopf.ConnectionInfo | None:
+        return kopf.login_via_client(**known)
+
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
-    async def job(namespace: str, name: str, **_: Any) -> None:
-        controller.heard_of(namespace, name)
+    async def job(namespace: str | None, name: str, **_: Any) -> None:
+        controller.heard_of(namespace or "default", name)
 
     @kopf.on.event("v1", "pods", labels={JOB_LABEL: kopf.PRESENT}, registry=registry)
-    async def pod(namespace: str, labels: Mapping[str, str], **_: Any) -> None:
-        controller.heard_of(namespace, labels[JOB_LABEL])
+    async def pod(namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+        controller.heard_of(namespace or "default", labels[JOB_LABEL])
 
     @kopf.on.event("v1", "nodes", registry=registry)
     async def node(type: str | None, name: str, body: kopf.Body, **_: Any) -> None:  # noqa: A002 - kopf's name
@@ -149,7 +153,7 @@ def main(
         logging.getLogger(chatty).setLevel(logging.WARNING)
     labels: dict[str, str] = {}
     settings = _settings(silent_s, master_ports)
-    with contextlib.closing(HttpAgents()) as agents:
+    with AgentClient() as agents:
         passing = Passing(connect(), agents, health=labels, clock=time.time, every_s=every_s, settings=settings)
         kopf.run(
             registry=registry_for(Controller(passing, retry_s=max(every_s, 1.0)), labels),

@@ -10,7 +10,7 @@ KIND = "HyperPodPyTorchJob"
 JOB_LABEL = "HPJob"
 REPLICA_SPEC_LABEL = "HPReplicaSpec"
 INDEX_LABEL = "HPReplicaIndex"
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+KUEUE_PREFIX = "kueue.x-k8s.io/"
 
 HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
 UNHEALTHY = ("Unschedulable", "UnschedulablePendingReboot", "UnschedulablePendingReplacement")

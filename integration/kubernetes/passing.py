@@ -9,15 +9,12 @@ nothing to write it is read again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
 from integration.hyperpod.operator import (
     Action,
-    Answer,
     Decision,
     JobSpec,
     JobSpecError,
@@ -28,9 +25,10 @@ from integration.hyperpod.operator import (
     decide,
     read_job,
 )
+from integration.hyperpod.operator.client import Heard
 from integration.kubernetes.cluster import Cluster
-from integration.kubernetes.errors import AbsentError, ClusterError, ConflictError
-from integration.kubernetes.pods import belongs_to, pod_for, port_of
+from integration.kubernetes.errors import AbsentError, ClusterError, ConflictError, RefusedError
+from integration.kubernetes.pods import Seat, belongs_to, pod_for, port_of
 from integration.kubernetes.seeing import address_of, has_ended, is_leaving, missing_seats, situation_of
 from integration.kubernetes.status import (
     DamagedStateError,
@@ -46,13 +44,11 @@ _log = logging.getLogger(__name__)
 
 
 class Agents(Protocol):
-    """The agents of a job's pods, by ``host:port``."""
+    """The agents of a job's pods, as :class:`integration.hyperpod.operator.client.AgentClient` reaches them."""
 
-    def ask(self, addresses: Mapping[str, str]) -> Mapping[str, Answer | None]:
-        """What each pod's agent says; nothing for one that does not answer."""
+    def ask_all(self, addresses: Mapping[str, str]) -> Mapping[str, Heard]: ...
 
-    def tell(self, addresses: Mapping[str, str], actions: Sequence[Action]) -> None:
-        """Carry out. What an agent does not hear it is told again in the next pass."""
+    def tell_all(self, actions: Iterable[Action], addresses: Mapping[str, str]) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -85,6 +81,7 @@ class Passing:
         self._clock = clock
         self._every_s = every_s
         self._settings = dict(settings or {})
+        self._complaints: dict[str, str] = {}
 
     def once(self, namespace: str, name: str) -> Outcome:
         """Raises :class:`ClusterError` where the API server does not answer or refuses."""
@@ -111,43 +108,52 @@ class Passing:
             for pod in pods
             if address_of(pod) and not has_ended(pod)
         }
-        now_s = self._clock()
-        answers = self._agents.ask(addresses) if not state.phase.over or addresses else {}
+        now_s = max(self._clock(), state.since_s)
+        heard = self._agents.ask_all(addresses)
+        answers = {name: one.answer for name, one in heard.items()}
         situation = situation_of(pods, answers, self._health, capacity=job["spec"].get("replicas"))
         decision = decide(spec, state, situation, now_s)
+        missing = missing_seats(meta["name"], decision.wanted, decision.state, every_pod)
         status = status_for(spec, decision.state, situation, pods)
         if differs(job, status):
             job = self._cluster.write_status(job, status)  # whoever is second to write does nothing of this
-        elif self._cluster.job(meta["namespace"], meta["name"])["metadata"] != meta:
+        elif (missing or decision.actions) and self._cluster.job(meta["namespace"], meta["name"])["metadata"] != meta:
             raise ConflictError(f"job {meta['name']} has changed since it was read")
         self._tell_people(job, decision)
         if decision.finished:
             return self._tidy(job, spec, decision.state, pods)
-        self._act(job, decision, pods, every_pod, addresses)
+        self._act(decision, pods, addresses)
+        self._create(job, decision, missing)
         return Outcome(self._every_s)
 
-    def _act(
-        self,
-        job: Object,
-        decision: Decision,
-        pods: Sequence[Object],
-        every_pod: Sequence[Object],
-        addresses: Mapping[str, str],
-    ) -> None:
-        self._agents.tell(addresses, [action for action in decision.actions if not isinstance(action, Replace)])
+    def _act(self, decision: Decision, pods: Sequence[Object], addresses: Mapping[str, str]) -> None:
+        for name, problem in self._agents.tell_all(decision.actions, addresses).items():
+            _log.warning("pod %s: %s", name, problem)
         named = {pod["metadata"]["name"]: pod for pod in pods}
         for action in decision.actions:
             if isinstance(action, (Replace, Release)) and (pod := named.get(action.pod)) and not is_leaving(pod):
                 _log.info("pod %s goes: %s", action.pod, action.reason)
                 # One that is lost has nothing to say goodbye to.
                 self._cluster.delete_pod(pod, grace_s=1 if isinstance(action, Replace) else None)
-        stored = msgspec.json.encode(decision.state)
+
+    def _create(self, job: Object, decision: Decision, missing: Sequence[Seat]) -> None:
         nodes = max(1, len(decision.state.members) or sum(decision.wanted.pods.values()))
-        for seat in missing_seats(job["metadata"]["name"], decision.wanted, decision.state, every_pod, stored):
+        for seat in missing:
+            pod = pod_for(job, seat, nodes=nodes, avoid=decision.wanted.avoid)
             try:
-                self._cluster.create_pod(pod_for(job, seat, nodes=nodes, avoid=decision.wanted.avoid))
+                self._cluster.create_pod(pod)
             except ConflictError:
-                continue  # it is there; the next pass sees it
+                _log.info("pod %s is there already", pod["metadata"]["name"])  # the next pass sees it
+            except RefusedError as refused:  # a quota, or a template that is none
+                self._complain(job, "PodRefused", str(refused))
+                return
+
+    def _complain(self, job: Object, reason: str, problem: str) -> None:
+        """Once, as long as it stays the same."""
+        if self._complaints.get(job["metadata"]["uid"]) != problem:
+            self._complaints[job["metadata"]["uid"]] = problem
+            _log.warning("job %s: %s", job["metadata"]["name"], problem)
+            self._cluster.say(job, reason, problem, warning=True)
 
     def _tidy(self, job: Object, spec: JobSpec, state: JobState, pods: Sequence[Object]) -> Outcome:
         """``cleanPodPolicy`` and ``ttlSecondsAfterFinished``."""

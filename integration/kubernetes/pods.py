@@ -15,6 +15,7 @@ from integration.kubernetes.names import (
     INDEX_LABEL,
     JOB_LABEL,
     KIND,
+    KUEUE_PREFIX,
     REPLICA_SPEC_LABEL,
     UNHEALTHY,
     VERSION,
@@ -76,7 +77,7 @@ def pod_for(job: Object, seat: Seat, *, nodes: int, avoid: Sequence[str] = ()) -
     meta = job["metadata"]
     (spec,) = (one for one in job["spec"]["replicaSpecs"] if one["name"] == seat.replica_spec)
     template = copy.deepcopy(dict(spec["template"]))
-    about = template.get("metadata", {})
+    about = template.get("metadata") or {}
     pod = dict(template["spec"])
     pod["restartPolicy"] = "Never"
     pod["containers"] = [
@@ -84,7 +85,8 @@ def pod_for(job: Object, seat: Seat, *, nodes: int, avoid: Sequence[str] = ()) -
     ]
     pod["affinity"] = _keeping_away(pod.get("affinity") or {}, avoid)
     labels = {
-        **about.get("labels", {}),
+        **_for_kueue(meta.get("labels")),
+        **(about.get("labels") or {}),
         JOB_LABEL: meta["name"],
         REPLICA_SPEC_LABEL: seat.replica_spec,
         INDEX_LABEL: str(seat.index),
@@ -96,7 +98,7 @@ def pod_for(job: Object, seat: Seat, *, nodes: int, avoid: Sequence[str] = ()) -
             "name": seat.pod_name(meta["name"]),
             "namespace": meta["namespace"],
             "labels": labels,
-            "annotations": dict(about.get("annotations", {})),
+            "annotations": {**_for_kueue(meta.get("annotations")), **(about.get("annotations") or {})},
             "ownerReferences": [
                 {
                     "apiVersion": f"{GROUP}/{VERSION}",
@@ -110,6 +112,11 @@ def pod_for(job: Object, seat: Seat, *, nodes: int, avoid: Sequence[str] = ()) -
         },
         "spec": pod,
     }
+
+
+def _for_kueue(said: Object | None) -> dict[str, str]:
+    """A job's queue, priority and topology are its pods', each of which is admitted, or asked back, by itself."""
+    return {name: value for name, value in (said or {}).items() if name.startswith(KUEUE_PREFIX)}
 
 
 def _with_environment(container: Object, nproc: str, nodes: int) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from integration.hyperpod.operator import Answer, JobState, Pod, Situation, Wanted
 from integration.kubernetes.names import HEALTH_LABEL
 from integration.kubernetes.pods import Seat, seat_of
@@ -48,29 +50,27 @@ def health_of(node: Object) -> str:
     return (node["metadata"].get("labels") or {}).get(HEALTH_LABEL, "")
 
 
-def missing_seats(
-    job_name: str, wanted: Wanted, state: JobState, pods: Sequence[Object], stored: bytes
-) -> Iterator[Seat]:
+def missing_seats(job_name: str, wanted: Wanted, state: JobState, pods: Sequence[Object]) -> list[Seat]:
     """Places to be filled, so that as many pods live as are wanted.
 
-    The operator knows pods by their names, so a new one takes the first name that neither it (``stored``, its state as
-    JSON) nor the API server knows yet. Asked again before the pod is there it is the same name, and two are never made.
+    The operator knows pods by their names, so a new one takes the first name that neither its state nor the API server
+    knows yet. Asked again before the pod is there it is the same name, and two are never made.
     """
-    going = set(state.replaced)
+    remembered = msgspec.json.encode(state).decode()
+    known = " ".join(pod["metadata"]["name"] for pod in pods)
+    found = []
     for group, count in wanted.pods.items():
-        alive = [
-            pod
-            for pod in pods
-            if not has_ended(pod)
-            and not is_leaving(pod)
-            and pod["metadata"]["name"] not in going
-            and seat_of(pod).replica_spec == group
-        ]
-        used = set(_indices(job_name, group, stored.decode()))
-        used.update(_indices(job_name, group, " ".join(pod["metadata"]["name"] for pod in pods)))
-        free = (index for index in range(len(used) + count + 1) if index not in used)
-        for _, index in zip(range(count - len(alive)), free, strict=False):
-            yield Seat(group, index)
+        alive = sum(_counts(pod, group, state) for pod in pods)
+        used = {*_indices(job_name, group, remembered), *_indices(job_name, group, known)}
+        free = (index for index in range(len(used) + count) if index not in used)
+        found += [Seat(group, index) for _, index in zip(range(count - alive), free, strict=False)]
+    return found
+
+
+def _counts(pod: Object, group: str, state: JobState) -> bool:
+    """Whether a pod is one of those that are wanted."""
+    going = is_leaving(pod) or pod["metadata"]["name"] in state.replaced
+    return seat_of(pod).replica_spec == group and not going and not has_ended(pod)
 
 
 def _indices(job_name: str, group: str, text: str) -> Iterator[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from integration.hyperpod.operator import (
@@ -17,12 +17,14 @@ from integration.hyperpod.operator import (
     AgentState,
     Answer,
     Release,
+    Replace,
     Shutdown,
     Start,
     StartBody,
     Stop,
 )
-from integration.kubernetes.errors import AbsentError, ConflictError, UnreachableError
+from integration.hyperpod.operator.client import Heard
+from integration.kubernetes.errors import AbsentError, ConflictError, RefusedError, UnreachableError
 
 
 class Killed(BaseException):
@@ -49,6 +51,7 @@ class ImaginedKubernetes:
         self._pods: dict[str, dict[str, Any]] = {}
         self._agents: dict[str, _Agent] = {}
         self.unreachable = False
+        self.refusal = ""
 
     # -- what tests do ------------------------------------------------------------------------------------------------
 
@@ -134,6 +137,8 @@ class ImaginedKubernetes:
 
     def create_pod(self, pod: Mapping[str, Any]) -> None:
         def create() -> None:
+            if self.refusal:
+                raise RefusedError(self.refusal)
             name = pod["metadata"]["name"]
             if name in self._pods:
                 raise ConflictError(f"{name} exists")
@@ -157,13 +162,14 @@ class ImaginedKubernetes:
 
     # -- the agents ---------------------------------------------------------------------------------------------------
 
-    def ask(self, addresses: Mapping[str, str]) -> dict[str, Answer | None]:
-        return {name: self._agents[name].answer() if name in self._agents else None for name in addresses}
+    def ask_all(self, addresses: Mapping[str, str]) -> dict[str, Heard]:
+        return {name: Heard(self._agents[name].answer() if name in self._agents else None) for name in addresses}
 
-    def tell(self, addresses: Mapping[str, str], actions: Sequence[Action]) -> None:
+    def tell_all(self, actions: Iterable[Action], addresses: Mapping[str, str]) -> dict[str, str]:
         for action in actions:
-            if action.pod in self._agents:
+            if action.pod in self._agents and not isinstance(action, (Replace, Release)):
                 self._write(lambda action=action: self._tell(action))
+        return {}
 
     def _tell(self, action: Action) -> None:
         agent = self._agents[action.pod]
@@ -172,7 +178,7 @@ class ImaginedKubernetes:
             agent.start(action.body)
         elif isinstance(action, Stop):
             agent.stop()
-        elif isinstance(action, (Shutdown, Release)):
+        elif isinstance(action, Shutdown):
             del self._agents[action.pod]
             self._pods[action.pod]["status"]["phase"] = "Succeeded"
 

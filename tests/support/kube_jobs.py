@@ -8,18 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.support.kube_server import Kube
-from tests.support.neighbours import until
 from tests.support.process_kubelet import ProcessKubelet
 
 ROOT = Path(__file__).parents[2]
 JOBS = "/apis/sagemaker.amazonaws.com/v1/namespaces/default/hyperpodpytorchjobs"
 PODS = "/api/v1/namespaces/default/pods"
-PATIENCE_S = 180.0
+PATIENCE_S = 240.0
+_LOOK_S = 0.1
 
 
 class ControllerProcess:
@@ -78,6 +79,7 @@ class RunningJob:
         self.folder = folder
         self.name = name
         self.path = f"{JOBS}/{name}"
+        self._worlds = 0
         folder.mkdir()
 
     def resource(self, **spec: Any) -> dict[str, Any]:
@@ -152,20 +154,20 @@ class RunningJob:
             assert self.controller.ended() is None or self.controller.ended() == -signal.SIGKILL, self.controller.log()
             return holds()
 
-        try:
-            until(there, what, PATIENCE_S)
-        except AssertionError as late:
-            raise AssertionError(f"{late}\n{self._everything()}") from None
+        deadline = time.monotonic() + PATIENCE_S
+        while not there():
+            assert time.monotonic() < deadline, f"it did not happen: {what}\n{self._everything()}"
+            time.sleep(_LOOK_S)
 
     def until_world(self, size: int, *, restarts: int) -> None:
-        """A new world of that size runs, and is past its first step."""
-        before = len(self.worlds())
+        """A world of that size runs that did not when this was last asked, and is past its first steps."""
 
         def there() -> bool:
             worlds = self.worlds()
-            return len(worlds) > before and len(worlds[-1]) == size and self.step() > worlds[-1][0]["step"] + 2
+            return len(worlds) > self._worlds and len(worlds[-1]) == size and self.step() > worlds[-1][0]["step"] + 2
 
         self.until(there, f"a world of {size}")
+        self._worlds = len(self.worlds())
         self.until(lambda: self.holds("Running") and self.restarts() == restarts, f"{restarts} restarts")
 
     def _everything(self) -> str:

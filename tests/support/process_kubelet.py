@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.support.kube_server import Kube, Refused
 
-_BEAT_S = 0.1
+_BEAT_S = 0.2
 _MARK = "PROCESS_KUBELET_POD"
 _REFERENCE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 
@@ -93,6 +93,11 @@ class ProcessKubelet:
             for container in self._mine.values():
                 if container.node == node:
                     _kill(container)
+
+    def find(self, node: str) -> None:
+        """It is back: what was to be removed from it is removed."""
+        with self._lock:
+            self._lost.discard(node)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 

@@ -10,14 +10,17 @@ import pytest
 
 from tests.support.kube_jobs import ControllerProcess, RunningJob
 from tests.support.kube_server import Kube, add_node
-from tests.support.neighbours import until
 from tests.support.process_kubelet import ProcessKubelet
 from tests.support.s3 import free_port
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 HEALTH = "sagemaker.amazonaws.com/node-health-status"
-ELASTIC = {"minReplicas": 1, "maxReplicas": 3, "scalingTimeoutInSeconds": 60, "gracefulShutdownTimeoutInSeconds": 60}
+ELASTIC = {
+    "minReplicas": 1, "maxReplicas": 3, "scalingTimeoutInSeconds": 120, "gracefulShutdownTimeoutInSeconds": 120,
+    "faultyScaleDownTimeoutInSeconds": 120,
+}  # fmt: skip
+PATIENT, QUICK = "--silent=120", "--silent=15"
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +40,11 @@ def kubelet(kube: Kube, nodes: list[str], tmp_path: Path) -> Iterator[ProcessKub
 
 
 @pytest.fixture
-def controller(controllers_config: Path, tmp_path: Path) -> Iterator[ControllerProcess]:
+def controller(request: pytest.FixtureRequest, controllers_config: Path, tmp_path: Path) -> Iterator[ControllerProcess]:
     first = free_port()
     ports = f"--master-ports={first}-{min(first + 40, 65535)}"
-    with ControllerProcess(tmp_path, controllers_config, ports, "--silent=10").started() as controller:
+    silent = getattr(request, "param", PATIENT)
+    with ControllerProcess(tmp_path, controllers_config, ports, silent).started() as controller:
         yield controller
 
 
@@ -49,7 +53,7 @@ def job(kube: Kube, kubelet: ProcessKubelet, controller: ControllerProcess, tmp_
     job = RunningJob(kube, kubelet, controller, tmp_path / "job", "llama")
     yield job
     kube.delete(job.path)
-    until(lambda: not job.pods() and kube.find(job.path) is None, "the job's pods go with it", 60)
+    job.until(lambda: not job.pods() and kube.find(job.path) is None, "the job's pods go with it")
 
 
 def test_from_a_resource_to_its_end_with_faults_sizes_and_controllers_that_come_and_go(
@@ -112,17 +116,25 @@ def test_from_a_resource_to_its_end_with_faults_sizes_and_controllers_that_come_
     assert begins == sorted(begins), "every world went on where the one before had stopped"
 
 
-def test_a_machine_that_is_lost_is_done_without(job: RunningJob) -> None:
-    """Nobody deletes its pod, and nobody answers for it."""
-    job.create()
+@pytest.mark.parametrize("controller", [QUICK], indirect=True)
+def test_a_machine_is_lost_and_there_is_no_other_for_a_while(job: RunningJob, kube: Kube, nodes: list[str]) -> None:
+    """Nobody answers for its pod, and nobody ends it. The job becomes smaller, and larger again."""
+    job.create(elasticPolicy={**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 3})
     job.until_world(2, restarts=0)
-    lost = job.node_of_rank(1)
-    job.kubelet.lose(lost)
-    job.until_world(2, restarts=1)
-    running = {world["pod"] for world in job.worlds()[-1]}
-    assert all(pod["spec"]["nodeName"] != lost for pod in job.pods() if pod["metadata"]["name"] in running)
-    job.say("finish")
-    job.until(lambda: job.holds("Succeeded"), "the job is done")
+    lost, kept = job.node_of_rank(1), job.node_of_rank(0)
+    try:
+        _cordon(kube, [node for node in nodes if node != kept])
+        job.kubelet.lose(lost)
+        job.until_world(1, restarts=1)
+        _cordon(kube, [node for node in nodes if node != lost], on=False)
+        job.until_world(2, restarts=1)
+        assert job.node_of_rank(1) != lost
+        job.say("finish")
+        job.until(lambda: job.holds("Succeeded"), "the job is done")
+        job.until(lambda: {pod["spec"]["nodeName"] for pod in job.pods()} == {lost}, "only the lost one's pod is left")
+    finally:
+        _cordon(kube, nodes, on=False)
+        job.kubelet.find(lost)
 
 
 def test_suspended_it_has_no_pods_and_goes_on_where_it_was(job: RunningJob, kube: Kube) -> None:
@@ -138,3 +150,8 @@ def test_suspended_it_has_no_pods_and_goes_on_where_it_was(job: RunningJob, kube
     job.until(lambda: kube.find(job.path) is None, "ttlSecondsAfterFinished")
     job.create()  # for the fixture, and proof that a new job of that name owes nothing to the old one
     job.until(job.pods, "pods of its own")
+
+
+def _cordon(kube: Kube, nodes: list[str], *, on: bool = True) -> None:
+    for node in nodes:
+        kube.patch(f"/api/v1/nodes/{node}", {"spec": {"unschedulable": on or None, "taints": None}})

@@ -97,7 +97,10 @@ def test_what_awss_own_client_would_send_is_taken_whole(kube: Kube) -> None:
     models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
     job = _job(*GOOD["both ways to say sizes, as recipes do"])
     job["spec"]["runPolicy"] = {"restartPolicy": {"evalPeriodSeconds": 60}, "suspend": False}
-    sent = {**job, "spec": models._HyperPodPytorchJob.model_validate(job["spec"]).model_dump(exclude_none=True)}
+    sent = {
+        **job,
+        "spec": models._HyperPodPytorchJob.model_validate(job["spec"], by_name=True).model_dump(exclude_none=True),
+    }
     made = kube.create(JOBS, sent, dry_run=True)
     assert made["spec"] == json.loads(json.dumps(sent["spec"])), "nothing of it was pruned or changed"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +188,18 @@ def test_while_nobody_answers_nothing_is_forgotten():
     story.until(lambda: story.phase is Phase.SUCCEEDED)
 
 
+def test_pods_that_are_refused_are_complained_of_once_and_asked_for_again():
+    story = Story()
+    story.kube.refusal = "exceeded quota"
+    passing = Passing(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    for _ in range(5):
+        passing.once("default", "llama")
+        story.kube.tick()
+    assert story.kube.events.count("PodRefused") == 1
+    story.kube.refusal = ""
+    story.until_running(2)
+
+
 def test_whoever_decides_on_what_is_no_longer_so_does_nothing():
     """A controller that is held up for a while must not start agents as it had once meant to."""
     story = Story()
@@ -248,7 +262,16 @@ def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
     return story
 
 
-@settings(max_examples=60)
+def test_what_decides_needs_neither_kopf_nor_a_client_nor_torch():
+    names = "passing", "pods", "seeing", "status", "cluster"
+    imports = "; ".join(f"import integration.kubernetes.{name}" for name in names)
+    found = "{name.partition('.')[0] for name in sys.modules} & {'kopf', 'kubernetes', 'torch'}"
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; {imports}; assert not {found}, {found}"], check=True, timeout=120
+    )
+
+
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=6))
 def test_killed_at_any_write_the_job_does_not_notice(cuts):
     undisturbed, disturbed = _whole_story([]), _whole_story(cuts)

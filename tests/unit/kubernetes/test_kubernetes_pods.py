@@ -49,6 +49,21 @@ def test_the_template_has_the_last_word_on_its_environment():
     assert names.index("POD_IP") < names.index("URL"), "Kubernetes knows only what stands before"
 
 
+def test_kueue_sees_the_pods_in_the_queue_of_the_job():
+    job = job_object()
+    queue = {"kueue.x-k8s.io/queue-name": "team-a", "kueue.x-k8s.io/priority-class": "high"}
+    topology = {"kueue.x-k8s.io/podset-preferred-topology": "rack"}
+    job["metadata"] |= {"labels": {**queue, "team": "a"}, "annotations": topology}
+    job["spec"]["replicaSpecs"][0]["template"] = {
+        **TEMPLATE, "metadata": {"labels": {"kueue.x-k8s.io/priority-class": "low"}},
+    }  # fmt: skip
+    meta = pod_for(job, Seat("workers", 0), nodes=2)["metadata"]
+    assert meta["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    assert meta["labels"]["kueue.x-k8s.io/priority-class"] == "low", "one spec of a job may be more easily taken back"
+    assert "team" not in meta["labels"]
+    assert meta["annotations"] == topology
+
+
 def test_kubernetes_never_starts_it_again_by_itself():
     pod = pod_for(_with_template(restartPolicy="Always"), Seat("workers", 0), nodes=2)
     assert pod["spec"]["restartPolicy"] == "Never"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +12,7 @@ from tests.support.kube_objects import pod_object, pod_objects
 
 
 def _missing(wanted, pods, state=None):
-    state = state or JobState()
-    return list(missing_seats("llama", Wanted(wanted), state, pods, msgspec.json.encode(state)))
+    return missing_seats("llama", Wanted(wanted), state or JobState(), pods)
 
 
 def test_what_agents_say_and_what_nodes_are_said_to_be():
