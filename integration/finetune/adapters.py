@@ -26,9 +26,8 @@ class Adapted(nn.Module):
     def __init__(self, layer: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
         self.frozen = layer
-        shape = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-        self.adapter_a = nn.Parameter(torch.empty(rank, layer.in_features, **shape))
-        self.adapter_b = nn.Parameter(torch.empty(layer.out_features, rank, **shape))
+        self.adapter_a = nn.Parameter(layer.weight.new_empty(rank, layer.in_features))
+        self.adapter_b = nn.Parameter(layer.weight.new_empty(layer.out_features, rank))
         self._scale = alpha / rank
 
     @property

@@ -19,18 +19,21 @@ BATCH, MICROBATCH, BROKEN = 8, 2, 2
 
 
 def job_of(folder: Path, name: str, family: str, steps: int) -> Any:
+    """``still`` begins with the model that ``quiet`` has made, and learns nothing."""
     from integration.finetune.job import Job
 
+    still = name == "still"
     return Job(
         name=f"{name}-{family}",
         data=(str(folder / "data.jsonl"),),
         output=str(folder / name / family),
-        config=str(folder / f"{family}.json"),
+        model=str(folder / "quiet" / family / "model") if still else "",
+        config="" if still else str(folder / f"{family}.json"),
         tokenizer=str(folder / "tokenizer"),
         steps=steps,
         batch=BATCH,
         microbatch=MICROBATCH,
-        lr=1e-2,
+        lr=0.0 if still else 1e-2,
         schedule="constant",
         warmup=2,
         weight_decay=0.1,
@@ -83,18 +86,19 @@ def alone(say: Any, folder: str, steps: int) -> dict[str, Any]:
     place = Path(folder)
     train_all(place, "quiet", steps)
     train_all(place, "moved", steps)
+    train_all(place, "still", 1)
     return {family: checked(place, family) for family in CONFIGS}
 
 
 def checked(folder: Path, family: str) -> dict[str, Any]:
-    """Both models as ``from_pretrained`` reads them, the same bits; and the first loss, computed by other means."""
+    """All models as ``from_pretrained`` reads them, the same bits; and the first loss, computed by other means."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    quiet, moved = job_of(folder, "quiet", family, 0), job_of(folder, "moved", family, 0)
-    models = [AutoModelForCausalLM.from_pretrained(job.model_folder) for job in (quiet, moved)]
-    one, other = (model.state_dict() for model in models)
-    same = one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    jobs = [job_of(folder, name, family, 0) for name in ("quiet", "moved", "still")]
+    models = [AutoModelForCausalLM.from_pretrained(job.model_folder) for job in jobs]
+    one, *others = (model.state_dict() for model in models)
+    same = [other.keys() == one.keys() and all(torch.equal(one[name], other[name]) for name in one) for other in others]
     return {"same": same, "type": type(models[0]).__name__, "first": first_loss(folder, family)}
 
 
