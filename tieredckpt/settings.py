@@ -22,6 +22,7 @@ from peerstore.peers.plan import MOST_IN_GROUP
 from peerstore.settings import StoreSettings, budget_bytes
 from peerstore.units import parse_size
 from tieredckpt.errors import SettingsError
+from tieredckpt.ledger.said import SAY
 from tieredckpt.ledger.writer import LEDGER
 from tieredckpt.platforms import settings_at
 
@@ -182,7 +183,7 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     if path:
         tree, problems = _read_file(Path(path))
     for name, value in sorted(environ.items()):
-        if name.startswith("TIEREDCKPT_") and name not in (CLUSTER, "TIEREDCKPT_CONFIG", LEDGER):
+        if name.startswith("TIEREDCKPT_") and name not in (CLUSTER, "TIEREDCKPT_CONFIG", LEDGER, SAY):
             _set_from_environment(tree, name, value, problems)
     source = cluster_source(environ)
     if not source:
