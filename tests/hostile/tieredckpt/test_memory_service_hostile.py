@@ -45,13 +45,24 @@ class Served:
                     found += data
             return found
 
+    def damage(self, step: int, *, at: int) -> None:
+        key = next(fact.key for fact in self.service.holdings.here() if fact.key.version == step)
+        pin = self.store.pin(key)
+        with Path(pin.path).open("r+b") as file:
+            file.seek(at)
+            file.write(b"changed")
+        self.store.unpin(pin.id)
+
     def leases(self) -> int:
         return self.store.status().arena.leases
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    with our_service("8MiB") as (service, store), serving(service, "127.0.0.1", 0, Access(), None) as address:
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with (
+        our_service(getattr(request, "param", "8MiB")) as (service, store),
+        serving(service, "127.0.0.1", 0, Access(), None) as address,
+    ):
         yield Served(address, service, store)
 
 
@@ -150,15 +161,20 @@ def test_a_body_that_is_not_wanted_is_not_asked_for(served: Served) -> None:
     assert served.raw(wire).startswith(b"HTTP/1.1 404 ")
 
 
+@pytest.mark.parametrize("served", ["64MiB"], indirect=True)
+def test_damage_that_comes_to_light_halfway_cuts_the_answer_off(served: Served) -> None:
+    """With nobody else to have the rest from: what a client gets is never whole and wrong."""
+    ask(served.address, "POST", PUT.format(5), os.urandom(20 * MIB))
+    served.damage(5, at=19 * MIB)
+    with pytest.raises(http.client.IncompleteRead):
+        ask(served.address, "GET", PUT.format(5))
+    assert ask(served.address, "GET", PUT.format(5)).status == 404
+
+
 def test_a_damaged_shard_is_no_answer_and_leaves_the_step_out_of_the_list(served: Served) -> None:
     for step in (5, 6):
         ask(served.address, "POST", PUT.format(step), os.urandom(MIB // 2))
-    key = next(fact.key for fact in served.service.holdings.here() if fact.key.version == 6)
-    pin = served.store.pin(key)
-    with Path(pin.path).open("r+b") as file:
-        file.seek(1000)
-        file.write(b"changed")
-    served.store.unpin(pin.id)
+    served.damage(6, at=1000)
     assert ask(served.address, "GET", PUT.format(6)).status == 404
     assert ask(served.address, "GET", "/v1/cp/checkpoints/a/latest").json == [5]
     assert served.store.status().damages
