@@ -15,7 +15,6 @@ from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.tensors import dtype_name, dtype_named
 
 MOST_METADATA_BYTES = 256 << 20
-_MOST_CHUNKS = 1 << 24
 _MOST_RANKS = 1 << 20
 _MOST = 1 << 62
 _MOST_DIMENSIONS = 64
@@ -93,7 +92,7 @@ def _written(value: Any) -> Written:
     extents = dict(_extents(_mapping(fields.get("storage_data"), "storage_data")))
     tensors: dict[str, Tensor] = {}
     objects: dict[str, Extent] = {}
-    budget = _MOST_CHUNKS
+    budget = len(extents)  # every chunk has a place of its own
     for name, item in described.items():
         if type(name) is not str:
             raise RefusedPickleError("an entry without a name")
