@@ -123,25 +123,12 @@ class WrittenReader(StorageReader):
             raise self.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        refused: list[str] = []
-        while True:
-            checkpoint = self._planned[-1]
-            try:
-                for _ in self._loaded(checkpoint, plan.items):
-                    pass
-                break
-            except UntrustedObjectError:
-                raise
-            except (CheckpointDamagedError, CheckpointNotFoundError) as error:
-                refused.append(f"step {checkpoint.step}: {error}")
-                log.error("%s cannot be loaded: %s", checkpoint.name, error)
-            try:
-                self._planned.append(next(self._rest))
-            except CheckpointNotFoundError as error:
-                raise CheckpointDamagedError("; ".join(refused)) from error
-            except CheckpointDamagedError as error:
-                raise CheckpointDamagedError("; ".join([*refused, str(error)])) from error
-        return dataclasses.replace(plan, storage_data=_Vote(checkpoint.step, tuple(refused)))
+        try:
+            return dataclasses.replace(plan, storage_data=self._vote(plan))
+        except TieredCheckpointError as error:
+            self.error = error
+            self._let_go()
+            raise
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         votes = [plan.storage_data for plan in plans]
@@ -168,6 +155,27 @@ class WrittenReader(StorageReader):
         return future
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _vote(self, plan: LoadPlan) -> _Vote:
+        refused: list[str] = []
+        while True:
+            checkpoint = self._planned[-1]
+            try:
+                for _ in self._loaded(checkpoint, plan.items):
+                    pass
+                break
+            except UntrustedObjectError:
+                raise
+            except (CheckpointDamagedError, CheckpointNotFoundError) as error:
+                refused.append(f"step {checkpoint.step}: {error}")
+                log.error("%s cannot be loaded: %s", checkpoint.name, error)
+            try:
+                self._planned.append(next(self._rest))
+            except CheckpointNotFoundError as error:
+                raise CheckpointDamagedError("; ".join(refused)) from error
+            except CheckpointDamagedError as error:
+                raise CheckpointDamagedError("; ".join([*refused, str(error)])) from error
+        return _Vote(checkpoint.step, tuple(refused))
 
     def _at(self, step: int) -> Checkpoint:
         """The candidate of that step: one that was looked at, or an older one that others can only load."""
