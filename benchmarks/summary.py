@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import agent_start, blocked, drain, hydrate, load, planning, replicate, reshard, save
+from benchmarks import agent_start, blocked, drain, hydrate, load, planning, recovery, replicate, reshard, resize, save
 from benchmarks.goals import MiB, median, ratio, row
 from benchmarks.rounds import COPY
 from benchmarks.table import joined
@@ -26,6 +26,7 @@ def readme_table(raws: Mapping[str, Mapping[str, Any]]) -> str:
         *(f"| {' | '.join(cells)} |" for cells in _by_state(groups, machine["cores"])),
         "",
         *_others(groups),
+        *_elastic(groups),
         "",
         "R is one copy of the same bytes on one thread, in the same round. Bit for bit equal in every row. Made by",
         f"`make bench` ({sources});",
@@ -87,6 +88,22 @@ def _peers(groups: Sequence[Group]) -> Iterator[str]:
     if resharded:
         most = max(ratio(group, reshard.MOVED, reshard.NEEDED) for group in resharded)
         yield f"- A load by another number of ranks moves at most {most:.2f} times the bytes they need."
+
+
+def _elastic(groups: Sequence[Group]) -> Iterator[str]:
+    killed = [group for group in groups if group["subject"] == "P9" and recovery.RANK in group["title"]]
+    resized = [group for group in groups if group["subject"] == "P13"]
+    if killed:
+        took = _span(median(group, recovery.SPARE) for group in killed)
+        spare, cold = (
+            _span(ratio(group, recovery.AGAIN, name) for group in killed) for name in (recovery.SPARE, recovery.OURS)
+        )
+        yield f"- A rank is killed: with a warm spare the next step has been done {took} s later. `torchrun` and"
+        yield f"  `dcp.load` from tmpfs take {spare} times as long, and {cold} times as long as we do without a spare."
+    for share in sorted({group["title"].split(",")[0] for group in resized}, key=lambda size: float(size.split()[0])):
+        mine = [group for group in resized if group["title"].startswith(f"{share},")]
+        times = _span(ratio(group, other, resize.OURS) for group in mine for other in (resize.AGENTS, resize.AGAIN))
+        yield f"- Another number of ranks, {share} of state: `torchrun` takes {times} times as long."
 
 
 def _span(ratios: Iterable[float]) -> str:

@@ -6,11 +6,9 @@ import logging
 import os
 import threading
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
 
@@ -24,13 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from peerstore.errors import PeerStoreError
 from peerstore.records import Group, ShardKey, ShardRecord
-from tieredckpt.board import Board, Skips, board_for, skips_for
+from tieredckpt.board import Board, board_for
 from tieredckpt.copying import Piece
+from tieredckpt.dcp_errors import own_error
 from tieredckpt.errors import (
-    CheckpointDamagedError,
-    CheckpointNotFoundError,
-    MismatchError,
-    PeersLostError,
     SaveFailedError,
     StoreBusyError,
     TieredCheckpointError,
@@ -38,29 +33,28 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.joining import join_others
-from tieredckpt.live.keeping import Hydration, keeper
 from tieredckpt.live.noting import Noter
 from tieredckpt.location import check_step, parse_location
-from tieredckpt.moments import make_moments
 from tieredckpt.node import Durability
-from tieredckpt.plain import plain_reader, plain_steps, plain_writer
+from tieredckpt.plain import plain_steps, plain_writer
 from tieredckpt.planned import PlannedSave
 from tieredckpt.preemption import Preemption
 from tieredckpt.quiet import collector_paused
-from tieredckpt.reader import RestoreReport, TieredReader
+from tieredckpt.reader import RestoreReport
 from tieredckpt.recorded import Recorded
+from tieredckpt.restoring import Restoring
 from tieredckpt.saved import Saved, SaveState, StepInfo, show_durability, step_infos
 from tieredckpt.session import Session, Staged, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.state import ObjectArchives, as_plain, fingerprint, flatten, local_tensor
+from tieredckpt.together import Together
+from tieredckpt.torn import Torn
 from tieredckpt.writer import TieredWriter
 
 log = logging.getLogger(__name__)
 
-_MAX_FALLBACKS = 8
 _LOOK_AGAIN_S = 1.0
 """Who was to hold a copy may leave, and then it is not waited for any more."""
-_PLAN_TIMEOUT = timedelta(minutes=10)
 State = dict[str, Any]
 
 
@@ -116,22 +110,15 @@ class Checkpointer:
             memory={"every": every, "on_busy": on_busy},
         )
         self._on_failure = on_failure
-        self._own_group = None
-        if process_group is None and dist.is_initialized():
-            # Planning must not meet the training's own collectives on one group.
-            process_group = self._own_group = dist.new_group(backend="gloo", timeout=_PLAN_TIMEOUT)
-        self._group = process_group
+        self._together = Together(process_group)
+        self._restoring = Restoring(self._location.job, self.settings, self._together)
         self._archives = ObjectArchives()
         self._recorded = Recorded()
         self._noter = Noter(self._location.job, self.settings)
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-seal")
         self._sealing: Future[ShardRecord] | None = None
         self._board: Board | None = None
-        self._skips: Skips | None = None
-        self._torn: set[int] = set()
-        """Steps that some rank left out, and that are not given up here yet."""
-        self._sealed_anew: set[int] = set()
-        """Steps that some rank left out first, and of which all ranks then made another attempt."""
+        self._torn = Torn(self._location.job, lambda: self.session)
         self._planned_before = False
         self._preparing: threading.Thread | None = None
         self._joined = False
@@ -158,7 +145,7 @@ class Checkpointer:
         except (TieredCheckpointError, PeerStoreError) as problem:
             error = problem if isinstance(problem, TieredCheckpointError) else TierUnavailableError(str(problem))
         # Also so that nobody asks a node for its copies before it knows the job.
-        problems = [text for text in self._from_all(str(error) if error is not None else "") if text]
+        problems = [text for text in self._together.from_all(str(error) if error is not None else "") if text]
         if problems:
             raise error or TierUnavailableError(problems[0])
         self._asked_to_join.add(restoring)
@@ -184,12 +171,12 @@ class Checkpointer:
             log.warning("step %d of %s was skipped: %s", step, self._location.job, error)
             saved = Saved(step, SaveState.SKIPPED, error)
         except (TieredCheckpointError, CheckpointException, PeerStoreError) as failure:
-            saved = Saved(step, SaveState.FAILED, _own(failure))
+            saved = Saved(step, SaveState.FAILED, own_error(failure))
             log.error("step %d of %s was not saved: %s", step, self._location.job, saved.error)
         if self.settings.enabled:
             self._observe(saved, time.perf_counter() - began)
-            if saved.state in (SaveState.SKIPPED, SaveState.FAILED) and self._skips is not None:
-                self._sealer.submit(self._left_out, step)
+            if saved.state in (SaveState.SKIPPED, SaveState.FAILED) and self._torn.is_told:
+                self._sealer.submit(self._torn.left_out, step)
         self._last_saved = saved
         self._recorded.saved(saved, time.perf_counter() - began)
         if self._preemption is not None and last:
@@ -238,7 +225,7 @@ class Checkpointer:
         except PeerStoreError as error:
             raise TierUnavailableError(f"step {step} of {self._location.job}: {error}") from error
         except CheckpointException as failure:
-            raise _own(failure) from failure
+            raise own_error(failure) from failure
         if durable:
             saved.wait("durable", timeout_s=max(0.0, deadline - time.monotonic()))
         return saved
@@ -253,15 +240,15 @@ class Checkpointer:
             except (TieredCheckpointError, PeerStoreError):  # it is saved again
                 good = False
         session = self.session
-        rank = dist.get_rank(self._group) if dist.is_initialized() else 0
+        rank = self._together.rank
         mine = _Tried(bool(good), session.attempts_at(step), session.sealed_by(rank))
         answers = [
-            msgspec.json.decode(answer, type=_Tried) for answer in self._from_all(msgspec.json.encode(mine).decode())
+            msgspec.json.decode(answer, type=_Tried)
+            for answer in self._together.from_all(msgspec.json.encode(mine).decode())
         ]
         if all(answer.good for answer in answers):
             return saved
-        self._sealed_anew.add(step)
-        self._torn.discard(step)
+        self._torn.made_anew(step)
         # Some may have tried more often than others, and parts of different attempts make no step.
         session.skip_attempts(step, max(answer.attempts for answer in answers))
         # Where each skipped other steps than the rest, their slots hold what can never be whole: nobody would get one.
@@ -315,26 +302,6 @@ class Checkpointer:
             staged.memory.fill(pieces, session.copier, warm_bytes=staged.lease.warm_bytes)
         return staged, items
 
-    def _left_out(self, step: int) -> None:
-        """In the background: the others are not to keep what they have of this step."""
-        if self._skips is not None:
-            self._skips.tell(step)
-            self._give_up_torn(before=step)
-
-    def _give_up_torn(self, *, before: int) -> None:
-        """Give up what some rank has left out: it can never be whole, and takes the room of what can."""
-        if self._skips is None:
-            return
-        self._torn |= self._skips.news() - self._sealed_anew
-        torn = {step for step in self._torn if step < before}
-        if not torn:
-            return
-        try:
-            self.session.forget_steps(torn)
-            self._torn -= torn
-        except PeerStoreError as error:  # tried again with the next save
-            log.warning("steps %s of %s were not given up: %s", sorted(torn), self._location.job, error)
-
     def _seal(
         self, saved: Saved, staged: Staged, items: Sequence[bytes], durable: bool, planned: PlannedSave
     ) -> ShardRecord:
@@ -348,12 +315,12 @@ class Checkpointer:
             saved._state, saved._error = SaveState.FAILED, error
             session.abandon(staged)
             session.observe(failed=1)
-            self._left_out(saved.step)
+            self._torn.left_out(saved.step)
             raise
         saved._state = SaveState.SEALED
         self._last = record.key
         session.observe(saves=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)
-        self._give_up_torn(before=saved.step)
+        self._torn.give_up(before=saved.step)
         if self._board is not None:
             self._board.sealed(record.key.group)
             whole = self._board.newest()
@@ -372,13 +339,13 @@ class Checkpointer:
             self.settings if not durable else override(self.settings, durable={"every": self.settings.memory.every})
         )
         writer = TieredWriter(self._location.job, step, settings=settings)
-        self._dcp(dcp.save, state, storage_writer=writer)
+        self._together.dcp(dcp.save, state, storage_writer=writer)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self._planned_before = True
         self._last = writer.record.key
         self._board = self._board or board_for(self.session)
-        self._skips = self._skips or skips_for(self.session)
+        self._torn.follow(self.session)
         saved = self._followed(Saved(step, SaveState.SEALED), durable=durable or self.session.is_durable(step))
         saved._sealing = Future()
         saved._sealing.set_result(writer.record)
@@ -399,20 +366,13 @@ class Checkpointer:
         # In the durable tier some nodes' part of it would be missing: new ones do not know where that is.
         settings = override(self.settings, durable={"url": ""})
         writer = TieredWriter(self._location.job, step, settings=settings)
-        self._dcp(dcp.save, {}, storage_writer=writer, planner=planner)
+        self._together.dcp(dcp.save, {}, storage_writer=writer, planner=planner)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         try:
             self.session.commit(writer.record.key.group)
         except PeerStoreError as error:  # it is whole all the same
             log.warning("the node agent did not note that step %d is whole: %s", step, error)
-
-    def _dcp(self, call: Callable[..., object], state: State, **storage: object) -> None:
-        """DCP's own save or load, between all ranks or, where there is no process group, in this process alone."""
-        with warnings.catch_warnings():
-            if alone := not dist.is_initialized():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            call(state, process_group=self._group, no_dist=alone, **storage)
 
     def _all_ready(self) -> None:
         """Before a collective: a rank that cannot reach its node must not leave the others waiting in it."""
@@ -422,24 +382,16 @@ class Checkpointer:
             self._until_last_is_copied()
             self.session.known_epoch()
         except (TieredCheckpointError, PeerStoreError) as error:
-            problem = f"rank {dist.get_rank(self._group) if dist.is_initialized() else 0}: {error}"
-        problems = [text for text in self._from_all(problem) if text]
+            problem = f"rank {self._together.rank}: {error}"
+        problems = [text for text in self._together.from_all(problem) if text]
         if problems:
             raise SaveFailedError("; ".join(problems))
-
-    def _from_all(self, text: str) -> list[str]:
-        """What every rank says, in order of ranks."""
-        if not dist.is_initialized():
-            return [text]
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, text, group=self._group)
-        return gathered
 
     def _save_plain(self, state: State, step: int, *, durable: bool) -> Saved:
         if step % self.settings.durable.every and not durable:
             return Saved(step, SaveState.NOT_DUE)
         writer = plain_writer(self.settings.durable, self._location.job, step)
-        self._dcp(dcp.save, state, storage_writer=writer)
+        self._together.dcp(dcp.save, state, storage_writer=writer)
         return Saved(step, SaveState.DURABLE)
 
     def _finish_last(self, *, wait_s: float) -> None:
@@ -519,104 +471,20 @@ class Checkpointer:
 
     def _restore_any(self, state: State, step: int | None) -> int:
         if not self.settings.enabled:
-            return self._restore_plain(state, step)
+            return self._restoring.restore_plain(state, step)
         self._join(restoring=True)
-        restored = self._restore(state, step)
-        if restored < 0:
+        report = self._restoring.restore(state, step)
+        if report is None:
             self.session.base = -1
-        self._prepare(state)
-        return restored
-
-    def _restore(self, state: State, step: int | None) -> int:
-        held = keeper()
-        given = None if held is None else held.hydrations.get(self._location.job)
-        fresh = given is not None  # what was given was not there a moment ago
-        error: BaseException | None = None
-        for _ in range(_MAX_FALLBACKS):
-            reader = TieredReader(self._location.job, step, settings=self.settings)
-            reader.fresh = fresh
-            if not self._anything(reader, step):
-                return -1
-            _make_moments(state, reader)
-            _tell_saved(state, reader)
-            try:
-                self._dcp(dcp.load, state, storage_reader=reader)
-            except CheckpointException as failure:
-                error = _typed(failure)
-                if isinstance(error, PeersLostError):  # what is left may be whole all the same, or an older step is
-                    log.error("restore of %s: %s; looking again what there is", self._location.job, error)
-                    fresh = True
-                    continue
-                if step is not None or not isinstance(error, CheckpointDamagedError):
-                    raise error from failure
-                log.error("restore of %s: %s; trying the next older step", self._location.job, error)
-                continue
-            self.last_restore = reader.report
-            self._hydrated(reader.report, given)
-            if reader.unused:
-                log.warning(
-                    "%s step %d: %d entries were saved but are not in the state to be restored, so left out: %s",
-                    *(self._location.job, reader.restored_step, len(reader.unused), _some(reader.unused)),
-                )
+        else:
+            self.last_restore = report
             self._board = self._board or board_for(self.session)
-            return reader.restored_step
-        if isinstance(error, PeersLostError):  # unknown, not damaged
-            raise error
-        raise CheckpointDamagedError(
-            f"{self._location.job}: {_MAX_FALLBACKS} steps were tried and none could be loaded"
-        )
-
-    def _hydrated(self, report: RestoreReport | None, found: Hydration | None) -> None:
-        """Say what the fault before this world has cost, where there was one."""
-        if report is None or found is None:
-            return
-        report.mode = "live" if found.mode == "live" and found.step == report.step else "snapshot"
-        report.lost = max(0, found.reached - report.step)
-        tiers = ", ".join(f"{size >> 10} KiB from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
-        log.info("%s: step %d (%s), %d lost: %s", self._location.job, report.step, report.mode, report.lost, tiers)
-
-    def _anything(self, reader: TieredReader, step: int | None) -> bool:
-        """Whether there is something to load: one answer for all ranks, absent and unknown kept apart."""
-        try:
-            found: str = reader.check()
-        except CheckpointNotFoundError as error:
-            found = f"absent {error}"
-        except CheckpointDamagedError as error:
-            found = f"damaged {error}"
-        except (TieredCheckpointError, PeerStoreError) as error:
-            found = f"unknown {error}"
-        answers = self._from_all(found)
-        unknown = [answer for answer in answers if answer.startswith("unknown ")]
-        damaged = [answer for answer in answers if answer.startswith("damaged ")]
-        absent = [answer for answer in answers if answer.startswith("absent ")]
-        if unknown:
-            raise TierUnavailableError(unknown[0].removeprefix("unknown "))
-        if damaged:
-            raise CheckpointDamagedError(damaged[0].removeprefix("damaged "))
-        if absent and len(absent) < len(answers):
-            raise TierUnavailableError(
-                f"{self._location.job}: {len(answers) - len(absent)} of {len(answers)} ranks reach a checkpoint, the "
-                f"others cannot: {absent[0].removeprefix('absent ')}"
-            )
-        if absent and step is not None:
-            raise CheckpointNotFoundError(absent[0].removeprefix("absent "))
-        return not absent
-
-    def _restore_plain(self, state: State, step: int | None) -> int:
-        durable, job = self.settings.durable, self._location.job
-        steps = [found for found in plain_steps(durable, job) if step in (None, found)]
-        if not steps:
-            if step is not None:
-                raise CheckpointNotFoundError(f"{durable.url} has no plain checkpoint of {job} step {step}")
-            return -1
-        reader = plain_reader(durable, job, steps[-1])
-        self._dcp(dcp.load, state, storage_reader=reader)
-        return steps[-1]
+        self._prepare(state)
+        return -1 if report is None else report.step
 
     def _prepare(self, state: State) -> None:
         """Have slots populated and mapped while the first step computes."""
-        parts = dist.get_world_size(self._group) if dist.is_initialized() else 1
-        rank = dist.get_rank(self._group) if dist.is_initialized() else 0
+        parts, rank = self._together.size, self._together.rank
         own = shared = 0
         for value in flatten(as_plain(state)).values():
             if isinstance(value, DTensor):
@@ -642,9 +510,7 @@ class Checkpointer:
         self._sealer.shutdown()
         if self._preemption is not None:
             self._preemption.close()
-        if self._own_group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._own_group)
-            self._own_group = None
+        self._together.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -662,56 +528,3 @@ def _with_arguments(settings: Settings, **sections: Mapping[str, Any]) -> Settin
     if "every" not in changes["durable"] and every > 0 and settings.durable.every % every:
         changes["durable"]["every"] = every
     return override(settings, **changes)
-
-
-def _make_moments(state: State, reader: TieredReader) -> None:
-    """An optimizer that never stepped has no moments to be filled: make them, where the checkpoint has some."""
-    empty = [name for name, value in state.items() if isinstance(value, torch.optim.Optimizer) and not value.state]
-    if not empty:
-        return
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-    except TieredCheckpointError:
-        return  # the load that follows says so to all ranks
-    for name in empty:
-        if any(key.startswith(f"{name}.state.") for key in saved):
-            make_moments(state[name])
-
-
-def _tell_saved(state: State, reader: TieredReader) -> None:
-    """A ``Stateful`` whose names depend on the ranks hears which of them the checkpoint has."""
-    asking = {name: value for name, value in state.items() if hasattr(value, "before_restore")}
-    if not asking:
-        return
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-    except TieredCheckpointError:
-        return  # the load that follows says so to all ranks
-    for name, value in asking.items():
-        value.before_restore([key.removeprefix(f"{name}.") for key in saved if key.startswith(f"{name}.")])
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-
-
-def _own(failure: BaseException) -> BaseException:
-    """Our own error inside DCP's: what tells the caller most, damaged before unknown before the rest."""
-    if isinstance(failure, CheckpointException):
-        errors = [error for error, _ in failure.failures.values() if isinstance(error, TieredCheckpointError)]
-        for kind in (CheckpointDamagedError, PeersLostError, TierUnavailableError, TieredCheckpointError):
-            for error in errors:
-                if isinstance(error, kind):
-                    return error
-    return failure
-
-
-def _typed(failure: CheckpointException) -> BaseException:
-    """What a load that failed inside DCP raises."""
-    own = _own(failure)
-    if own is not failure:
-        return own
-    first = next(iter(failure.failures.values()))[0]
-    if isinstance(first, ValueError | RuntimeError):  # how DCP's planner says that names or shapes differ
-        return MismatchError(f"the state and the checkpoint do not fit: {first}")
-    return failure

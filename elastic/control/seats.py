@@ -29,6 +29,8 @@ from elastic.inject.plan import OUTSIDE, Injection
 
 _SPARE_TRIES = 3
 """Spares that end before they are warm are started again so often."""
+_SPARE_WAIT_S = 30.0
+"""A spare that was used is replaced after so long at the latest."""
 _INJECTIONS = 100
 """So many are told to ranks, the newest ones."""
 
@@ -78,6 +80,10 @@ class Process:
     ended_at: float | None = None
     """When, by the clock on the wall, where that is known."""
     requested: int = 0
+    least: tuple[int, int] | None = None
+    """The newest world it stepped in, and the least number of steps it said there."""
+    went_on: int = -1
+    """The newest world in which it completed a step."""
 
     @property
     def is_ready(self) -> bool:
@@ -91,6 +97,15 @@ class Process:
     def said_in(self, epoch: int) -> RankSays | None:
         """What it says, where that is about this world."""
         return self.says if self.says is not None and self.says.epoch == epoch == self.given else None
+
+    def note_steps(self, says: RankSays) -> None:
+        if says.progress is None or says.epoch != self.given:
+            return
+        step = says.progress.step
+        if self.least is None or self.least[0] != says.epoch or step < self.least[1]:
+            self.least = says.epoch, step
+        elif step > self.least[1]:
+            self.went_on = says.epoch
 
     def is_excused(self, *, broken: bool, stopping: bool) -> bool:
         """Whether it has nothing more to do, so that it may end."""
@@ -116,6 +131,8 @@ class Seats:
     births: int = 0
     attempts: int = 0
     wasted_spares: int = 0
+    refill_by: float | None = None
+    """By when the spares that were used are to be replaced."""
     formed: Formed | None = None
     broken: str | None = None
     pausing: Pausing | None = None
@@ -188,6 +205,7 @@ class Seats:
         if process is None or process.ended is not None:
             return
         process.says, process.heard_at = says, now
+        process.note_steps(says)
         for request in says.requests:
             if request.number > process.requested:
                 process.requested = request.number
@@ -221,6 +239,8 @@ class Seats:
             if command.number > self.done:
                 self.done = command.number
                 self._carry_out(command)
+        if self.refill_by is None and self._lacking_spares() > 0:
+            self.refill_by = now + _SPARE_WAIT_S
         if orders.over is not None:
             self.end(orders.over, orders.reason)
         elif orders.release is not None and self.over is None:
@@ -274,7 +294,6 @@ class Seats:
                     self._seat(process.seat)
         for seat in command.local_ranks:
             self._seat(seat, promote=command.do is Do.PROMOTE)
-        self._refill()
 
     def _inject(self, injection: Injection) -> None:
         if injection.is_at_once and injection.kind in OUTSIDE:
@@ -332,9 +351,23 @@ class Seats:
             self.effects.append(End(token))
 
     def _refill(self) -> None:
-        if self.over is None and self.wasted_spares < _SPARE_TRIES:
-            for _ in range(self.wanted_spares - len(self.spares())):
-                self._start(None)
+        for _ in range(self._lacking_spares()):
+            self._start(None)
+
+    def _lacking_spares(self) -> int:
+        given_up = self.over is not None or self.wasted_spares >= _SPARE_TRIES
+        return 0 if given_up else self.wanted_spares - len(self.spares())
+
+    def refill_due(self, now: float) -> None:
+        """A spare that was used is replaced once the ranks have gone on: until then they want the cores that starting
+        and importing takes, and nobody could be warm before they are through.
+        """
+        if self.refill_by is not None and (now >= self.refill_by or self._are_under_way()):
+            self.refill_by = None
+            self._refill()
+
+    def _are_under_way(self) -> bool:
+        return self.formed is not None and all(one.went_on == self.formed.epoch for one in self.seated())
 
     def effects_due(self) -> list[Effect]:
         """What is to be done with processes, since this was last asked."""

@@ -167,8 +167,7 @@ class Supervisor:
     def _patience_s(self) -> float:
         now = self._clock()
         nearest = [self._beat + self.settings.heartbeat_s, *(when for when, _ in self._timers)]
-        if self.seats.leave_by is not None:
-            nearest.append(self.seats.leave_by)
+        nearest += [when for when in (self.seats.leave_by, self.seats.refill_by) if when is not None]
         if self._fading_since is not None:
             nearest.append(self._fading_since + self.settings.end_s)
         return max(0.005, min(nearest) - now)
@@ -176,6 +175,7 @@ class Supervisor:
     def _watch(self, now: float) -> None:
         """What time alone brings about."""
         seats, settings = self.seats, self.settings
+        seats.refill_due(now)
         if seats.leave_by is not None and now >= seats.leave_by and seats.over is None:
             seats.goodbye = f"{seats.leaving}, and its time is up"
             self._kill_all(seats.goodbye, over=Over.DISMISSED)

@@ -85,7 +85,16 @@ def lose_node(supervisor: int, environ: Mapping[str, str] = os.environ) -> None:
     directory = environ.get("TIEREDCKPT_AGENT_DIRECTORY")
     if directory:
         _end_agent(Path(directory))
+        shutil.rmtree(directory, ignore_errors=True)
     os.kill(supervisor, signal.SIGKILL)
+
+
+def lose_agent(environ: Mapping[str, str] = os.environ) -> None:
+    """The node's agent is gone; what it kept stays in the machine's memory for the next one."""
+    directory = environ.get("TIEREDCKPT_AGENT_DIRECTORY")
+    if not directory:
+        raise InjectedFaultError("this node's agent is not this job's own: $TIEREDCKPT_AGENT_DIRECTORY is not set")
+    _end_agent(Path(directory))
 
 
 def _end_agent(directory: Path) -> None:
@@ -93,7 +102,6 @@ def _end_agent(directory: Path) -> None:
         pid = int(AgentPlace(directory).lock.read_text())
         if started_at(pid) >= 0:
             os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def supervisor_of_this_rank() -> int:
@@ -113,4 +121,5 @@ IN_PROCESS: Mapping[Kind, Callable[[], None]] = {
     Kind.HANG: hang,
     Kind.OOM: oom,
     Kind.NODE: lambda: lose_node(supervisor_of_this_rank()),
+    Kind.AGENT: lose_agent,
 }

@@ -82,6 +82,9 @@ class Spot:
     def node(self) -> Faults:
         return self.be(Kind.NODE)
 
+    def agent(self) -> Faults:
+        return self.be(Kind.AGENT)
+
     def slow(self, seconds: float | None = None, times: int | None = None) -> Faults:
         return self.be(Kind.SLOW, seconds=seconds, times=times)
 

@@ -36,6 +36,8 @@ def strike(
             seats.cut(injection.lasts_s)
         elif injection.kind is Kind.NODE:
             deeds.lose_node(os.getpid(), environ)
+        elif injection.kind is Kind.AGENT:
+            deeds.lose_agent(environ)
         else:
             running[process.token].signal(getattr(signal, injection.kind.name))
         return True

@@ -32,6 +32,8 @@ class Kind(enum.Enum):
     """It allocates until a limit of its own, far below the machine's, ends it."""
     NODE = "node"
     """The node's supervisor ends at once, with it its ranks, and the memory tier where it is this job's own."""
+    AGENT = "agent"
+    """The node's memory agent is killed; training goes on, and who needs it next starts another one."""
     SLOW = "slow"
     """From then on each step takes longer; no fault, so nothing is to happen."""
     PARTITION = "partition"
@@ -66,8 +68,10 @@ class Phase(enum.Enum):
 
 WAITED_FOR = frozenset({Kind.SIGSTOP, Kind.GIL, Kind.HANG})
 """Kinds that nobody notices but by nothing happening."""
-OUTSIDE = frozenset({Kind.SIGKILL, Kind.SIGSTOP, Kind.NODE, Kind.PARTITION})
+OUTSIDE = frozenset({Kind.SIGKILL, Kind.SIGSTOP, Kind.NODE, Kind.AGENT, Kind.PARTITION})
 """Kinds that a supervisor can carry out, whatever its rank is doing."""
+BORNE = frozenset({Kind.AGENT, Kind.SLOW})
+"""Kinds that no world has to end for."""
 NAN_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.ALLREDUCE)
 """Later than these a number that is none goes into the state, and nothing that is done later finds it."""
 

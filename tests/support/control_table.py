@@ -12,7 +12,7 @@ from elastic.control import tidings
 from elastic.control.desk import Desk, DeskSettings
 from elastic.control.messages import Over, RankHears, RankSays, Resize, Stand
 from elastic.control.ordering import for_node, refusal
-from elastic.control.plane import Want
+from elastic.control.plane import Progress, Want
 from elastic.control.seats import Cut, End, Inject, Seats, Start
 from elastic.world.policy import ScalingPolicy
 
@@ -34,7 +34,7 @@ class Rank:
 
     def says(self) -> RankSays:
         self.number += 1
-        return RankSays(self.number, self.stand, self.epoch, self.paused, self.sealed)
+        return RankSays(self.number, self.stand, self.epoch, self.paused, self.sealed, progress=Progress(self.step))
 
     def hears(self, hears: RankHears) -> None:
         place, notice = hears.assignment, hears.notice
@@ -86,6 +86,7 @@ class Node:
         self.seats.store = f"{self.name}:1" if self.kept > STORE_TURNS else ""
         for token, rank in list(self.ranks.items()):
             self.seats.said(token, rank.says(), now)
+        self.seats.refill_due(now)
         self.act()
         for token, rank in list(self.ranks.items()):
             rank.step += rank.stand is Stand.INSIDE and rank.paused is None

@@ -37,13 +37,15 @@ class Job:
             "PYTHONPATH": str(ROOT),
             "ELASTIC_RUN_DIRECTORY": str(folder / "run"),
         }
+        self.inside: tuple[str, ...] = ()
+        """A command that what is started here is started by."""
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         output = (self.folder / f"output-{len(self.started)}").open("wb")
         with output:
             one = subprocess.Popen(
-                [sys.executable, "-m", "elastic", *words],
+                [*self.inside, sys.executable, "-m", "elastic", *words],
                 cwd=self.folder,
                 env=self.environ,
                 stdout=output,

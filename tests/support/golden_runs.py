@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from elastic.inject import Faults, Kind, Phase
-from elastic.inject.plan import NAN_PHASES, WAITED_FOR
+from elastic.inject.plan import BORNE, NAN_PHASES, WAITED_FOR
 from elastic.inject.reading import INJECT
 from elastic.inject.record import Record
 from elastic.samples import Order
@@ -183,7 +183,7 @@ def chained(pairs: Iterable[tuple[Kind, Phase]], ranks: int, *, first: int = 4, 
     for kind, phase in steps:
         faults = faults.at(step=step, phase=phase, rank=next(turn) % ranks).be(kind)
         step += gap
-        if between and kind is not Kind.SLOW:
+        if between and kind not in BORNE:
             next_kind, next_phase = between.pop()
             faults = faults.then(phase=next_phase, rank=next(turn) % ranks).be(next_kind)
     while between:

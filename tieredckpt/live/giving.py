@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from peerstore.crashpoints import reach
 from peerstore.errors import PeerStoreError
 from tieredckpt.checkpointer import Checkpointer
-from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.errors import CheckpointDamagedError, TieredCheckpointError
 from tieredckpt.live.choosing import Choice, Cover, Held, Holding, Needed, Stand, choose, holdings_of, reached, tellers
 from tieredckpt.live.keeping import Hydration, Keeper, Kept
 from tieredckpt.resolve import resolve
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 _PREFIX = "tieredckpt/live"
 _PATIENCE = timedelta(minutes=5)
 _MOST_TRIES = 3
+_MOST_BYTES = 256 << 20
+"""Of one message: some hundred thousand tensors."""
 
 
 class _Asked(msgspec.Struct, frozen=True):
@@ -186,4 +188,18 @@ class _Meeting:
     def hear_all(self, names: Sequence[str], kind: Any) -> list[Any]:
         keys = [f"{_PREFIX}/{name}" for name in names]
         self._store.wait(keys, _PATIENCE)
-        return [msgspec.msgpack.decode(zlib.decompress(self._store.get(key)), type=kind) for key in keys]
+        return [_unpacked(key, self._store.get(key), kind) for key in keys]
+
+
+def _unpacked(key: str, packed: bytes, kind: Any) -> Any:
+    """A message as it was said; what is damaged, or would be too large, is refused before there is room made for it."""
+    unpacking = zlib.decompressobj()
+    try:
+        plain = unpacking.decompress(packed, _MOST_BYTES)
+        if unpacking.unconsumed_tail:
+            raise CheckpointDamagedError(f"{key}: more than {_MOST_BYTES >> 20} MiB")
+        if not unpacking.eof:
+            raise CheckpointDamagedError(f"{key}: it ends too early")
+        return msgspec.msgpack.decode(plain, type=kind)
+    except (zlib.error, msgspec.MsgspecError) as error:
+        raise CheckpointDamagedError(f"{key}: {error}") from error

@@ -1,6 +1,7 @@
 """A rank that computes nothing: it counts steps and does what it is asked to. It prints what happens to it as JSON.
 
-``python rank.py FOLDER``: files in FOLDER say what to do. Tests make ``finish``, ``ignore-NODE`` and ``fault-NODE``.
+``python rank.py FOLDER``: files in FOLDER say what to do. Tests make ``finish``, ``ignore-NODE``, ``fault-NODE`` and
+``hungry-NODE``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,15 @@ STEP_S = 0.005
 
 def say(what: str, **more: object) -> None:
     print(json.dumps({"what": what, "pid": os.getpid(), "at": time.monotonic(), **more}), flush=True)
+
+
+def eat(asked: Path) -> None:
+    """Memory that is touched, until the kernel ends this process, before any other one."""
+    asked.unlink()
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    held = []
+    while True:
+        held.append(b"x" * (4 << 20))
 
 
 def main(folder: Path) -> int:
@@ -58,6 +68,8 @@ def main(folder: Path) -> int:
                 if fault.exists():
                     fault.unlink()
                     plane.fault("a fault was asked for")
+                if (folder / f"hungry-{node}").exists():
+                    eat(folder / f"hungry-{node}")
                 notice = plane.notice()
                 if notice is not None and not (folder / f"ignore-{node}").exists():
                     say("notice", want=notice.want.value, epoch=notice.epoch, reason=notice.reason)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from elastic.inject import Faults, Kind
+from elastic.inject.plan import BORNE
 from tests.support.golden_runs import (
     GAP,
     assert_all_happened_once,
@@ -32,7 +33,7 @@ __all__ = ["golden"]
 COUNT = int(os.environ.get("FAULTS", "300"))
 CHOSEN = int(os.environ.get("SEED", "1"))
 QUICK = (Kind.SIGKILL, Kind.EXCEPTION, Kind.SEGFAULT, Kind.OOM, Kind.NAN)
-KINDS = (*(4 * QUICK), Kind.NODE, Kind.PARTITION, Kind.SLOW, Kind.SIGSTOP, Kind.GIL, Kind.HANG)
+KINDS = (*(4 * QUICK), Kind.NODE, Kind.AGENT, Kind.PARTITION, Kind.SLOW, Kind.SIGSTOP, Kind.GIL, Kind.HANG)
 """Those that cost a time limit are rarer."""
 STARTING = 30
 """So many looks at a process are left out, two in a second: it may have been started just before."""
@@ -89,7 +90,7 @@ def recoveries(job) -> list[float]:
     for one in job.record.done():
         epoch = max((epoch for at, epoch in steps if at <= one.at), default=-1)
         after = next((at for at, other in steps if at > one.at and other > epoch), None)
-        if after is not None and one.injection.kind is not Kind.SLOW:
+        if after is not None and one.injection.kind not in BORNE:
             found.append(after - one.at)
     return sorted(found)
 

@@ -22,12 +22,12 @@ __all__ = ["golden"]
 
 CHAINS = {
     "ddp": """
-        sigkill@forward exception@backward nan@allreduce segfault@optimizer oom@save sigkill@seal node@replicate
-        exception@restore sigkill@recovery
+        sigkill@forward exception@backward nan@allreduce agent@optimizer segfault@optimizer oom@save sigkill@seal
+        node@replicate exception@restore sigkill@recovery
     """,
     "fsdp": """
         oom@backward segfault@save partition@forward node@seal sigkill@replicate gil@optimizer exception@allreduce
-        segfault@restore oom@recovery
+        agent@seal segfault@restore oom@recovery agent@recovery
     """,
     "hsdp": """
         nan@forward segfault@backward sigkill@allreduce exception@seal oom@replicate partition@save slow@optimizer

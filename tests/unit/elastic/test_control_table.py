@@ -107,6 +107,35 @@ def test_every_rank_that_is_lost_finds_a_spare_that_had_time_to_get_warm():
         assert spare.placed == table.desk.world.epoch
 
 
+def test_a_used_spare_is_replaced_once_the_ranks_have_gone_on():
+    """Starting and importing takes the cores that the ranks need to come back."""
+    table = Table(1, nproc=2, spares=1)
+    table.settle(15)
+    seats, before = table.nodes["n0"].seats, table.desk.world.epoch
+    table.lose_rank(0)
+    turns = 0
+    while not (len(seats.seated()) == 2 and all(process.went_on > before for process in seats.seated())):
+        assert len(seats.spares()) == (turns == 0)
+        table.settle(1)
+        turns += 1
+    table.settle(3)
+    assert [spare.is_ready for spare in seats.spares()] == [True]
+
+
+def test_where_nobody_gets_any_further_a_used_spare_is_replaced_all_the_same():
+    table = Table(1, nproc=2, spares=1)
+    table.settle(15)
+    seats = table.nodes["n0"].seats
+    table.lose_rank(0)
+    table.settle(1)
+    by = seats.refill_by
+    seats.refill_due(by - 0.1)
+    assert (seats.refill_by, seats.spares()) == (by, [])
+    seats.refill_due(by)
+    assert len(seats.spares()) == 1
+    assert seats.refill_by is None
+
+
 def test_an_older_supervisor_of_a_node_is_refused():
     table = Table(1)
     table.settle(5)

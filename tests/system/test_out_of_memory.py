@@ -1,0 +1,54 @@
+"""The kernel ends a rank for lack of memory: its control group has a limit, as a container has."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.elastic_runs import elastic_job
+from tests.support.neighbours import until
+
+pytestmark = pytest.mark.system
+
+LIMIT = 768 << 20
+VERSIONS = {
+    Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes",
+    Path("/sys/fs/cgroup"): "memory.max",
+}
+
+
+@pytest.fixture
+def group():
+    """A control group with that limit, as a file for whoever is to be in it."""
+    for root, limit in VERSIONS.items():
+        made = root / f"tieredckpt-test-{os.getpid()}"
+        try:
+            made.mkdir()
+        except OSError:
+            continue
+        try:
+            if (made / limit).exists():
+                (made / limit).write_text(str(LIMIT))
+                yield made / "cgroup.procs"
+                until(lambda made=made: not (made / "cgroup.procs").read_text(), "all of them have ended")
+                return
+        finally:
+            made.rmdir()
+    pytest.skip("no control group that limits memory can be made here (root, and a memory controller)")
+
+
+def test_who_takes_too_much_is_ended_and_replaced_and_the_reason_is_said(group) -> None:
+    with elastic_job() as job:
+        job.inside = ("sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group))
+        run = job.run("--simulate-nodes", "2", "--nnodes", "2")
+        before = job.world(2)
+        job.make("hungry-n1")
+        after = job.world(2, after=before[0]["epoch"])
+        by_node = [{one["node"]: one["pid"] for one in world} for world in (before, after)]
+        assert by_node[0]["n0"] == by_node[1]["n0"]
+        assert by_node[0]["n1"] != by_node[1]["n1"]
+        assert "out of memory: the kernel says so of its control group" in job.output()
+        job.finish()
+        assert job.ended(run) == 0

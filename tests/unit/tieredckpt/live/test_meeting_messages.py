@@ -1,0 +1,55 @@
+"""What ranks tell each other through their store: as it was said, or a clear refusal."""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+import pytest
+import torch.distributed as dist
+
+from tieredckpt.errors import CheckpointDamagedError
+from tieredckpt.live import giving
+
+NAME = "stand/0"
+SAID = {"step": 7, "names": ["weight", "bias"] * 100}
+PACKED = zlib.compress(msgspec.msgpack.encode(SAID))
+
+
+@pytest.fixture
+def meeting():
+    return giving._Meeting(dist.HashStore(), 0, 1)
+
+
+def heard_of(meeting, packed: bytes):
+    meeting._store.set(f"{giving._PREFIX}/{NAME}", packed)
+    return meeting.hear(NAME, dict)
+
+
+def test_a_message_comes_as_it_was_said(meeting):
+    meeting.say(NAME, SAID)
+    assert meeting.hear(NAME, dict) == SAID
+    assert heard_of(meeting, PACKED) == SAID
+
+
+@pytest.mark.parametrize(
+    ("packed", "why"),
+    [
+        (PACKED[:-5], "ends too early"),
+        (b"\x00" + PACKED[1:], "incorrect header"),
+        (zlib.compress(b"\xc1"), "invalid"),
+        (zlib.compress(msgspec.msgpack.encode([1])), "Expected `object`"),
+    ],
+    ids=["torn", "no zlib", "no msgpack", "something else"],
+)
+def test_a_damaged_message_is_refused(meeting, packed, why):
+    with pytest.raises(CheckpointDamagedError, match=f"(?i){NAME}: .*{why}"):
+        heard_of(meeting, packed)
+
+
+def test_a_message_that_grows_too_large_is_refused_before_it_does(meeting, monkeypatch):
+    monkeypatch.setattr(giving, "_MOST_BYTES", 1 << 20)
+    bomb = zlib.compress(bytes(64 << 20))
+    assert len(bomb) < 1 << 20
+    with pytest.raises(CheckpointDamagedError, match="more than 1 MiB"):
+        heard_of(meeting, bomb)
