@@ -140,16 +140,17 @@ class SageMakerFormatWriter(StorageWriter):
     def _post(self, path: str, data: bytes, headers: dict[str, str], *, also: int = 0) -> None:
         parts = urlsplit(self.checkpoint_config.memory_url)
         if parts.scheme != "http" or not parts.hostname:
-            raise SageMakerTieredStorageConfigError(f"memory_url {parts.geturl()!r}: write http://HOST:PORT")
-        if self.checkpoint_config.memory_token:
-            headers["Authorization"] = f"Bearer {self.checkpoint_config.memory_token}"
+            raise SageMakerTieredStorageConfigError("memory_url is no http://HOST:PORT")
+        token = self.checkpoint_config.memory_token or parts.password
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
         connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
         try:
             connection.request("POST", parts.path.rstrip("/") + path, body=data, headers=headers)
             response = connection.getresponse()
             said = response.read(1000).decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
-            raise TierUnavailableError(f"the memory service at {parts.netloc} cannot be asked: {error}") from error
+            raise TierUnavailableError(f"the memory service at {parts.hostname} cannot be asked: {error}") from error
         finally:
             connection.close()
         if not http.HTTPStatus.OK <= response.status < http.HTTPStatus.MULTIPLE_CHOICES and response.status != also:

@@ -41,10 +41,12 @@ class MemoryPlace:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"{url!r} is not where a memory service is: write http://HOST:PORT")
-        self.name = f"{url.rstrip('/')}/v1/cp/checkpoints/{namespace}"
+        where = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+        self.name = f"{where}/v1/cp/checkpoints/{namespace}"
         self._parts = parts
         self._namespace = job_name(namespace)
         self._guess = world_size
+        token = token or parts.password or ""
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout_s = timeout_s
         self._written: dict[int, Written] = {}
@@ -162,7 +164,9 @@ class MemoryPlace:
             yield response
         except (OSError, http.client.HTTPException) as error:
             said = str(error) or type(error).__name__
-            raise TierUnavailableError(f"the memory service at {self._parts.netloc} cannot be asked: {said}") from error
+            raise TierUnavailableError(
+                f"the memory service at {self._parts.hostname} cannot be asked: {said}"
+            ) from error
         finally:
             connection.close()
 
