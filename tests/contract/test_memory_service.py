@@ -195,7 +195,7 @@ def test_a_connection_is_kept_and_goes_on_after_refusals(server: str) -> None:
         connection.connect()
         first = connection.sock
         for _ in range(3):
-            assert ask_on(connection, "GET", "/v1/cp/checkpoints/job-1/0/1").status == 404
+            assert ask_on(connection, "GET", "/v1/cp/checkpoints/job-1/1/1").status == 404
             assert ask_on(connection, "POST", "/v1/cp/checkpoints/job-1/0/x").status == 422
             assert ask_on(connection, "POST", "/v1/cp/checkpoints/job-1/0/1", b"x").status == 200
             assert ask_on(connection, "GET", "/v1/cp/checkpoints/job-1/0/1").status == 200

@@ -16,8 +16,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,27 +101,31 @@ def _download(folder: Path) -> Path:
     return folder / f"{PACKAGE}.tar.gz"
 
 
+_SERVE = """
+import socket, sys, uvicorn
+sys.path.insert(0, sys.argv[1])
+from membrain_server import app
+config = uvicorn.Config(app, log_level="warning", timeout_keep_alive=600)
+uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[2]))])
+"""
+
+
 @contextlib.contextmanager
 def theirs() -> Iterator[str]:
     """Their server, of which every block has one of its own."""
-    uvicorn = pytest.importorskip("uvicorn")
-    module = types.ModuleType("their_server")
-    sys.modules[module.__name__] = module  # FastAPI looks up annotations there
-    try:
-        exec(compile(their_file("tests/local_tests/membrain_server.py"), "membrain_server.py", "exec"), vars(module))
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            config = uvicorn.Config(module.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
-            server = uvicorn.Server(config)
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="their-server")
-            thread.start()
-            try:
-                yield f"127.0.0.1:{listener.getsockname()[1]}"
-            finally:
-                server.should_exit = True
-                thread.join(60)
-    finally:
-        del sys.modules[module.__name__]
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
+        (Path(folder) / "membrain_server.py").write_text(their_file("tests/local_tests/membrain_server.py"))
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        number = listener.fileno()
+        process = subprocess.Popen([sys.executable, "-c", _SERVE, folder, str(number)], pass_fds=[number])
+        try:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            assert ask(address, "GET", "/health").status == 200  # it answers once it is there
+            yield address
+        finally:
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager
