@@ -90,7 +90,7 @@ def _members(data: memoryview) -> dict[str, memoryview]:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise ValueError(f"{info.filename[:100]!r} is compressed")
         header = data[info.header_offset : info.header_offset + _LOCAL_HEADER_BYTES]
-        if len(header) != _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
+        if len(header) != _LOCAL_HEADER_BYTES or bytes(header[:4]) != b"PK\x03\x04":
             raise ValueError(f"{info.filename[:100]!r} is not where the archive says")
         start = info.header_offset + _LOCAL_HEADER_BYTES
         start += int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")

@@ -157,15 +157,17 @@ class SageMakerFormatWriter(StorageWriter):
             raise MemorySaveFailedError(f"{path}: {response.status} {response.reason}: {said}")
 
 
-class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]  # C's takes no opcodes from outside
+class _Pickler(pickle._Pickler):  # C's takes no opcodes from outside
     """Writes an :class:`Extent` as AWS's class, which need not be installed."""
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:  # noqa: FBT002 - as in pickle
+        python: Any = super()
         if type(obj) is not Extent:
-            super().save(obj, save_persistent_id)
+            python.save(obj, save_persistent_id)
             return
-        super().save(_INFO_MODULE)
-        super().save(_INFO_NAME)
-        self.write(pickle.STACK_GLOBAL + pickle.EMPTY_TUPLE + pickle.NEWOBJ)
-        super().save({"rank": obj.rank, "offset": obj.start, "length": obj.length})
-        self.write(pickle.BUILD)
+        write: Any = getattr(self, "write")  # noqa: B009 - typeshed does not know it
+        python.save(_INFO_MODULE)
+        python.save(_INFO_NAME)
+        write(pickle.STACK_GLOBAL + pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+        python.save({"rank": obj.rank, "offset": obj.start, "length": obj.length})
+        write(pickle.BUILD)

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import abc
+import importlib
 import logging
 import re
 from collections.abc import Iterator
@@ -99,7 +100,7 @@ class RayS3PathStrategy(S3PathStrategy):
 def detected(base_path: str, logger: logging.Logger | None = None) -> S3PathStrategy:
     """Ray's layout inside a Ray Train job, else the default one."""
     try:
-        from ray import train
+        train = importlib.import_module("ray.train")
     except ImportError:
         return DefaultS3PathStrategy(base_path, logger)
     try:

@@ -411,6 +411,7 @@ def test_s3_that_is_away_fails_no_save(on, server, agent_dir, s3, monkeypatch):
     """What is in memory is in memory; S3 is tried again behind the training's back."""
     away = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("AWS_ENDPOINT_URL", away)
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_RETRY_S", "1")
     monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={away},region=us-east-1")
     assert on(1, save_with_s3_away, "aws", server.url, away, s3) == ["SageMakerS3TierError"]
     assert on(1, save_with_s3_away, "ours", server.url, away, s3) == [(True, False)]
