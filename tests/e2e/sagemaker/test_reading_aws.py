@@ -20,10 +20,12 @@ from integration.sagemaker import (
 from integration.sagemaker.convert import main as convert
 from tests.support import aws_library
 from tests.support.bits import assert_same, zeroed
+from tests.support.memory_servers import ours
 from tests.support.memory_service import memory_service
 from tests.support.models import build, full, state_of, train
 from tieredckpt import TieredReader
-from tieredckpt.errors import UsageError
+from tieredckpt.agent.memory_service.access import Access
+from tieredckpt.errors import TierUnavailableError, UsageError
 
 pytest.importorskip("amzn_sagemaker_checkpointing")
 pytestmark = [
@@ -216,6 +218,35 @@ def test_what_is_written_in_aws_format_aws_reads(ranks, service, moto, s3, where
     ((step, found),) = ranks.run(1, read_by_aws, service.url, moto.endpoint, base, where)
     assert step == 4
     assert_same(found, shifted(4))
+
+
+def test_our_memory_service_and_its_token(agent_dir):
+    """Written to it in AWS's format, read out of it again, by who shows the token."""
+    with ours(access=Access(b"token-of-a-test")) as address:
+        config = SageMakerCheckpointConfig("job", 1, memory_url=f"http://{address}", memory_token="token-of-a-test")
+        dcp.save(shifted(3), storage_writer=SageMakerFormatWriter(config, step=3), no_dist=True)
+        assert_same(load(memory_url=f"http://any:token-of-a-test@{address}"), (3, shifted(3)))
+        with pytest.raises(CheckpointException) as failed:
+            load(memory_url=f"http://any:wrong@{address}")
+    errors = [error for error, _ in failed.value.failures.values()]
+    assert all(isinstance(error, TierUnavailableError) for error in errors)
+    assert "wrong" not in str(errors)
+
+
+def test_damage_inside_s3_gives_way_to_an_older_step(agent_dir, ranks, aws_saves, moto, s3):
+    """Bytes of the right number, and not the right ones: AWS's library compares nothing."""
+    aws_saves(1, 2, base=s3)
+    bucket, _, prefix = s3.removeprefix("s3://").partition("/")
+    key = f"{prefix}/job/rank_0/step_2/checkpoint.pt"
+    with moto.client() as client:
+        data = client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        at = data.index(shifted(2)["w"].numpy().tobytes())
+        client.put_object(Bucket=bucket, Key=key, Body=data[:at] + b"?" + data[at + 1 :])
+    step, found = load(s3_tier_base_path=s3)
+    assert step == 1
+    assert_same(found, shifted(1))
+    with pytest.raises(CheckpointException, match="not what was saved"):
+        load(s3_tier_base_path=s3, step=2)
 
 
 # -- the command ----------------------------------------------------------------------------------------------
