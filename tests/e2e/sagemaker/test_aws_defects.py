@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import os
 import pickle
+import re
 import time
 
 import pytest
@@ -26,14 +27,19 @@ from integration.sagemaker import (
     SageMakerTieredStorageWriter,
 )
 from tests.support import aws_library
+from tests.support.agents import agent_directory
 from tests.support.memory_servers import theirs
 from tests.support.memory_service import shard_meta
 from tests.support.s3 import free_port
 from tieredckpt.errors import CheckpointDamagedError, TierUnavailableError
+from tieredckpt.session import close_sessions, open_session
+from tieredckpt.settings import load_settings
 
 pytest.importorskip("amzn_sagemaker_checkpointing")
 pytestmark = pytest.mark.e2e
 ROWS = 6
+JOB = "job"
+"""Of this test alone: the tests share an agent."""
 
 
 # -- what the ranks run ---------------------------------------------------------------------------------------
@@ -85,13 +91,13 @@ def aws(url, endpoint="", **more):
     """AWS's library, pointed at a server: its writer for a step, and its reader."""
     aws_library.point_at(url, endpoint)
     config, writer, reader = aws_library.names()
-    of = config(**{"namespace": "job", "world_size": dist.get_world_size(), **more})
+    of = config(**{"namespace": JOB, "world_size": dist.get_world_size(), **more})
     return (lambda step: writer(of, step=step)), (lambda step=None: reader(of, step))
 
 
 def ours(**more):
     """The same of the classes of these names that are ours."""
-    of = SageMakerCheckpointConfig(**{"namespace": "job", "world_size": dist.get_world_size(), **more})
+    of = SageMakerCheckpointConfig(**{"namespace": JOB, "world_size": dist.get_world_size(), **more})
     return (
         lambda step: SageMakerTieredStorageWriter(of, step=step),
         lambda step=None: SageMakerTieredStorageReader(of, step),
@@ -121,7 +127,7 @@ class Server:
     """The memory service, by its address; tests change what it holds as anybody could."""
 
     def __init__(self, address):
-        self.address, self.url = address, f"http://{address}"
+        self.address, self.url, self.job = address, f"http://{address}", ""
 
     def ask(self, method, path, body=None, headers=None):
         with contextlib.closing(http.client.HTTPConnection(self.address, timeout=60)) as connection:
@@ -130,14 +136,31 @@ class Server:
             return response.status, response.read()
 
     def blob(self, rank, step):
-        return self.ask("GET", f"/v1/cp/checkpoints/job/{rank}/{step}")[1]
+        return self.ask("GET", f"/v1/cp/checkpoints/{self.job}/{rank}/{step}")[1]
 
     def lose(self, rank, step):
-        assert self.ask("DELETE", f"/v1/cp/checkpoints/job/{rank}/{step}")[0] == 200
+        assert self.ask("DELETE", f"/v1/cp/checkpoints/{self.job}/{rank}/{step}")[0] == 200
 
     def replace(self, rank, step, data):
-        path = f"/v1/cp/checkpoints/job/{rank}/{step}"
+        path = f"/v1/cp/checkpoints/{self.job}/{rank}/{step}"
         assert self.ask("POST", path, data, {"Shard-Meta": shard_meta(data)})[0] == 200
+
+
+@pytest.fixture(scope="module")
+def agent():
+    """One for all of these tests: none of them ends it."""
+    with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
+        patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
+        open_session("first", load_settings())
+        close_sessions()
+        yield
+
+
+@pytest.fixture
+def agent_dir(agent):
+    yield
+    close_sessions()
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +170,8 @@ def running():
 
 
 @pytest.fixture
-def server(running):
+def server(running, job):
+    running.job = job
     assert running.ask("POST", "/v1/cp/cluster/reset")[0] == 200
     return running
 
@@ -167,20 +191,27 @@ def s3(moto, monkeypatch, tmp_path):
 class Both:
     """Runs one thing on so many ranks."""
 
-    def __init__(self, ranks):
-        self._ranks = ranks
+    def __init__(self, ranks, job):
+        self._ranks, self._job = ranks, job
 
     def __call__(self, world, function, *args, **more):
-        return self._ranks.run(world, _call, function, args, more)
+        return self._ranks.run(world, _call, self._job, function, args, more)
 
 
-def _call(function, args, more):
+def _call(job, function, args, more):
+    global JOB  # noqa: PLW0603 - of this process, until it hears of another
+    JOB = job
     return function(*args, **more)
 
 
 @pytest.fixture
-def on(ranks):
-    return Both(ranks)
+def job(request):
+    return re.sub(r"[^a-z0-9]", "-", request.node.name)
+
+
+@pytest.fixture
+def on(ranks, job):
+    return Both(ranks, job)
 
 
 def is_step(found, step, world=2):
@@ -205,7 +236,7 @@ def test_a_another_world_reads_memory(on, server, agent_dir, world):
     failed(on(world, aws_loads, server.url))
     on(2, we_save, [1])
     is_step(on(world, we_load), 1, world)
-    is_step(on(world, we_load, namespace="job", memory_url=server.url), 1, world)
+    is_step(on(world, we_load, memory_url=server.url), 1, world)
 
 
 def test_b_another_world_reads_s3(on, server, agent_dir, moto, s3):
