@@ -21,12 +21,17 @@ from peerstore.errors import RequestError
 from peerstore.peers.plan import MOST_IN_GROUP
 from peerstore.settings import StoreSettings, budget_bytes
 from peerstore.units import parse_size
+from tieredckpt.agent.memory_service.options import MemoryServiceOptions
 from tieredckpt.errors import SettingsError
+from tieredckpt.ledger.said import SAY
 from tieredckpt.ledger.writer import LEDGER
+from tieredckpt.platforms import settings_at
 
 Busy = Literal["wait", "skip"]
 TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
 """How bytes go between nodes: :attr:`AgentSettings.transport`."""
+CLUSTER = "TIEREDCKPT_CLUSTER"
+"""Names where the platform's own settings are, ``hyperpod:/path``: see :mod:`tieredckpt.platforms`."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,32 @@ class AgentSettings:
     transport: str = "tcp"
     """How bytes go between nodes: ``tcp``, or ``nixl`` for InfiniBand (by UCX) and ``nixl:LIBFABRIC`` for EFA, which
     need ``tieredckpt[nixl]``. The same on all nodes of a job."""
+    memory_service: str = "off"
+    """HOST:PORT where whole shards are served over HTTP to clients of ``/v1/cp``, or "off"."""
+    memory_service_auth: Literal["token", "off", "open"] = "token"
+    """``token``: clients show it. ``off``: nobody is asked, on a loopback address only. ``open``: nobody is asked."""
+    memory_service_token: str = ""
+    """``file:/path`` of the token. Empty: one is made and kept in the agent's directory."""
+    memory_service_tls: str = ""
+    """A directory with ``tls.crt`` and ``tls.key``: HTTPS; with ``ca.crt`` too, clients show certificates."""
+    memory_service_nodes: str = ""
+    """The nodes that keep copies for each other: as ``peer.discovery``, but not ``world``. Empty: this node alone."""
+    memory_service_secret: str = ""
+    """``file:/path`` of what those nodes prove to each other."""
+    memory_service_copies: int = 2
+    """Copies of every shard in memory in all, the first node's included (1 to 3)."""
+
+    @property
+    def served(self) -> MemoryServiceOptions:
+        return MemoryServiceOptions(
+            self.memory_service,
+            self.memory_service_auth,
+            self.memory_service_token,
+            self.memory_service_tls,
+            self.memory_service_nodes,
+            self.memory_service_secret,
+            self.memory_service_copies,
+        )
 
 
 @dataclass(frozen=True)
@@ -170,16 +201,38 @@ class Settings:
 
 
 def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Defaults, then ``$TIEREDCKPT_CONFIG`` (YAML), then ``$TIEREDCKPT_ENABLED``, ``$TIEREDCKPT_<SECTION>_<KEY>``."""
+    """Defaults, then ``$TIEREDCKPT_CLUSTER`` (what the platform says), ``$TIEREDCKPT_CONFIG`` (YAML), and at last
+    ``$TIEREDCKPT_ENABLED`` and ``$TIEREDCKPT_<SECTION>_<KEY>``.
+    """
     tree: dict[str, Any] = {}
     problems: list[str] = []
     path = environ.get("TIEREDCKPT_CONFIG")
     if path:
         tree, problems = _read_file(Path(path))
     for name, value in sorted(environ.items()):
-        if name.startswith("TIEREDCKPT_") and name not in ("TIEREDCKPT_CONFIG", LEDGER):
+        if name.startswith("TIEREDCKPT_") and name not in (CLUSTER, "TIEREDCKPT_CONFIG", LEDGER, SAY):
             _set_from_environment(tree, name, value, problems)
-    return _build(tree, problems)
+    source = cluster_source(environ)
+    if not source:
+        return _build(tree, problems)
+    try:
+        return _build(_beneath(tree, settings_at(source)), problems)
+    except SettingsError as error:
+        raise SettingsError(f"{error} (beneath the other settings: ${CLUSTER}={source})") from error
+
+
+def cluster_source(environ: Mapping[str, str] = os.environ) -> str:
+    """Where the platform's settings are; "" when nobody says."""
+    return environ.get(CLUSTER, "")
+
+
+def _beneath(tree: dict[str, Any], platform: dict[str, Any]) -> dict[str, Any]:
+    """``platform``'s keys where ``tree`` has none."""
+    merged = {**platform, **{name: value for name, value in tree.items() if value is not None}}
+    for name, keys in platform.items():
+        if isinstance(keys, dict) and isinstance(merged[name], dict):
+            merged[name] = {**keys, **merged[name]}
+    return merged
 
 
 def copy_threads(settings: Settings, environ: Mapping[str, str] = os.environ) -> int:
@@ -225,7 +278,7 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
     section, _, rest = key.partition("_")
     if section not in _SECTIONS or rest not in _SECTIONS[section]:
         known = ", ".join(f"TIEREDCKPT_{s.upper()}_{k.upper()}" for s, keys in _SECTIONS.items() for k in keys)
-        problems.append(f"{name}: no such setting; known are TIEREDCKPT_ENABLED, TIEREDCKPT_CONFIG, {known}")
+        problems.append(f"{name}: no such setting; known are TIEREDCKPT_ENABLED, TIEREDCKPT_CONFIG, {CLUSTER}, {known}")
         return
     if tree.get(section) is None:  # a section that the file only names
         tree[section] = {}
@@ -345,6 +398,7 @@ def _bad_agent(agent: AgentSettings) -> list[_Problem]:
     host, _, port = agent.http.rpartition(":")
     if agent.http != "off" and not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         problems.append((("agent.http",), f"{agent.http!r} is neither HOST:PORT nor off"))
+    problems += [((f"agent.{key}",), text) for key, text in agent.served.problems()]
     if agent.directory and (not agent.directory.startswith("/") or "\0" in agent.directory):
         # The agent does not run where the trainer does.
         problems.append((("agent.directory",), f"{agent.directory!r} is not an absolute path"))

@@ -1,9 +1,11 @@
 """``python -m integration.hyperpod.launching``: the installed ``hyperpodrun``, with any torch, and without root.
 
 Newer versions of torch have an option ``--shutdown-timeout`` of their own, and the agent's parser refuses to be made a
-second time with it; here the agent's option is the one that counts. Two more options are for machines that are no
-pods: ``--loopback`` keeps the agent's server, which believes whoever reaches it, to this machine, and
-``--resource-config-dir`` says where it writes ``pod_resourceconfig.json``. All else is as ``hyperpodrun --help`` says.
+second time with it; here the agent's option is the one that counts. More options are for machines that are no pods:
+``--loopback`` keeps the agent's server, which believes whoever reaches it, to this machine, and
+``--resource-config-dir`` says where it writes ``pod_resourceconfig.json``. Where several agents share a machine,
+``--local-port`` and ``--local-dir`` keep them apart, whatever the job's own command says. All else is as
+``hyperpodrun --help`` says.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 _SHUTDOWN_TIMEOUT_S = 15
@@ -53,6 +56,10 @@ def _parser(make: Callable[[], argparse.ArgumentParser]) -> argparse.ArgumentPar
     ours.add_argument(
         "--resource-config-dir", metavar="DIR", help="Where pod_resourceconfig.json is written. [/opt/ml/input/config]"
     )
+    ours.add_argument("--local-port", type=int, metavar="PORT", help="Serve there; counts more than --server-port.")
+    ours.add_argument(
+        "--local-dir", metavar="DIR", help="What ranks print, and pod_resourceconfig.json, in files there."
+    )
     return parser
 
 
@@ -60,6 +67,13 @@ def settled(args: argparse.Namespace) -> argparse.Namespace:
     """What our options mean in the agent's own words, and what it needs in its environment."""
     if args.loopback:
         args.server_host = _LOOPBACK
+    if args.local_port is not None:
+        args.server_port = args.local_port
+    if args.local_dir:
+        args.resource_config_dir = args.resource_config_dir or str(Path(args.local_dir) / "config")
+        args.log_dir = str(Path(args.local_dir) / "logs")
+        if args.redirects == args.tee == "0":
+            args.redirects = "3"  # rules for logs read files
     if args.resource_config_dir:
         if "," in args.resource_config_dir or "=" in args.resource_config_dir:
             raise SystemExit(f"--resource-config-dir {args.resource_config_dir}: neither comma nor equals sign, please")

@@ -20,10 +20,20 @@ from peerstore.serve import Extras, serve
 from peerstore.settings import AgentPlace, budget_bytes
 from peerstore.store import NodeStore
 from tieredckpt.agent.http import serving
+from tieredckpt.agent.memory_service.configured import memory_service
+from tieredckpt.agent.memory_service.names import EPOCH, INCARNATION, JOB
+from tieredckpt.agent.memory_service.options import add_arguments as add_memory_service
+from tieredckpt.agent.memory_service.options import options_of
 from tieredckpt.agent.others import blobs_of
 from tieredckpt.agent.service import NodeService, node_operations
 from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.platforms import settings_at
+from tieredckpt.settings import CLUSTER, cluster_source, settings_from
 from tieredckpt.teaming import transport_of
+
+_CLUSTER_HELP = f"what the cluster says about its nodes' memory, hyperpod:/path (${CLUSTER}); options go before it"
+_ARGUMENTS = {"slots_per_rank": "slots_per_part", "directory": "dir"}
+"""Settings that are called otherwise on the command line."""
 
 
 def version() -> str:
@@ -40,14 +50,20 @@ def run(place: AgentPlace, args: argparse.Namespace) -> None:
     def extend(store: NodeStore) -> Iterator[Extras]:
         with contextlib.ExitStack() as cleanup:
             neighbourhood = _neighbourhood(store, args)
+            options = options_of(args)
             node = NodeService(store, writer=f"tieredckpt {version()}", neighbourhood=neighbourhood)
+            if options.on:
+                store.manage(JOB, EPOCH, INCARNATION)  # before a copy of it may come
             if neighbourhood is not None:
                 cleanup.callback(neighbourhood.close)
                 neighbourhood.start()
             cleanup.callback(node.close)
-            address = cleanup.enter_context(serving(node, args.http))
+            named = args.node or socket.gethostname()
+            serves = memory_service(store, options, named, place.directory, neighbourhood)
+            reporting = cleanup.enter_context(serves)
+            address = cleanup.enter_context(serving(node, args.http, reporting))
             (place.directory / "http").write_text(address)
-            yield Extras(node_operations(node), (TieredCheckpointError,), lambda: node.drain.busy)
+            yield Extras(node_operations(node), (TieredCheckpointError,), lambda: options.on or node.drain.busy)
 
     os.nice(args.nice)
     serve(place, store_settings(args), version=version(), linger_s=args.linger_s, extend=extend)
@@ -82,7 +98,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--labels", default="", help="what this node fails together with: rack=r1,zone=a, or file:/path of its labels"
     )
     parser.add_argument("--transport", default="tcp", help="tcp, nixl or nixl:BACKEND (%(default)s)")
+    add_memory_service(parser)
     parser.add_argument("--nice", type=int, default=5, help="give trainers precedence by so much (%(default)s)")
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | None:
+    """The arguments, with what the platform says where they say nothing; None: it wants no agent."""
+    parser.add_argument("--cluster-config", default=cluster_source(), metavar="SOURCE", help=_CLUSTER_HELP)
+    args = parser.parse_args(argv)
+    if not args.cluster_config:
+        return args
+    said = settings_at(args.cluster_config)
+    if said.get("enabled") is False:
+        print(
+            f"tieredckpt agent: not started: {args.cluster_config} switches the memory tier off. Jobs that are told so "
+            f"(${CLUSTER}) write to their durable tier directly",
+            file=sys.stderr,
+        )
+        return None
+    agent = settings_from({"agent": said.get("agent", {})}).agent
+    parser.set_defaults(**{_ARGUMENTS.get(key, key): getattr(agent, key) for key in said.get("agent", {})})
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,9 +126,11 @@ def main(argv: list[str] | None = None) -> int:
         prog="tieredckpt agent", description="The node agent: memory tier, drain, metrics."
     )
     add_arguments(parser)
-    args = parser.parse_args(argv)
-    start_process(args)
     try:
+        args = _parsed(parser, argv)
+        if args is None:
+            return 0
+        start_process(args)
         run(AgentPlace(args.dir), args)
     except (PeerStoreError, TieredCheckpointError) as error:
         print(f"tieredckpt agent: {error}", file=sys.stderr)

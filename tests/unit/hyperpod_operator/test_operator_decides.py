@@ -447,7 +447,7 @@ def test_the_status_is_what_aws_says_a_status_is():
     cluster.turn()
     cluster.until(lambda: cluster.runs(4))
     status = status_of(cluster.spec, cluster.state, Situation())
-    read = models.HyperPodPytorchJobStatus.model_validate(status)
+    read = models.HyperPodPytorchJobStatus.model_validate(status, by_alias=False, by_name=True)
     assert read.restartCount == 1
     assert read.latestFaultyPodInstanceList.faultyRankList == ["0"]
 

@@ -176,6 +176,11 @@ class Jobs(RuleBasedStateMachine):
 
     # -- where it ends --------------------------------------------------------------------------------------------
 
+    def finishes(self) -> bool:
+        """Some of a world have done their part; the others are yet to."""
+        states = {one.state for one in self.cluster.members}
+        return self.cluster.state.phase is Phase.RUNNING and states == {RUNNING, COMPLETED}
+
     def teardown(self) -> None:
         """Once nothing more happens to it, a job runs as large as it may, and then it completes."""
         cluster = getattr(self, "cluster", None)
@@ -187,10 +192,11 @@ class Jobs(RuleBasedStateMachine):
             one.silent, one.stuck, one.node_fault, one.gone = False, False, "", one.gone or one.leaving
         policy = cluster.spec.policy
         most = policy.at_most(policy.max_replicas)
-        cluster.until(lambda: cluster.state.phase.over or cluster.runs(most))
-        for _ in range(20):
-            for one in cluster.alive:
-                one.complete()
+        cluster.until(lambda: cluster.state.phase.over or cluster.runs(most) or self.finishes())
+        for _ in range(40):
+            if cluster.state.phase is Phase.RUNNING:
+                for one in cluster.members:
+                    one.complete()
             cluster.turn()
         assert cluster.state.phase in {Phase.SUCCEEDED, Phase.FAILED}
         assert cluster.decision is not None
