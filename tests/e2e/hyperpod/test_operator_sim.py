@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from integration.hyperpod.operator import Phase
+from integration.hyperpod.operator import Phase, RestartMode
 from integration.hyperpod.operator.local_pods import end_processes
 from integration.hyperpod.operator.sim_place import DIRECTORY, Kept, SimPlace
 from tests.support.hyperpod_agents import ROOT, agents, wait
@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 pytest.importorskip("hyperpod_elastic_agent")
 
 RANK = ROOT / "tests/support/operated_rank.py"
+IN_PROCESS = ROOT / "tests/support/operated_in_process.py"
 _PATIENCE_S = 180.0
 
 
@@ -166,5 +167,25 @@ def test_agents_that_somebody_else_started_and_a_bad_node(tmp_path):
             for pod in pods:
                 assert pod.process.wait(60) == 0
             wait(pods, "down")
+        finally:
+            operator.close()
+
+
+def test_processes_that_stay_are_told_their_ranks_and_start_again(tmp_path):
+    """In-process agents: ranks by /update while they wait for them, and the same processes after a fault."""
+    operator = Operator(tmp_path, nproc=1)
+    with agents(2, [IN_PROCESS, str(tmp_path)], folder=tmp_path / "pods", inprocess=True, ready=False) as pods:
+        try:
+            operator.run("--agents=" + ",".join(pod.address for pod in pods))
+            first = operator.runs(2).state
+            ranks = [(tmp_path / f"in-{first.epoch - 1}-2-{rank}").read_text() for rank in range(2)]
+            assert all((tmp_path / f"told-{rank}-{pid}").exists() for rank, pid in enumerate(ranks))
+            (tmp_path / "crash").touch()
+            second = operator.runs(2, after=first.epoch).state
+            assert second.last_fault.reason == "Broken"
+            assert second.last_fault.mode is RestartMode.IN_PROCESS
+            assert [(tmp_path / f"in-{second.epoch - 1}-2-{rank}").read_text() for rank in range(2)] == ranks
+            (tmp_path / "finish").touch()
+            assert operator.wait() == 0, operator.log()
         finally:
             operator.close()

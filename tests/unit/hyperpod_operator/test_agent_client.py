@@ -1,0 +1,193 @@
+"""What the operator hears of agents that are slow, gone, or no agents at all; and of jobs that cannot be."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import integration.hyperpod.demo
+from elastic.errors import PolicyError
+from integration.hyperpod.operator import AgentState, RestartMode, Shutdown, StartBody, Stop, StopBody, Update, read_job
+from integration.hyperpod.operator.client import AgentClient
+from integration.hyperpod.operator.command import main
+from integration.hyperpod.operator.local_pods import expanded
+from integration.hyperpod.operator.sim_place import DIRECTORY, SimPlace, Wishes
+
+STATUS = {
+    "status": "running", "transitions": {"INIT": "2026-01-01T00:00:00+00:00"}, "reason": "Running",
+    "restartMode": "in_process_restart", "ipversion": "v+3", "assigned_rank": "1", "spare": "False",
+    "progress": {"p": {"progressData": "tiered://j/step-4", "progressCount": 4}}, "something": ["new"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def agent() -> Iterator[Any]:
+    """A server that answers as it is told, and remembers what it was asked."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(None)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self._answer(body)
+
+        def _answer(self, body: bytes | None) -> None:
+            server.asked.append((self.command, self.path, self.headers.get("Content-Type"), body))
+            self.send_response(server.code)
+            self.end_headers()
+            self.wfile.write(server.body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.asked, server.code, server.body = [], 200, json.dumps(STATUS).encode()
+    server.address = f"127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_answer_is_read_and_what_is_new_in_it_is_let_be(agent):
+    with AgentClient() as client:
+        heard = client.ask_all({"a": agent.address})["a"]
+    assert heard.problem == ""
+    answer = heard.answer
+    assert (answer.state, answer.rank, answer.version) == (AgentState.RUNNING, 1, "v+3")
+    assert answer.restart_mode is RestartMode.IN_PROCESS
+    assert answer.progress["p"].progress_count == 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"\xff", b'{"status": "asleep"}', b'{"status": "ready", "assigned_rank": "x"}', b'{"status": 1}'],
+)
+def test_nonsense_is_no_answer_and_says_so(agent, body):
+    agent.body = body
+    with AgentClient() as client:
+        heard = client.ask_all({"a": agent.address})["a"]
+    assert heard.answer is None
+    assert agent.address in heard.problem
+
+
+def test_who_does_not_listen_and_who_never_answers_cost_only_themselves(agent):
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = f"127.0.0.1:{closed.getsockname()[1]}"
+        closed.close()
+        addresses = {"good": agent.address, "gone": gone, "silent": f"127.0.0.1:{silent.getsockname()[1]}"}
+        with AgentClient(timeout_s=0.3) as client:
+            heard = client.ask_all(addresses)
+    assert {pod for pod, one in heard.items() if one.answer is not None} == {"good"}
+    assert "refused" in heard["gone"].problem
+    assert "timed out" in heard["silent"].problem
+
+
+def test_an_answer_without_end_is_not_read_to_it(agent, monkeypatch):
+    monkeypatch.setattr("integration.hyperpod.operator.client._LIMIT_BYTES", 1000)
+    agent.body = b" " * 5000
+    with AgentClient() as client:
+        heard = client.ask_all({"a": agent.address})["a"]
+    assert heard.answer is None
+    assert "more than 1000 bytes" in heard.problem
+
+
+def test_calls_say_what_they_are(agent, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    body = StartBody(
+        rank=0, nnodes=1, fault_count=2, master_addr="m", master_port="1", version="v", rank_ips=({"rank": 0},)
+    )
+    with AgentClient() as client:
+        for action in (Update("a", body), Stop("a", StopBody(is_graceful=True, timeout=3)), Shutdown("a")):
+            assert client.tell_all([action], {"a": agent.address}) == {}
+        agent.code, agent.body = 422, b'{"detail": "no"}'
+        problems = client.tell_all([Shutdown("a"), Shutdown("unknown")], {"a": agent.address})
+    update, stop, shutdown, _ = agent.asked
+    assert update[:3] == ("POST", "/update", "application/json")
+    assert json.loads(update[3])["faultCount"] == 2
+    assert json.loads(stop[3]) == {"is_graceful": True, "timeout": 3}
+    assert shutdown == ("POST", "/shutdown", None, b"")
+    assert "422" in problems["a"]
+
+
+# -- jobs and commands ------------------------------------------------------------------------------------------------
+
+
+def test_the_demos_job_is_one_for_aws_too():
+    job = yaml.safe_load((Path(integration.hyperpod.demo.__file__).parent / "job.yaml").read_text())
+    spec = read_job(job)
+    assert spec.elastic
+    assert spec.policy.sizes == (1, 2)
+    models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
+    for part, model in (("runPolicy", models.RunPolicy), ("elasticPolicy", models.ElasticPolicy)):
+        model.model_validate(job["spec"][part], by_alias=False, by_name=True)
+    for group in job["spec"]["replicaSpecs"]:
+        models.ReplicaSpec.model_validate(group, by_alias=False, by_name=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({}, "replicaSpecs is empty"),
+        ({"replicaSpecs": [{"name": "a", "replicas": 1}, {"name": "a", "replicas": 1}]}, "a name twice"),
+        ({"replicaSpecs": [{"replicas": 2, "maxReplicas": 1}]}, "maxReplicas is 1, less than replicas"),
+        ({"replicaSpecs": [{"name": "a", "replicas": 0}]}, "minReplicas is 0"),
+        ({"replicaSpecs": [{"name": "a", "replicas": 1}], "runPolicy": {"cleanPodPolicy": "Some"}}, "cleanPodPolicy"),
+        (
+            {"replicaSpecs": [{"name": "a", "replicas": 1}], "runPolicy": {"activeDeadlineSeconds": "soon"}},
+            "activeDeadlineSeconds is 'soon'",
+        ),
+        (
+            {"replicaSpecs": [{"name": "a", "replicas": 1}], "runPolicy": {"logMonitoringConfiguration": [{"x": 1}]}},
+            "no name and no logPattern",
+        ),
+        (
+            {"replicaSpecs": [{"name": "a", "replicas": 1}], "elasticPolicy": {"minReplicas": 1, "maxReplicas": 9}},
+            "maxReplicas is 9, but replicaSpecs allow 1",
+        ),
+    ],
+)
+def test_a_job_that_cannot_be_says_why(spec, words):
+    with pytest.raises(PolicyError, match=words):
+        read_job({"kind": "HyperPodPyTorchJob", "spec": spec})
+
+
+def test_names_in_a_command_are_those_of_the_pod():
+    known = {"NODE": "n1", "A.B": "x"}
+    assert expanded("$(NODE)/$(A.B) $(none) $$(NODE) $NODE", known) == "n1/x $(none) $(NODE) $NODE"
+
+
+def test_commands_without_a_job_end_with_words(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    job = tmp_path / "job.yaml"
+    job.write_text("kind: Pod\n")
+    assert main(["status"]) == 5
+    assert main(["scale", "many"]) == 2
+    assert main(["run", str(job)]) == 2
+    assert main(["run", str(job), "--spawn", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "no job is operated on this machine" in said
+    assert "kind is 'Pod'" in said
+
+
+def test_wishes_are_kept_until_they_are_taken_back(monkeypatch, tmp_path):
+    monkeypatch.setenv(DIRECTORY, str(tmp_path))
+    place = SimPlace("job")
+    with place.held():
+        assert main(["scale", "3", "--job", "job"]) == 0
+        assert main(["fault", "n1", "--job", "job"]) == 0
+        assert place.wishes() == Wishes(3, {"n1": "UnschedulablePendingReplacement"})
+        assert main(["fault", "n1", "--healed", "--job", "job"]) == 0
+        assert main(["scale", "max", "--job", "job"]) == 0
+        assert place.wishes() == Wishes()
