@@ -54,6 +54,8 @@ class Jobs:
         self._permits: dict[str, Callable[[], None]] = {}
         self.gone: dict[Owner, float] = {}
         """Processes without a connection, and since when."""
+        self.managed: set[str] = set()
+        """Jobs whose shards are given up by name only: their slots are bounded by the budget, and by nothing else."""
 
     def of(self, job: str) -> Job:
         """The job, from now on known."""
@@ -355,7 +357,7 @@ class Jobs:
         return [
             job
             for job, known in self._jobs.items()
-            if not known.clients and now - known.seen > self._ttl_s and job not in used
+            if not known.clients and now - known.seen > self._ttl_s and job not in used | self.managed
         ]
 
     def drop(self, job: str) -> None:

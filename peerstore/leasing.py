@@ -65,7 +65,8 @@ class Leasing:
     def _chosen(self, key: ShardKey, size_bytes: int, *, copy: bool) -> tuple[Slot | None, Busy | Full | None]:
         whole = self._jobs.whole()
         limits = self._shelf.limits
-        if key.kind:  # when groups change there are several of one version for a while; the budget bounds them
+        # When groups change there are several parities of one version for a while. The budget bounds those, too.
+        if key.kind or key.job in self._jobs.managed:
             limits = dataclasses.replace(limits, burst=MAX_PARTS)
         decision = choose_slot(
             self._shelf.views(),

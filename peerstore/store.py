@@ -29,6 +29,7 @@ from peerstore.keeping import Keeping
 from peerstore.leasing import Leasing
 from peerstore.ledger import Limits
 from peerstore.listening import Listeners, SealListener
+from peerstore.names import incarnation_name, job_name
 from peerstore.owners import Owner, myself
 from peerstore.reading import Reading
 from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
@@ -261,6 +262,14 @@ class NodeStore:
         with self._lock:
             self._jobs.departed(owner, job)
         self.sweep()
+
+    def manage(self, job: str, epoch: int, incarnation: str) -> None:
+        """Somebody in this process decides what of ``job`` is kept: every shard is a version of its own, and goes when
+        it is forgotten by name. ``incarnation`` owns it on every node, so nobody has to be asked whether it may begin.
+        """
+        with self._lock:
+            self._jobs.managed.add(job_name(job))
+            self._jobs.fence(job, epoch, incarnation_name(incarnation))
 
     def jobs(self) -> list[str]:
         """Every job this node has heard of."""

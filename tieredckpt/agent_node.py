@@ -16,6 +16,7 @@ from peerstore.launch import connect_or_launch
 from peerstore.peers.plan import TeamPlan
 from peerstore.records import Group, ShardKey
 from peerstore.settings import AgentPlace
+from tieredckpt.agent.memory_service.options import command_line
 from tieredckpt.agent.messages import (
     MAX_WAIT_S,
     AskDurability,
@@ -138,6 +139,7 @@ def agent_command(settings: Settings, *, detach: bool = True, linger: bool = Tru
     command += ["--burst-slots", str(agent.burst_slots), "--job-ttl-s", str(agent.job_ttl_s), "--http", agent.http]
     command += ["--node", agent.node, "--peers", agent.peers, "--labels", agent.labels]
     command += ["--interface", agent.interface, "--tls", agent.tls, "--transport", agent.transport]
+    command += command_line(agent.served)
     if linger:
         command += ["--linger-s", str(agent.linger_s)]
     return command + (["--detach"] if detach else [])

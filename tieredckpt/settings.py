@@ -21,6 +21,7 @@ from peerstore.errors import RequestError
 from peerstore.peers.plan import MOST_IN_GROUP
 from peerstore.settings import StoreSettings, budget_bytes
 from peerstore.units import parse_size
+from tieredckpt.agent.memory_service.options import MemoryServiceOptions
 from tieredckpt.errors import SettingsError
 from tieredckpt.ledger.said import SAY
 from tieredckpt.ledger.writer import LEDGER
@@ -67,6 +68,32 @@ class AgentSettings:
     transport: str = "tcp"
     """How bytes go between nodes: ``tcp``, or ``nixl`` for InfiniBand (by UCX) and ``nixl:LIBFABRIC`` for EFA, which
     need ``tieredckpt[nixl]``. The same on all nodes of a job."""
+    memory_service: str = "off"
+    """HOST:PORT where whole shards are served over HTTP to clients of ``/v1/cp``, or "off"."""
+    memory_service_auth: Literal["token", "off", "open"] = "token"
+    """``token``: clients show it. ``off``: nobody is asked, on a loopback address only. ``open``: nobody is asked."""
+    memory_service_token: str = ""
+    """``file:/path`` of the token. Empty: one is made and kept in the agent's directory."""
+    memory_service_tls: str = ""
+    """A directory with ``tls.crt`` and ``tls.key``: HTTPS; with ``ca.crt`` too, clients show certificates."""
+    memory_service_nodes: str = ""
+    """The nodes that keep copies for each other: as ``peer.discovery``, but not ``world``. Empty: this node alone."""
+    memory_service_secret: str = ""
+    """``file:/path`` of what those nodes prove to each other."""
+    memory_service_copies: int = 2
+    """Copies of every shard in memory in all, the first node's included (1 to 3)."""
+
+    @property
+    def served(self) -> MemoryServiceOptions:
+        return MemoryServiceOptions(
+            self.memory_service,
+            self.memory_service_auth,
+            self.memory_service_token,
+            self.memory_service_tls,
+            self.memory_service_nodes,
+            self.memory_service_secret,
+            self.memory_service_copies,
+        )
 
 
 @dataclass(frozen=True)
@@ -371,6 +398,7 @@ def _bad_agent(agent: AgentSettings) -> list[_Problem]:
     host, _, port = agent.http.rpartition(":")
     if agent.http != "off" and not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         problems.append((("agent.http",), f"{agent.http!r} is neither HOST:PORT nor off"))
+    problems += [((f"agent.{key}",), text) for key, text in agent.served.problems()]
     if agent.directory and (not agent.directory.startswith("/") or "\0" in agent.directory):
         # The agent does not run where the trainer does.
         problems.append((("agent.directory",), f"{agent.directory!r} is not an absolute path"))

@@ -44,6 +44,8 @@ class Protection:
     streams: int = 2
     group: int = 4
     """With parity: nodes of a group that one of its nodes may be lost of, not counting that one."""
+    settles: bool = True
+    """Whether it is told which versions have all their copies."""
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ class TeamSettings(msgspec.Struct, frozen=True):
     split_from: int = SPLIT_FROM
     """From so many nodes on they look at each other by districts, and do not all ask all others."""
 
+    settles: bool = True
+    """Whether versions make older ones superfluous; not where their owner gives them up by name."""
+
     @property
     def guarded(self) -> bool:
         """Whether other nodes' memory is to hold something before an older version may go."""

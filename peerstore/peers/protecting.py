@@ -221,7 +221,7 @@ class Protecting:
 
     def _tell_scribe(self) -> None:
         """Say which parts of which versions have their copies; who keeps the tally says when a version is settled."""
-        if not self._tending.knows:  # others may be there that have no copies yet
+        if not (self.protection.settles and self._tending.knows):  # others may be there that have no copies yet
             return
         look = self._look()
         with self._changed:

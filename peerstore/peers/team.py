@@ -82,7 +82,7 @@ class Team:
             changed=self._changed,
             clock=clock,
         )
-        protection = Protection(settings.copies, settings.levels, settings.streams, settings.group)
+        protection = Protection(settings.copies, settings.levels, settings.streams, settings.group, settings.settles)
         self.protecting: Protecting | Sharing
         if settings.mode == "parity":
             self.protecting = Sharing(

@@ -20,6 +20,10 @@ from peerstore.serve import Extras, serve
 from peerstore.settings import AgentPlace, budget_bytes
 from peerstore.store import NodeStore
 from tieredckpt.agent.http import serving
+from tieredckpt.agent.memory_service.configured import memory_service
+from tieredckpt.agent.memory_service.names import EPOCH, INCARNATION, JOB
+from tieredckpt.agent.memory_service.options import add_arguments as add_memory_service
+from tieredckpt.agent.memory_service.options import options_of
 from tieredckpt.agent.others import blobs_of
 from tieredckpt.agent.service import NodeService, node_operations
 from tieredckpt.errors import TieredCheckpointError
@@ -46,14 +50,20 @@ def run(place: AgentPlace, args: argparse.Namespace) -> None:
     def extend(store: NodeStore) -> Iterator[Extras]:
         with contextlib.ExitStack() as cleanup:
             neighbourhood = _neighbourhood(store, args)
+            options = options_of(args)
             node = NodeService(store, writer=f"tieredckpt {version()}", neighbourhood=neighbourhood)
+            if options.on:
+                store.manage(JOB, EPOCH, INCARNATION)  # before a copy of it may come
             if neighbourhood is not None:
                 cleanup.callback(neighbourhood.close)
                 neighbourhood.start()
             cleanup.callback(node.close)
-            address = cleanup.enter_context(serving(node, args.http))
+            named = args.node or socket.gethostname()
+            serves = memory_service(store, options, named, place.directory, neighbourhood)
+            reporting = cleanup.enter_context(serves)
+            address = cleanup.enter_context(serving(node, args.http, reporting))
             (place.directory / "http").write_text(address)
-            yield Extras(node_operations(node), (TieredCheckpointError,), lambda: node.drain.busy)
+            yield Extras(node_operations(node), (TieredCheckpointError,), lambda: options.on or node.drain.busy)
 
     os.nice(args.nice)
     serve(place, store_settings(args), version=version(), linger_s=args.linger_s, extend=extend)
@@ -88,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--labels", default="", help="what this node fails together with: rack=r1,zone=a, or file:/path of its labels"
     )
     parser.add_argument("--transport", default="tcp", help="tcp, nixl or nixl:BACKEND (%(default)s)")
+    add_memory_service(parser)
     parser.add_argument("--nice", type=int, default=5, help="give trainers precedence by so much (%(default)s)")
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from peerstore.peers.team import Team
+from tieredckpt.agent.memory_service.reporting import Reporting
 from tieredckpt.agent.service import NodeService
 from tieredckpt.errors import UsageError
 
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def serving(node: NodeService, address: str) -> Iterator[str]:
+def serving(node: NodeService, address: str, memory: Reporting | None = None) -> Iterator[str]:
     """Serve while the block runs; yields ``host:port``, or "" when ``address`` is "off"."""
     if address == "off":
         yield ""
@@ -33,6 +34,7 @@ def serving(node: NodeService, address: str) -> Iterator[str]:
 
     class Handler(_Handler):
         service = node
+        reporting = memory
 
     try:
         server = ThreadingHTTPServer((host.strip("[]") or "127.0.0.1", int(port)), Handler)
@@ -52,6 +54,7 @@ def serving(node: NodeService, address: str) -> Iterator[str]:
 
 class _Handler(BaseHTTPRequestHandler):
     service: NodeService
+    reporting: Reporting | None
     timeout = 10
     server_version = "tieredckpt"
     sys_version = ""
@@ -59,9 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            self._reply(200, _metrics(self.service), "text/plain; version=0.0.4; charset=utf-8")
+            self._reply(200, _metrics(self.service, self.reporting), "text/plain; version=0.0.4; charset=utf-8")
         elif path == "/status":
-            self._reply(200, msgspec.json.encode(status(self.service)), "application/json")
+            self._reply(200, msgspec.json.encode(status(self.service, self.reporting)), "application/json")
         elif path in ("/", "/health"):
             self._reply(200, b"ok: see /metrics and /status\n", "text/plain")
         else:
@@ -78,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         log.debug(format, *args)
 
 
-def status(node: NodeService) -> dict[str, Any]:
+def status(node: NodeService, memory: Reporting | None = None) -> dict[str, Any]:
     """Everything the agent knows about itself, as plain values."""
     store = node.store.status()
     jobs = [job.job for job in store.jobs]
@@ -90,6 +93,7 @@ def status(node: NodeService) -> dict[str, Any]:
         },
         "peers": {team.job: _peers(team) for team in node.teams},
         "trainers": {job: dict(node.observed[job]) for job in list(node.observed)},
+        "memory_service": memory.status() if memory is not None else None,
     }
 
 
@@ -107,11 +111,13 @@ def _peers(team: Team) -> dict[str, Any]:
     }
 
 
-def _metrics(node: NodeService) -> bytes:
+def _metrics(node: NodeService, memory: Reporting | None) -> bytes:
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
     registry.register(_Collector(node))
+    if memory is not None:
+        registry.register(memory)
     return generate_latest(registry)
 
 

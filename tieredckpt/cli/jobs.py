@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from peerstore.errors import AgentUnreachableError
+from tieredckpt.agent.memory_service.names import JOB
 from tieredckpt.agent_node import AgentNode
 from tieredckpt.cli.sight import Sight
 from tieredckpt.errors import CheckpointNotFoundError, UsageError
@@ -18,7 +19,8 @@ def agent_of(sight: Sight) -> AgentNode:
 
 def job_names(sight: Sight) -> list[str]:
     """The jobs that this node's agent keeps something for."""
-    return sorted(one.job for one in agent_of(sight).store.status().jobs if one.versions or one.clients)
+    known = agent_of(sight).store.status().jobs
+    return sorted(one.job for one in known if (one.versions or one.clients) and one.job != JOB)
 
 
 def the_job(sight: Sight, named: str | None) -> str:

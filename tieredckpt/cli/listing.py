@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from peerstore.records import Group
 from peerstore.units import show_size
+from tieredckpt.agent.memory_service.names import JOB
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Screen, iso, show_age, table
@@ -290,7 +291,7 @@ def _jobs(screen: Screen, sight: Sight, durable: str | None) -> Exit:
     found: dict[str, dict[str, Any]] = {}
     if sight.agent is not None:
         for state in sight.agent.store.status().jobs:
-            if state.versions or state.clients:
+            if (state.versions or state.clients) and state.job != JOB:
                 found[state.job] = _job(state.job) | {
                     "steps_in_memory": state.versions,
                     "newest_in_memory": state.newest_whole,

@@ -1,0 +1,87 @@
+"""AWS's checkpointing library, as it is published, on node agents instead of its own daemon."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from tests.support.aws_on_ranks import load_newest, save_steps
+from tests.support.memory_nodes import memory_nodes
+from tests.support.memory_servers import ask, ours, their_file, theirs
+from tests.support.ranks import RankPool
+
+pytest.importorskip("amzn_sagemaker_checkpointing")
+
+
+def test_what_a_lost_node_took_is_loaded_from_another(ranks: RankPool) -> None:
+    """Both ranks save by way of n1, which dies; namespaces and shards are on n2, also after its agent was killed."""
+    with memory_nodes("n1", "n2", memory_service_auth="off") as nodes:
+        n1, n2 = nodes["n1"], nodes["n2"]
+        ranks.run(2, save_steps, [n1.url, n1.url], "job-1", [10, 20])
+        n2.await_shards(6)
+        n1.lose()
+        assert ranks.run(2, load_newest, [n2.url, n2.url], "job-1") == [(20, True)] * 2
+        n2.kill_agent()
+        n2.start()
+        assert ranks.run(2, load_newest, [n2.url, n2.url], "job-1", 10) == [(10, True)] * 2
+        ranks.run(2, save_steps, [n2.url, n2.url], "job-1", [30])
+        assert ranks.run(2, load_newest, [n2.url, n2.url], "job-1") == [(30, True)] * 2
+
+
+def test_every_node_answers_for_every_shard_and_keeps_as_many_as_the_others(ranks: RankPool) -> None:
+    """Each rank talks to another node, as where the service's name stands for all of them."""
+    with memory_nodes("n1", "n2", memory_service_auth="off", memory_service_copies="1") as nodes:
+        n1, n2 = nodes["n1"], nodes["n2"]
+        ranks.run(2, save_steps, [n1.url, n2.url], "job-1", [10, 20, 30, 40])
+        assert ranks.run(2, load_newest, [n2.url, n1.url], "job-1") == [(40, True)] * 2
+        n1.await_shards(6)  # of four steps three are kept: a shard of each, and a plan
+        n2.await_shards(3)
+        assert ask(n2.address, "DELETE", "/v1/cp/namespaces/job-1").status == 200
+        assert ask(n1.address, "GET", "/v1/cp/namespaces/job-1").status == 404
+        n1.await_shards(0)
+
+
+def test_a_lost_shard_leads_all_ranks_to_an_older_whole_step(ranks: RankPool) -> None:
+    with ours() as address:
+        urls = [f"http://{address}"] * 2
+        ranks.run(2, save_steps, urls, "job-1", [10, 20, 30])
+        assert ask(address, "DELETE", "/v1/cp/checkpoints/job-1/1/30").status == 200
+        assert ranks.run(2, load_newest, urls, "job-1") == [(20, True)] * 2
+
+
+def test_a_lost_shard_leads_nowhere_on_their_server(ranks: RankPool) -> None:
+    with theirs() as address:
+        urls = [f"http://{address}"] * 2
+        ranks.run(2, save_steps, urls, "job-1", [10, 20, 30])
+        assert ranks.run(2, load_newest, urls, "job-1") == [(30, True)] * 2
+        assert ask(address, "DELETE", "/v1/cp/checkpoints/job-1/1/30").status == 200
+        with pytest.raises(AssertionError, match=r"CheckpointException|get_s3_uri"):
+            ranks.run(2, load_newest, urls, "job-1")
+
+
+def test_a_job_comes_back_to_its_namespace_with_fewer_ranks(ranks: RankPool) -> None:
+    """The namespace says five ranks; the plan of two is what says that nothing is missing."""
+    with ours() as address:
+        urls = [f"http://{address}"] * 2
+        assert ask(address, "POST", "/v1/cp/namespaces/job-1?num_ranks=5").status == 200
+        ranks.run(2, save_steps, urls, "job-1", [10, 20])
+        assert ask(address, "GET", "/v1/cp/checkpoints/job-1/latest").json == [20, 10]
+        assert ranks.run(2, load_newest, urls, "job-1") == [(20, True)] * 2
+
+
+def test_their_live_client_script_passes_with_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """An agent asks for a token unless it is told not to; the token is part of the address."""
+    with memory_nodes("n1") as nodes:
+        n1 = nodes["n1"]
+        token = (n1.directory / "memory-service.token").read_text()
+        assert (n1.directory / "memory-service.token").stat().st_mode & 0o777 == 0o600
+        for shown in ({}, {"Authorization": "Bearer no"}, {"Authorization": f"Basic {token}"}):
+            assert ask(n1.address, "POST", "/v1/cp/cluster/reset", headers=shown).status == 401
+        basic = base64.b64encode(f"any:{token}".encode()).decode()
+        for good in (f"Bearer {token}", f"Basic {basic}"):
+            assert ask(n1.address, "POST", "/v1/cp/cluster/reset", headers={"Authorization": good}).status == 200
+        script = their_file("src/scripts/test_inmemory_client.py")
+        assert "http://localhost:9201" in script
+        exec(script.replace("http://localhost:9201", f"http://any:{token}@{n1.address}"), {"__name__": "script"})
+        assert "All tests passed!" in capsys.readouterr().out

@@ -1,0 +1,105 @@
+"""Nodes whose agents serve ``/v1/cp`` and keep copies for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from peerstore.client import Client, connect
+from peerstore.launch import connect_or_launch
+from peerstore.records import ShardFact
+from peerstore.settings import AgentPlace
+from tests.support.agents import end_agent
+from tests.support.leaks import own_name
+from tieredckpt.agent.memory_service.names import JOB
+from tieredckpt.agent_node import agent_command
+from tieredckpt.settings import settings_from
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PATIENCE_S = 90.0
+
+
+@dataclass
+class MemoryNode:
+    """One of them."""
+
+    name: str
+    directory: Path
+    agent: dict[str, str]
+
+    def start(self) -> None:
+        settings = settings_from({"agent": {"directory": str(self.directory), "node": self.name, **self.agent}})
+        quick = "tests.support.quick_agent"
+        command = [quick if word == "tieredckpt.agent" else word for word in agent_command(settings)]
+        environ = {**os.environ, "PYTHONPATH": str(_ROOT)}
+        connect_or_launch(AgentPlace(self.directory), command, environ=environ, timeout_s=_PATIENCE_S).close()
+
+    @property
+    def address(self) -> str:
+        return (self.directory / "memory-service").read_text()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
+    def holds(self) -> list[ShardFact]:
+        with contextlib.closing(Client(lambda: connect(AgentPlace(self.directory).socket))) as client:
+            return client.inventory(JOB)
+
+    def await_shards(self, count: int) -> None:
+        """Until it holds so many, of whoever put them."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while len(self.holds()) != count:
+            assert time.monotonic() < deadline, f"{self.name} holds {self.holds()}"
+            time.sleep(0.02)
+
+    def kill_agent(self) -> None:
+        """Only the agent is gone; what it kept lies in memory."""
+        end_agent(self.directory, signal.SIGKILL)
+
+    def lose(self) -> None:
+        """The machine is gone, with its memory."""
+        self.kill_agent()
+        shutil.rmtree(self.directory)
+
+
+@contextlib.contextmanager
+def memory_nodes(*names: str, **agent: str) -> Iterator[dict[str, MemoryNode]]:
+    """Their agents, started. One node is alone; several are told of each other."""
+    base = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
+    base.mkdir(mode=0o700)
+    secret = base / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text(secrets.token_urlsafe(32))
+    ports = _free_ports(len(names))
+    listed = ",".join(f"{name}=127.0.0.1:{port}" for name, port in zip(names, ports, strict=True))
+    together = {"memory_service_nodes": f"static:{listed}", "memory_service_secret": f"file:{secret}"}
+    nodes = {}
+    for name, port in zip(names, ports, strict=True):
+        own = {"budget": "256MiB", "peers": f"127.0.0.1:{port}", "memory_service": "127.0.0.1:0"}
+        nodes[name] = MemoryNode(name, base / name, own | (together if len(names) > 1 else {}) | agent)
+    try:
+        for node in nodes.values():
+            node.start()
+        yield nodes
+    finally:
+        for node in nodes.values():
+            end_agent(node.directory)
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

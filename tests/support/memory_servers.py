@@ -1,0 +1,147 @@
+"""The server that AWS's client library is tested against, and ours, to be asked the same things.
+
+Theirs is one file of their source distribution: the package index gives it once, after that it is in a cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peerstore.arena import MemfdArena
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore
+from tieredckpt.agent.memory_service.access import Access
+from tieredckpt.agent.memory_service.front import serving
+from tieredckpt.agent.memory_service.service import MemoryService
+
+PACKAGE = "amzn_sagemaker_checkpointing-1.1.3"
+_SHA256 = "c6e88ba0f09932b141305288530262c53914ec4fdd53c70909e469a24bda3794"
+_COMPARED = ("content-type", "content-length", "shard-meta")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client can see of an answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def ask(
+    address: str, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> Answer:
+    """One request on a connection of its own."""
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as connection:
+        return ask_on(connection, method, path, body, headers)
+
+
+def ask_on(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: dict[str, str] | None = None,
+) -> Answer:
+    connection.request(method, path, body, headers or {})
+    answer = connection.getresponse()
+    data = answer.read()
+    found = {name.lower(): value for name, value in answer.getheaders()}
+    return Answer(answer.status, {name: found[name] for name in _COMPARED if name in found}, data)
+
+
+def their_file(name: str) -> str:
+    """A file of their source distribution; the test is skipped where the index cannot be reached."""
+    with tarfile.open(_source()) as archive:
+        member = archive.extractfile(f"{PACKAGE}/{name}")
+        assert member is not None
+        return member.read().decode()
+
+
+def _source() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tieredckpt-tests"
+    kept = cache / f"{PACKAGE}.tar.gz"
+    if not kept.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            _download(Path(folder)).rename(kept)
+    assert hashlib.sha256(kept.read_bytes()).hexdigest() == _SHA256, f"{kept} is not what it was"
+    return kept
+
+
+def _download(folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(folder)]
+    if importlib.util.find_spec("hatchling") is not None:  # else pip gets it, to look at the package's name
+        command.append("--no-build-isolation")
+    done = subprocess.run(
+        [*command, PACKAGE.replace("-", "==")], capture_output=True, text=True, timeout=300, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"the package index did not give {PACKAGE}: {done.stderr.strip().splitlines()[-1:]}")
+    return folder / f"{PACKAGE}.tar.gz"
+
+
+_SERVE = """
+import socket, sys, uvicorn
+sys.path.insert(0, sys.argv[1])
+from membrain_server import app
+config = uvicorn.Config(app, log_level="warning", timeout_keep_alive=600)
+uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[2]))])
+"""
+
+
+@contextlib.contextmanager
+def theirs() -> Iterator[str]:
+    """Their server, of which every block has one of its own."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
+        (Path(folder) / "membrain_server.py").write_text(their_file("tests/local_tests/membrain_server.py"))
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        number = listener.fileno()
+        process = subprocess.Popen([sys.executable, "-c", _SERVE, folder, str(number)], pass_fds=[number])
+        try:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            assert ask(address, "GET", "/health").status == 200  # it answers once it is there
+            yield address
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def our_service(budget: str = "256MiB") -> Iterator[tuple[MemoryService, NodeStore]]:
+    with contextlib.closing(NodeStore(MemfdArena(), StoreSettings(budget=budget))) as store:
+        service = MemoryService(store, "n1")
+        service.start(None)
+        with contextlib.closing(service):
+            yield service, store
+
+
+@contextlib.contextmanager
+def ours(budget: str = "256MiB", access: Access | None = None) -> Iterator[str]:
+    """Our service on one node, without its process."""
+    with (
+        our_service(budget) as (service, _),
+        serving(service, "127.0.0.1", 0, access or Access(), None) as address,
+    ):
+        yield address
