@@ -128,9 +128,9 @@ def run(
 ) -> Ended[T]:
     """Call ``train`` with every world this process has a place in, until it returns.
 
-    ``plane`` is who runs the job; by default the one that started this process: ``elastic run``, ``torchrun``, or
-    nobody. Faults of other ranks, resizes and (``policy.on_error``) its own exceptions end one call of ``train`` and
-    begin the next; what the process has imported, compiled and cached stays. Raises
+    ``plane`` is who runs the job; by default the one that started this process: ``elastic run``, a platform that
+    brings its own, ``torchrun``, or nobody. Faults of other ranks, resizes and (``policy.on_error``) its own exceptions
+    end one call of ``train`` and begin the next; what the process has imported, compiled and cached stays. Raises
     :class:`~elastic.errors.GaveUpError` when there is no further world, from the last exception of ``train``.
 
     ``warm`` is called once, before this process asks for a place, in no process group: what it imports, compiles or

@@ -32,7 +32,7 @@ from integration.hyperpod.progress import Account, agents_account
 log = logging.getLogger(__name__)
 
 _MEET = timedelta(minutes=5)
-_FAREWELL_S = 60.0
+_FAREWELL_S = 30.0
 """How long the first rank keeps the store for others; who has not gone by then is not going to."""
 _LOOK_S = 0.02
 
@@ -108,22 +108,30 @@ class ProcessPlane(StorePlane):
                     "that nobody takes this for the end of the work"
                 )
             raise Dismissed("the elastic agent starts the next world")
+        self._go()  # with nothing sealed, and nobody is to wait for it
         super()._no_further()
 
     # -- the store goes last ------------------------------------------------------------------------------------------
 
     def _depart(self) -> None:
-        """This rank does not need the store any more. Who keeps it, and who keeps account, waits for all to say so."""
-        with self._telling:
-            if self._gone:
-                return
-            self._gone = True
+        """This rank is done. Who keeps the store, and who keeps account, waits for all others to say so."""
+        if not self._go():
+            return
         with contextlib.suppress(RuntimeError):
-            self._store.add(f"{self._epoch}/gone", 1)
             if self._keeper is not None or self._account is not None:
                 self._see_off()
         if self._account is not None:
             self._account.flush()
+
+    def _go(self) -> bool:
+        """From here on this rank does not need the store; whether it is the first time that this is said."""
+        with self._telling:
+            if self._gone:
+                return False
+            self._gone = True
+        with contextlib.suppress(RuntimeError):
+            self._store.add(f"{self._epoch}/gone", 1)
+        return True
 
     def _see_off(self) -> None:
         until = time.monotonic() + _FAREWELL_S

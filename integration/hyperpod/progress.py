@@ -132,7 +132,7 @@ class Account:
     def _look(self, session: Session, *, ask: bool, fresh: bool = False) -> int:
         try:
             step = newest_whole(session, ask=ask, fresh=fresh)
-        except (PeerStoreError, TieredCheckpointError) as error:
+        except (PeerStoreError, TieredCheckpointError, OSError) as error:
             log.debug("not known which step of %s is whole: %s", session.job, error)
             return -1
         with self._changed:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 
 from elastic.control.plane import Assignment, Dismissed, Notice, Progress, Want
-from elastic.errors import ControlLostError, DeadlineError, GaveUpError, StaleEpochError
+from elastic.errors import ControlLostError, DeadlineError, ElasticError, GaveUpError, StaleEpochError
 from elastic.workers.launched import place_in
 from elastic.workers.store_plane import StorePlane
 from elastic.world.policy import ScalingPolicy
@@ -56,8 +56,9 @@ class AgentPlane:
         self._asked = False
         """The agent knows from this rank that the newest world is over."""
         self._over: Exception | None = None
-        self._stopped = self._finished = self._closed = False
+        self._sealed = self._stopped = self._finished = self._closed = False
         self._starts: list[float] = []
+        """When faults made this process leave a world."""
         self._own_faults: list[float] = []
         self._calls: list[Callable[[Notice], None]] = []
         worker.on_fault(self._left)
@@ -66,7 +67,7 @@ class AgentPlane:
 
     def ready(self, *, timeout_s: float | None = None) -> Assignment:
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        self._leave()
+        self._leave(until)
         while True:
             if self._over is not None:
                 raise self._over
@@ -96,6 +97,7 @@ class AgentPlane:
         inner = self._here()
         inner.sealed(step, timeout_s=timeout_s)
         notice = inner.notice()
+        self._sealed = True
         self._stopped = notice is not None and notice.want is Want.STOP
 
     def progress(self, progress: Progress) -> None:
@@ -139,7 +141,7 @@ class AgentPlane:
         inner, meeting, place = self._here(), self._meeting, self._place
         assert meeting is not None and place is not None  # noqa: S101, PT018 - it is in a world
         inner.finished()
-        meeting.finish(place.epoch, inner, None)
+        meeting.gather("finished", place.epoch, inner, None)
         self._finished = True
 
     def close(self) -> None:
@@ -160,7 +162,7 @@ class AgentPlane:
 
     # -- from one world to the next -----------------------------------------------------------------------------------
 
-    def _leave(self) -> None:
+    def _leave(self, until: float | None) -> None:
         """This rank is in no world any more. Where the agent does not know that it is over, it is told."""
         with self._changed:
             inner, place, was_inside = self._inner, self._place, self._inside
@@ -171,14 +173,30 @@ class AgentPlane:
         if self._finished or self._stopped:
             self._over = Dismissed("this rank has ended as it was asked to")
         elif was_inside and self._over is None:
+            if self._sealed:
+                self._wait_for_all_to_seal(inner, place, until)
+            elif notice is not None and notice.want is Want.RESTART:
+                self._starts.append(self._clock())
             reason = notice.reason if notice is not None else "left without being asked"
             self._ask_again(f"{notice.want.value}: {reason}" if notice is not None else reason)
         inner.close()
 
+    def _wait_for_all_to_seal(self, inner: StorePlane, place: Assignment, until: float | None) -> None:
+        """The operator stops everybody as soon as it is asked: also who is still on the way to the common step."""
+        notice, meeting = inner.notice(), self._meeting
+        if notice is not None and notice.deadline_s is not None:
+            deadline = time.monotonic() + notice.deadline_s
+            until = deadline if until is None else min(until, deadline)
+        try:
+            if meeting is not None:
+                meeting.gather("sealed", place.epoch, inner, until)
+        except ElasticError as error:
+            log.info("not all ranks have sealed the common step: %s", error)
+
     def _enter(self, start: Start, faults: int, until: float | None) -> Assignment:
         least = max(start.count, -1 if self._place is None else self._place.epoch + 1)
         place = _place(self._environ, least)
-        self._seen_faults, self._asked = faults, False
+        self._seen_faults, self._asked, self._sealed = faults, False, False
         meeting = Meeting(place, start.count, self._servers, lambda: self._is_taken_back)
         inner = meeting.plane(until)
         inner.on_broken(self._broken)
@@ -192,8 +210,6 @@ class AgentPlane:
             inner.close()
             raise
         with self._changed:
-            if self._place is not None:
-                self._starts.append(self._clock())
             self._place, self._inside = met, True
             notice = inner.notice()
             if notice is not None and notice.want is Want.RESTART:  # on the way in: nobody was told of it yet

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from elastic.control.plane import Assignment
+from elastic.control.plane import Assignment, Want
 from elastic.errors import ControlLostError, DeadlineError, StaleEpochError
 from elastic.workers.groups import address_of
 from elastic.workers.launched import connected, served
@@ -76,17 +76,17 @@ class Meeting:
         except RuntimeError as error:
             raise ControlLostError(f"the store at {self._place.store} does not answer: {error}") from error
 
-    def finish(self, epoch: int, plane: StorePlane, until: float | None) -> None:
-        """Until all ranks have finished: one that ends before the others would be taken for lost."""
+    def gather(self, what: str, epoch: int, plane: StorePlane, until: float | None) -> None:
+        """Until all ranks of the epoch have come to this: who went on before the others would take them along."""
         try:
             store = self._named(epoch)
-            store.add("finished", 1)
-            while int(store.add("finished", 0)) < self._place.world_size:
+            store.add(what, 1)
+            while int(store.add(what, 0)) < self._place.world_size:
                 notice = plane.notice()
-                if notice is not None and notice.want.value == "restart":
+                if notice is not None and notice.want is Want.RESTART:
                     raise StaleEpochError(f"epoch {epoch} is over: {notice.reason}")
                 if until is not None and time.monotonic() > until:
-                    raise DeadlineError("not all others finished within the time given")
+                    raise DeadlineError(f"not all others {what} within the time given")
                 time.sleep(_LOOK_S)
         except RuntimeError as error:
             raise ControlLostError(f"the store that the ranks met at does not answer: {error}") from error

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from peerstore.cluster.discovery import parse_discovery
 from tests.support import hyperpod_processes
 from tests.support.agents import end_agent
 from tests.support.hyperpod_agents import ROOT, Pod, agents, start, wait
@@ -105,8 +106,11 @@ def story(job: Job) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     job.say(ACT, "ours")
     job.say(LIMIT, 6)
-    start(job.pods)
+    start(job.pods, version="2026-01-31T12:00:00Z", rankIps=[{"rank": n, "ip": f"10.0.0.{n + 1}"} for n in range(2)])
     doomed = job.reach(5, 4, 0, 4)
+    seen["rosters"] = [
+        parse_discovery(f"hyperpod:{pod.folder}/config/pod_resourceconfig.json").roster() for pod in job.pods
+    ]
     seen["first progress"] = until(lambda: min(found := job.progress()) >= 4 and found, "progress is reported")
     os.kill(next(one["pid"] for one in doomed if one["rank"] == 3), signal.SIGKILL)
     wait(job.pods, "faulted", any_of=True)
@@ -126,6 +130,7 @@ def story(job: Job) -> dict[str, Any]:
     job.pods[1].stop(graceful=True, timeout_s=100)
     wait(job.pods[1:], "ready")
     seen["progress of a stop"] = job.progress()
+    seen["printed"] = job.pods[0].printed()  # the next start with as many faults begins the files anew
 
     job.say(LIMIT, 18)
     start(job.pods[:1], fault_count=1, progress=job.given())
@@ -154,14 +159,21 @@ def test_progress_is_reported_and_what_is_given_back_is_honoured(job, story):
     assert len(set(story["progress of a stop"])) == 1
     assert story["progress of a stop"][0] >= 12
     assert story["last progress"] == [TOTAL - 1, TOTAL - 1]
-    printed = job.pods[0].printed()
-    assert "the agent was told to go on from step 4 (tiered://golden/step-4); step 5 is newer and whole" in printed
+    said = "the agent was told to go on from step 4 (tiered://golden/step-4); step 5 is newer and whole"
+    assert said in story["printed"]
 
 
 def test_a_rank_that_stopped_before_its_agent_was_asked_is_not_taken_for_done(story):
     state, ranks = story["not asked"]
     assert state == "running"
     assert ranks >= 2
+
+
+def test_the_file_that_agents_write_says_who_the_others_are(story):
+    first, second = story["rosters"]
+    assert first == second
+    assert [node.address for node in first.nodes] == ["10.0.0.1:7070", "10.0.0.2:7070"]
+    assert first.version == 1769860800000  # milliseconds
 
 
 def test_smaller_and_larger_again_goes_on_where_all_stopped(job, story):
@@ -199,35 +211,41 @@ def test_every_step_is_that_of_an_undisturbed_run(job, story, tmp_path):
 # -- loops that ask ---------------------------------------------------------------------------------------------------
 
 
-def stopped(job: Job, act: str) -> tuple[str, list[dict[str, Any]]]:
-    """One agent is asked to stop gracefully: what the other one says when the first is ready, and how ranks ended."""
+def stopped(job: Job, act: str) -> list[dict[str, Any]]:
+    """One agent is asked to stop gracefully, and is ready: how the ranks of both ended, as they say themselves."""
     job.say(ACT, act)
     start(job.pods)
     until(lambda: len(list(job.folder.glob(f"{act}-begun-*"))) == 4, "all ranks are in their loop", 120)
-    job.pods[0].stop(graceful=True, timeout_s=60)
+    job.pods[0].stop(graceful=True, timeout_s=100)
     wait(job.pods[:1], "ready")
-    until(lambda: job.pods[1].status()["status"] != "running" or len(endings(job, act)) == 4, "they have stopped", 60)
-    state = job.pods[1].status()["status"]
-    job.pods[1].stop(graceful=True, timeout_s=60)
-    wait(job.pods, "ready")
-    return state, endings(job, act)
+    return until(lambda: len(found := endings(job, act)) == 4 and found, "all ranks have stopped", 60)
 
 
 def endings(job: Job, act: str) -> list[dict[str, Any]]:
-    return [json.loads((path).read_text()) for path in sorted(job.folder.glob(f"{act}-ended-?"))]
+    return [json.loads(path.read_text()) for path in sorted(job.folder.glob(f"{act}-ended-?"))]
+
+
+def heard(job: Job, act: str) -> list[str]:
+    """The ranks whose own handler was called."""
+    return sorted(path.name[-1] for path in job.folder.glob(f"{act}-heard-?"))
 
 
 def test_loops_that_ask_stop_at_one_step_with_all_their_children(job):
-    state, ended = stopped(job, "asking")
-    assert state == "running"
+    ended = stopped(job, "asking")
     assert len({one["step"] for one in ended}) == 1
     assert [one["loader"] for one in ended] == [True] * 4
     assert [one["beside"] for one in ended] == [0] * 4
-    assert [one["heard"] for one in ended][:2] == [True, True]  # the script's own handler, where the agent asked
+    assert heard(job, "asking") == ["0", "1"]
+    assert job.pods[1].status()["status"] == "running"
+    job.pods[1].stop(graceful=True, timeout_s=100)
+    wait(job.pods, "ready")
+    assert heard(job, "asking") == ["0", "1", "2", "3"]  # its ranks were all there to be asked
 
 
 def test_the_shipped_one_reports_an_agent_that_nobody_asked_as_completed_and_loses_children(job):
-    state, ended = stopped(job, "shipped")
-    assert state == "completed"
-    assert -signal.SIGUSR1 in {one["beside"] for one in ended}
-    assert not any(one["heard"] for one in ended)
+    ended = stopped(job, "shipped")
+    wait(job.pods[1:], "completed")
+    job.pods[1].stop(graceful=True, timeout_s=100)
+    wait(job.pods, "ready")
+    assert [one["beside"] for one in ended][:2] == [-signal.SIGUSR1] * 2
+    assert heard(job, "shipped") == []

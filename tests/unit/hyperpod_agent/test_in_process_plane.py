@@ -84,13 +84,26 @@ def test_after_a_stop_at_a_common_step_the_operator_is_asked_for_another_start(s
         4,
         4,
     ]
-    for seat in job.seats:
-        seat.sealed(4)
+    job.seats[0].sealed(4)
+    coming = at_once(lambda: job.seats[0].ready(timeout_s=PATIENCE_S))
+    with pytest.raises(TimeoutError):  # the other one is on its way to the common step, and is not to be stopped there
+        coming[0].result(0.3)
     assert said(job, words.FAULT) == []
-    after = all_ready(job.seats)
+    job.seats[1].sealed(4)
+    after = results([*coming, *at_once(lambda: job.seats[1].ready(timeout_s=PATIENCE_S))])
     assert after[0].epoch == before[0].epoch + 1
     assert {message["reason"] for message in said(job, words.FAULT)} == {"ElasticWorld"}
     assert "half is enough" in said(job, words.FAULT)[0]["message"]
+
+
+def test_who_could_not_seal_is_not_waited_for(start):
+    job = start(2)
+    all_ready(job.seats)
+    job.seats[0].request(Want.RESIZE, "asked back")
+    until(lambda: all(wants(seat) is Want.RESIZE for seat in job.seats))
+    results(at_once(*(lambda s=seat: s.pause(4) for seat in job.seats)))
+    job.seats[0].sealed(4)
+    assert {place.restarts for place in all_ready(job.seats)} == {1}
 
 
 def test_all_have_finished_before_any_of_them_goes(start):

@@ -165,6 +165,17 @@ def test_a_fault_ends_the_process_with_an_error_and_keeps_nobody(start):
     assert [node.account.flushed for node in nodes] == [0, 0]
 
 
+def test_who_could_not_seal_ends_with_an_error_and_keeps_nobody(start):
+    nodes = start(2)
+    nodes[0].asked.send()
+    results(at_once(*(lambda n=node: n.plane.pause(8) for node in nodes)))
+    nodes[0].plane.sealed(8)
+    with pytest.raises(GaveUpError, match="whoever started it has to start the next one"):
+        nodes[1].plane.ready(timeout_s=PATIENCE_S)
+    assert nodes[0].plane._store.add("0/gone", 0) == 1  # who keeps the store waits for all to say so
+    leaves(nodes[0])
+
+
 def test_it_shares_the_place_of_the_store_with_what_the_script_makes_there(start):
     (port,) = free_ports(1)
     theirs = dist.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False, multi_tenant=True)
