@@ -77,7 +77,9 @@ def shared_memory() -> Iterator[str]:
         yield folder
 
 
-def undisturbed(keep: Path, memory: Path, steps: int, environ: Mapping[str, str]) -> list[dict[str, Any]]:
+def undisturbed(
+    keep: Path, memory: Path, steps: int, environ: Mapping[str, str], *, limit_s: float = _REFERENCE_S
+) -> list[dict[str, Any]]:
     folder, agent = keep / "undisturbed", memory / "empty"
     folder.mkdir()
     command = [sys.executable, "-m", "elastic.demo.trainer", str(folder), str(steps)]
@@ -85,7 +87,7 @@ def undisturbed(keep: Path, memory: Path, steps: int, environ: Mapping[str, str]
     try:
         with (folder / "output").open("wb") as out:
             subprocess.run(  # noqa: S603 - ours
-                command, env={**environ, **own}, stdout=out, stderr=out, check=True, timeout=_REFERENCE_S
+                command, env={**environ, **own}, stdout=out, stderr=out, check=True, timeout=limit_s
             )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         raise DemoFailedError(f"the undisturbed run: {error}; see {folder / 'output'}") from error
