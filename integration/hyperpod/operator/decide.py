@@ -38,6 +38,8 @@ def decide(spec: JobSpec, state: JobState, seen: Situation, now_s: float) -> Dec
         _PHASES[phase](turn)
         if turn.state.phase is phase:
             break
+    if turn.state.phase in _WITH_RANKS:
+        forming.tell_spares(turn)
     turn.do(*_aside(turn))
     return Decision(
         state=turn.state,

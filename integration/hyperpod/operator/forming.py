@@ -46,10 +46,7 @@ def forming(turn: Turn) -> None:
 
 def arranged(turn: Turn) -> None:
     """``/update`` to processes that wait for their ranks; then all are ready, and start."""
-    spares = [turn.pods[name] for name in turn.state.spares if name in turn.pods]
-    for pod in (*turn.members, *spares):
-        if _wants_rank(turn, pod, spare=pod in spares):
-            turn.do(placing.update(turn, pod))
+    turn.do(*(placing.update(turn, pod) for pod in turn.members if _wants_rank(turn, pod, {AgentState.INIT})))
     states = [state_of(pod) for pod in turn.members]
     if all(state is AgentState.READY for state in states):
         turn.enter(Phase.STARTING)
@@ -62,11 +59,17 @@ def arranged(turn: Turn) -> None:
         turn.enter(Phase.FORMING, seats=seats, members=(), spares=(), replaced=(*turn.state.replaced, *late))
 
 
-def _wants_rank(turn: Turn, pod: Pod, *, spare: bool) -> bool:
+def tell_spares(turn: Turn) -> None:
+    """Theirs come behind the last one; a spare that began anew has forgotten it."""
+    spares = (turn.pods[name] for name in turn.state.spares if name in turn.pods)
+    turn.do(*(placing.update(turn, pod) for pod in spares if _wants_rank(turn, pod, _IDLE)))
+
+
+def _wants_rank(turn: Turn, pod: Pod, states: set[AgentState]) -> bool:
     answer = pod.answer
     if answer is None or answer.restart_mode is not RestartMode.IN_PROCESS or answer.version == turn.state.version:
         return False
-    return answer.state is AgentState.INIT or (spare and answer.state is AgentState.READY)
+    return answer.state in states
 
 
 def _adopt(turn: Turn) -> bool:

@@ -460,3 +460,22 @@ def test_decisions_fit_into_json():
         kinds |= {type(action) for action in decision.actions}
         assert msgspec.json.decode(msgspec.json.encode(decision), type=type(decision)) == decision
     assert kinds == {Start, Update}
+
+
+def test_a_spare_that_breaks_is_mended_and_nobody_else_hears_of_it():
+    cluster = running(job(2, spares=1), 2, in_process=True)
+    spare = cluster.agents[cluster.state.spares[0]]
+    spare.to(FAULTED)
+    cluster.until(lambda: spare.state is READY)
+    assert cluster.state.restarts == 0
+    assert all(not one.stops for one in cluster.members)
+
+
+def test_an_agent_that_runs_for_nobody_is_stopped_before_a_world_is_formed():
+    cluster = running(job(2), 2)
+    kept, lost = cluster.members
+    lost.restart()  # and the operator has forgotten all: half a world is none that could be taken over
+    cluster.state = JobState()
+    cluster.until(lambda: cluster.runs(2))
+    assert len(kept.stops) == 1
+    assert [one.starts[-1][1].nnodes for one in (kept, lost)] == [2, 2]
