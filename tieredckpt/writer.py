@@ -183,7 +183,7 @@ class TieredWriter(Stager, StorageWriter):
         self._staged = staged
         copied = time.perf_counter()
         items = work.item_bytes(staged.layout)
-        record = session.seal(staged, key, items, durable=session.is_durable(self._step), table=note.table)
+        record = session.seal(staged, key, items, durable=self._becomes_durable(session), table=note.table)
         self._end_staging()
         self._remember(session, staged, note, planner)
         session.observe(
@@ -231,8 +231,12 @@ class TieredWriter(Stager, StorageWriter):
 
     def _wait_for_durable(self, session: Session) -> None:
         durable = self.settings.durable
-        if durable.on_busy == "wait" and session.is_durable(self._step):
+        if durable.on_busy == "wait" and self._becomes_durable(session):
             session.wait_drained(durable.retry_s)
+
+    def _becomes_durable(self, session: Session) -> bool:
+        """Whether the step that is being written is wanted in the durable tier, too."""
+        return session.is_durable(self._step)
 
 
 def at_step(location: Location, step: int | None) -> Location:

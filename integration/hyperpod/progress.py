@@ -15,7 +15,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from elastic.errors import ControlLostError, ElasticError
 from integration.hyperpod.agent import words
@@ -181,17 +180,12 @@ _ours: list[Account] = []
 _until_the_end = contextlib.ExitStack()
 
 
-def _channel(environ: Mapping[str, str]) -> Channel:
-    local_rank = int(environ.get("LOCAL_RANK", "0"))
-    return shared_connection(Path(environ[SOCKET]), local_rank).channel(words.CHECKPOINTS)
-
-
 def agents_account(environ: Mapping[str, str] = os.environ) -> Account | None:
     """This process's, from the first call on, for everything that is restored and saved; ``None`` without an agent."""
     if not _ours and environ.get(SOCKET):
         _ours.append(
             Account(
-                lambda: _channel(environ),
+                lambda: shared_connection(environ).channel(words.CHECKPOINTS),
                 how=follow(environ),
                 speaks=environ.get("LOCAL_RANK", "0") == "0",
                 alone=lambda: environ.get("WORLD_SIZE") == environ.get("LOCAL_WORLD_SIZE"),

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TOTAL = 12
+TOTAL = 24
 
 
 def trains(say: Callable[[str], None], folder: str) -> str:

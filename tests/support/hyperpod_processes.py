@@ -114,7 +114,7 @@ def asking(folder: Path, act: str) -> None:
     else:
         from integration.hyperpod.elastic_events import elastic_event_detected
     dist.init_process_group("gloo")
-    beside = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    beside = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     loader = iter(torch.utils.data.DataLoader(Squares(), batch_size=1, num_workers=1, multiprocessing_context="fork"))
     step = 0
     begun = folder / f"{act}-begun-{dist.get_rank()}"
@@ -125,8 +125,8 @@ def asking(folder: Path, act: str) -> None:
         begun.touch()
         step += 1
     survived = int(next(loader)) == step * step
-    beside.stdin.close()  # type: ignore[union-attr]
-    said = {"step": step, "loader": survived, "beside": beside.wait(), "heard": bool(heard), "pid": os.getpid()}
+    beside.communicate(b"end\n")
+    said = {"step": step, "loader": survived, "beside": beside.returncode, "heard": bool(heard), "pid": os.getpid()}
     (folder / f"{act}-ended-{dist.get_rank()}.tmp").write_text(json.dumps(said))
     (folder / f"{act}-ended-{dist.get_rank()}.tmp").replace(folder / f"{act}-ended-{dist.get_rank()}")
     dist.destroy_process_group()

@@ -166,7 +166,7 @@ class LocalPods:
         own = {**os.environ, "NNODES": str(self._spec.policy.wanted), **nproc}
         for one in container.get("env") or ():
             field = ((one.get("valueFrom") or {}).get("fieldRef") or {}).get("fieldPath")
-            value = one.get("value", facts.get(field))
+            value = one.get("value", facts.get(str(field)))
             if value is not None:
                 own[str(one["name"])] = expanded(str(value), own)
         return {**own, "PATH": f"{folder / 'bin'}:{own.get('PATH', os.defpath)}", _MARK: str(folder)}

@@ -217,7 +217,7 @@ def endings(job: Job, act: str) -> list[dict[str, Any]]:
     return [json.loads((path).read_text()) for path in sorted(job.folder.glob(f"{act}-ended-?"))]
 
 
-def test_loops_that_ask_stop_at_one_step_with_all_their_children(job, story):
+def test_loops_that_ask_stop_at_one_step_with_all_their_children(job):
     state, ended = stopped(job, "asking")
     assert state == "running"
     assert len({one["step"] for one in ended}) == 1
@@ -226,7 +226,7 @@ def test_loops_that_ask_stop_at_one_step_with_all_their_children(job, story):
     assert [one["heard"] for one in ended][:2] == [True, True]  # the script's own handler, where the agent asked
 
 
-def test_the_shipped_one_reports_an_agent_that_nobody_asked_as_completed_and_loses_children(job, story):
+def test_the_shipped_one_reports_an_agent_that_nobody_asked_as_completed_and_loses_children(job):
     state, ended = stopped(job, "shipped")
     assert state == "completed"
     assert -signal.SIGUSR1 in {one["beside"] for one in ended}

@@ -1,0 +1,169 @@
+"""``python -m integration.sagemaker.convert SRC DST``: what AWS's library wrote, in this project's format."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+from elastic.reshard.place import parse_target
+from peerstore.errors import InvalidNameError, PeerStoreError
+from peerstore.names import JobName, job_name
+from peerstore.units import show_seconds, show_size
+from tieredckpt.cli.exits import Exit
+from tieredckpt.cli.options import pass_screen, printing, with_exits
+from tieredckpt.cli.screen import Screen, count
+from tieredckpt.errors import TieredCheckpointError, UsageError
+from tieredckpt.settings import load_settings, override
+
+if TYPE_CHECKING:
+    from elastic.reshard.cutting import Cut
+    from integration.sagemaker.places import Place
+    from integration.sagemaker.source import WrittenSource
+    from tieredckpt.settings import Settings
+
+_STEP = re.compile(r"step_([0-9]{1,18})")
+
+
+class Where(NamedTuple):
+    """A namespace, and where it is."""
+
+    url: str
+    namespace: JobName
+    step: int | None
+
+    @property
+    def is_memory(self) -> bool:
+        return self.url.startswith(("http://", "https://"))
+
+
+def parse_where(text: str) -> Where:
+    """``s3://bucket/prefix/NAMESPACE[/step_N]``, or the same with the URL of a memory service in front."""
+    url, _, last = text.rstrip("/").rpartition("/")
+    match = _STEP.fullmatch(last)
+    if match:
+        url, _, last = url.rpartition("/")
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*://.+", url):
+        raise UsageError(
+            f"{text!r} names no namespace: write s3://BUCKET/PREFIX/NAMESPACE[/step_N] or http://HOST:PORT/…"
+        )
+    try:
+        return Where(url, job_name(last), int(match[1]) if match else None)
+    except InvalidNameError as error:
+        raise UsageError(f"{text!r}: {error}") from error
+
+
+@click.command("convert", context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option(
+    "--ranks", type=click.IntRange(1, 1 << 16), metavar="M", help="Cut for so many ranks. [default: as it is]"
+)
+@click.option("--force", is_flag=True, help="Replace what is there.")
+@click.option("--trust-objects", is_flag=True, help="Take objects that run code when they are loaded, too.")
+@click.option("--token", metavar="TOKEN", default="", help="For a memory service that wants one.")
+@printing
+@pass_screen
+@with_exits
+def convert(
+    screen: Screen, *, source: str, target: str, ranks: int | None, force: bool, trust_objects: bool, token: str
+) -> Exit:
+    """Write the checkpoint SRC, which AWS's library wrote, to DST, and prove that it is the same.
+
+    SRC is s3://BUCKET/PREFIX/NAMESPACE[/step_N] (either of its layouts; any other durable URL will do) or
+    http://HOST:PORT/NAMESPACE[/step_N] of a memory service; without a step, the newest whole one. DST is a durable URL
+    that ends with JOB (file:///path/JOB, s3://bucket/prefix/JOB), or the folder of a plain DCP checkpoint.
+
+    DST is there when both sides have the same checksum, which does not depend on how they are cut, and not before.
+    Metadata is read as data: nothing that was pickled runs.
+    """
+    from elastic.reshard.offline import reshard
+    from elastic.reshard.opening import open_target
+    from integration.sagemaker.places import newest
+    from integration.sagemaker.source import WrittenSource
+
+    began = time.monotonic()
+    settings = load_settings()
+    where, place = parse_where(source), parse_target(target)
+    with contextlib.closing(_open(where, settings, token)) as opened:
+        written = WrittenSource(newest([opened], where.step), trust_objects=trust_objects)
+        with contextlib.closing(written), open_target(place, written.step, settings, force=force) as destination:
+            done = reshard(written, destination, _cut(written, ranks), screen.progress)
+            passed = written.checkpoint.passed_over
+            name = destination.name
+    value = {
+        "source": written.name,
+        "target": name,
+        "step": written.step,
+        "passed_over": list(passed),
+        "parts_before": written.parts,
+        "parts": done.parts,
+        "tensors": done.tensors,
+        "objects": done.objects,
+        "size_bytes": done.size_bytes,
+        "checksum": f"0x{done.checksum:016x}",
+        "verified": True,
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    screen.result(value, lambda out: _show(out, value))
+    return Exit.OK
+
+
+def _open(where: Where, settings: Settings, token: str) -> Place:
+    from integration.sagemaker.bucket import BucketPlace
+    from integration.sagemaker.memory import MemoryPlace
+
+    if where.is_memory:
+        return MemoryPlace(where.url, where.namespace, token=token)
+    changes: dict[str, Any] = {"url": where.url}
+    if where.url.startswith("file:"):
+        changes["options"] = {}
+    return BucketPlace.open(where.url, where.namespace, override(settings, durable=changes).durable)
+
+
+def _cut(source: WrittenSource, ranks: int | None) -> Cut:
+    from elastic.reshard import cutting
+
+    if ranks is not None:
+        return cutting.fsdp(source.tensors, ranks)
+    return cutting.like(source.tensors, source.tensors, source.parts)
+
+
+def _show(out: Console, value: dict[str, Any]) -> None:
+    for reason in value["passed_over"]:
+        out.print(f"passed over: {escape(reason)}")
+    objects = f" and {count(value['objects'], 'object')}" if value["objects"] else ""
+    out.print(
+        f"{escape(value['source'])} is at {escape(value['target'])}: {count(value['tensors'], 'tensor')}{objects}, "
+        f"{show_size(value['size_bytes'])}, in {show_seconds(value['seconds'])}"
+    )
+    out.print(f"verified: checksum {value['checksum']}, {value['size_bytes']} bytes equal on both sides")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it; its exit code."""
+    screen = Screen("convert")
+    try:
+        arguments = None if argv is None else list(argv)
+        return int(convert.main(args=arguments, prog_name="convert", standalone_mode=False, obj=screen) or 0)
+    except click.exceptions.Exit as done:
+        return int(done.exit_code)
+    except click.ClickException as wrong:
+        wrong.show()
+        return int(wrong.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        screen.err.print("interrupted")
+        return Exit.INTERRUPTED
+    except (TieredCheckpointError, PeerStoreError, OSError) as error:
+        return int(screen.failed(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

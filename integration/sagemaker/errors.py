@@ -1,0 +1,113 @@
+"""The errors of AWS's library by their names, and what each of them is in this project's terms.
+
+::
+
+    TieredCheckpointError
+    └── SageMakerTieredStorageError
+        ├── SageMakerTieredStorageConfigError   also UsageError
+        ├── SageMakerInMemoryTierError          the memory tier failed
+        │   ├── MemoryTierUnreachableError          also TierUnavailableError: unknown, not absent
+        │   └── MemorySaveFailedError               also SaveFailedError
+        ├── SageMakerS3TierError                the durable tier failed
+        │   ├── S3TierUnreachableError              also TierUnavailableError
+        │   └── S3RefusedError                      also DurableRefusedError
+        ├── NoCheckpointError                   also CheckpointNotFoundError: every tier was asked, there is none
+        ├── DamagedCheckpointError              also CheckpointDamagedError
+        └── MismatchedStateError                also MismatchError
+
+``except SageMakerTieredStorageError`` catches what it caught before; ``except CheckpointNotFoundError`` tells a job
+that begins from one that must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from peerstore.errors import PeerStoreError
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    DurableRefusedError,
+    MismatchError,
+    SaveFailedError,
+    TieredCheckpointError,
+    TierUnavailableError,
+    UsageError,
+)
+
+
+class SageMakerTieredStorageError(TieredCheckpointError):
+    """Root of what the classes of this package raise."""
+
+
+class SageMakerTieredStorageConfigError(SageMakerTieredStorageError, UsageError):
+    """The configuration is wrong."""
+
+
+class SageMakerInMemoryTierError(SageMakerTieredStorageError):
+    """The memory tier failed."""
+
+
+class SageMakerS3TierError(SageMakerTieredStorageError):
+    """The durable tier failed."""
+
+
+class MemoryTierUnreachableError(SageMakerInMemoryTierError, TierUnavailableError):
+    """The memory tier could not be asked."""
+
+
+class MemorySaveFailedError(SageMakerInMemoryTierError, SaveFailedError):
+    """This step is not in memory."""
+
+
+class S3TierUnreachableError(SageMakerS3TierError, TierUnavailableError):
+    """The durable tier could not be asked."""
+
+
+class S3RefusedError(SageMakerS3TierError, DurableRefusedError):
+    """The object store answered, and the answer is no."""
+
+
+class NoCheckpointError(SageMakerTieredStorageError, CheckpointNotFoundError):
+    """There is no whole step as asked for, and every tier could be asked."""
+
+
+class DamagedCheckpointError(SageMakerTieredStorageError, CheckpointDamagedError):
+    """Bytes are not what was saved, and no other copy of them is left."""
+
+
+class MismatchedStateError(SageMakerTieredStorageError, MismatchError):
+    """The state and the checkpoint differ in shape, type or names."""
+
+
+_BY_CAUSE: tuple[tuple[type[Exception], type[SageMakerTieredStorageError]], ...] = (
+    (CheckpointNotFoundError, NoCheckpointError),
+    (CheckpointDamagedError, DamagedCheckpointError),
+    (MismatchError, MismatchedStateError),
+    (UsageError, SageMakerTieredStorageConfigError),
+    (DurableRefusedError, S3RefusedError),
+    (SaveFailedError, MemorySaveFailedError),
+    (TierUnavailableError, MemoryTierUnreachableError),
+    (PeerStoreError, MemoryTierUnreachableError),
+)
+
+
+def named(error: Exception) -> SageMakerTieredStorageError:
+    """``error`` under the name that AWS's library has for it."""
+    if isinstance(error, SageMakerTieredStorageError):
+        return error
+    kind = next((kind for cause, kind in _BY_CAUSE if isinstance(error, cause)), SageMakerTieredStorageError)
+    return kind(str(error))
+
+
+@contextmanager
+def renamed() -> Iterator[None]:
+    """What this project raises inside the block comes out under AWS's names."""
+    try:
+        yield
+    except (TieredCheckpointError, PeerStoreError) as error:
+        found = named(error)
+        if found is error:
+            raise
+        raise found from error

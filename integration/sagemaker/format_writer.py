@@ -1,0 +1,173 @@
+"""DCP's StorageWriter in AWS's format, so that AWS's own reader loads what was saved here: for going back.
+
+It waits for S3 and for the memory service, one after the other, as AWS's does. Nothing of this project's tiers takes
+part.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import json
+import os
+import pickle
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from integration.sagemaker.config import SageMakerCheckpointConfig, checked, step_of
+from integration.sagemaker.errors import MemorySaveFailedError, SageMakerTieredStorageConfigError, renamed
+from integration.sagemaker.layouts import METADATA, SHARD
+from integration.sagemaker.metadata import Extent
+from tieredckpt.durable.open import open_store
+from tieredckpt.errors import TierUnavailableError
+from tieredckpt.settings import Settings, load_settings
+
+_STEPS_RETAINED = 3
+_TIMEOUT_S = 60.0
+_INFO_MODULE = "amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info"
+_INFO_NAME = "_SageMakerStorageInfo"
+
+
+class SageMakerFormatWriter(StorageWriter):
+    """Saves to the memory service at ``memory_url`` (where one is named) and, with ``save_to_s3``, to S3.
+
+    ``world_size`` has to be the number of ranks that save: AWS's reader looks for the metadata behind the last of them.
+    """
+
+    def __init__(
+        self,
+        checkpoint_config: SageMakerCheckpointConfig,
+        path: str | os.PathLike[str] = "",
+        step: int = -1,
+        *,
+        settings: Settings | None = None,
+    ) -> None:
+        super().__init__()
+        self.checkpoint_config = checked(checkpoint_config)
+        self.step = step_of(step, path)
+        if not checkpoint_config.memory_url and not checkpoint_config.save_to_s3:
+            raise SageMakerTieredStorageConfigError("nowhere to save to: give memory_url, or save_to_s3")
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if checkpoint_config.world_size != ranks:
+            raise SageMakerTieredStorageConfigError(
+                f"world_size is {checkpoint_config.world_size} and {ranks} ranks save: in AWS's format the metadata "
+                "would be taken for what a rank wrote, or not be found"
+            )
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._settings = settings or load_settings()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Step and namespace were given when this was made; ``checkpoint_id`` may be anything."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - any will do
+        return True
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        config = self.checkpoint_config
+        if is_coordinator and config.memory_url:
+            asked = f"?num_ranks={config.world_size + 1}&steps_retained={_STEPS_RETAINED}"
+            with renamed():
+                self._post(
+                    f"/v1/cp/namespaces/{quote(config.namespace)}{asked}", b"", {}, also=http.HTTPStatus.CONFLICT
+                )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        blob = io.BytesIO()
+        results = [self._write(item, planner, blob) for item in plan.items]
+        self._keep(blob.getvalue(), self.rank, SHARD, self.rank)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.storage_data = {result.index: result.storage_data for one in results for result in one}
+        metadata.storage_meta = self.storage_meta()
+        data = io.BytesIO()
+        _Pickler(data, protocol=4).dump(metadata)
+        # AWS's reader looks for it beside rank 0's shard, whoever coordinates.
+        self._keep(data.getvalue(), self.checkpoint_config.world_size, METADATA, 0)
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _write(self, item: WriteItem, planner: SavePlanner, blob: io.BytesIO) -> WriteResult:
+        start, data = blob.tell(), planner.resolve_data(item)
+        if item.type is WriteItemType.BYTE_IO:
+            assert isinstance(data, io.BytesIO)  # noqa: S101 - what DCP says of such items
+            blob.write(data.getbuffer())
+        else:
+            assert isinstance(data, torch.Tensor)  # noqa: S101 - what DCP says of such items
+            tensor = data.detach().cpu().contiguous()
+            view = tensor.untyped_storage().nbytes() != tensor.nbytes
+            torch.save(tensor.clone() if view else tensor, blob)
+        size = blob.tell() - start
+        return WriteResult(item.index, size, Extent(self.rank, start, size))
+
+    def _keep(self, data: bytes, memory_rank: int, filename: str, s3_rank: int) -> None:
+        config = self.checkpoint_config
+        with renamed():
+            if config.memory_url:
+                digest = base64.b64encode(xxhash.xxh3_128_digest(data)).decode()
+                meta = json.dumps({"checksum": digest, "algorithm": "xxh3_128"})
+                path = f"/v1/cp/checkpoints/{quote(config.namespace)}/{memory_rank}/{self.step}"
+                self._post(path, data, {"Shard-Meta": meta})
+            strategy = config.get_s3_strategy()
+            if config.save_to_s3 and strategy is not None:
+                store = open_store(config.s3_base_path, self._settings.durable)
+                try:
+                    store.put(f"{config.namespace}/{strategy.name(s3_rank, self.step, filename)}", data)
+                finally:
+                    store.close()
+
+    def _post(self, path: str, data: bytes, headers: dict[str, str], *, also: int = 0) -> None:
+        parts = urlsplit(self.checkpoint_config.memory_url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise SageMakerTieredStorageConfigError("memory_url is no http://HOST:PORT")
+        token = self.checkpoint_config.memory_token or parts.password
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+        try:
+            connection.request("POST", parts.path.rstrip("/") + path, body=data, headers=headers)
+            response = connection.getresponse()
+            said = response.read(1000).decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise TierUnavailableError(f"the memory service at {parts.hostname} cannot be asked: {error}") from error
+        finally:
+            connection.close()
+        if not http.HTTPStatus.OK <= response.status < http.HTTPStatus.MULTIPLE_CHOICES and response.status != also:
+            raise MemorySaveFailedError(f"{path}: {response.status} {response.reason}: {said}")
+
+
+class _Pickler(pickle._Pickler):  # C's takes no opcodes from outside
+    """Writes an :class:`Extent` as AWS's class, which need not be installed."""
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:  # noqa: FBT002 - as in pickle
+        python: Any = super()
+        if type(obj) is not Extent:
+            python.save(obj, save_persistent_id)
+            return
+        write: Any = getattr(self, "write")  # noqa: B009 - typeshed does not know it
+        python.save(_INFO_MODULE)
+        python.save(_INFO_NAME)
+        write(pickle.STACK_GLOBAL + pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+        python.save({"rank": obj.rank, "offset": obj.start, "length": obj.length})
+        write(pickle.BUILD)

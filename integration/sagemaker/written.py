@@ -1,0 +1,252 @@
+"""DCP's StorageReader for checkpoints that AWS's library wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future as Pending
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from integration.sagemaker.metadata import Written
+from integration.sagemaker.places import Checkpoint, Place, candidates
+from integration.sagemaker.source import UntrustedObjectError, WrittenSource
+from tieredckpt.errors import (
+    CheckpointDamagedError,
+    CheckpointNotFoundError,
+    MismatchError,
+    TieredCheckpointError,
+)
+from tieredckpt.reading import item_box
+from tieredckpt.tensors import dtype_name, dtype_named
+
+log = logging.getLogger(__name__)
+
+_READ_THREADS = 8
+_AHEAD = 16
+"""Items in memory at a time, besides where they belong."""
+
+
+@dataclass(frozen=True)
+class _Vote:
+    """The newest step this rank could load, and why not a newer one."""
+
+    step: int
+    refused: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Decision:
+    step: int
+
+
+class WrittenReader(StorageReader):
+    """Loads with ``dcp.load``, at any world size: the newest whole step (or the one named) in any of the places.
+
+    Every rank verifies the bytes it needs and says which step it could load; the oldest of these is loaded by all of
+    them. Reads are in global coordinates, so it may be cut otherwise than the step that was planned against.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        step: int | None = None,
+        *,
+        trust_objects: bool = False,
+        on_dtype_mismatch: Literal["error", "cast"] = "error",
+    ) -> None:
+        super().__init__()
+        self._places = places
+        self._step = step
+        self._trust = trust_objects
+        self._cast = on_dtype_mismatch == "cast"
+        self._planned: list[Checkpoint] = []
+        """The candidates looked at so far; the last one is what was planned against."""
+        self._rest = candidates(places, step)
+        self.error: TieredCheckpointError | None = None
+        """Why the last load failed on this rank."""
+        self.restored_step: int | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """The places were given when this was made."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003 - any will do
+        return True
+
+    @property
+    def planned_step(self) -> int:
+        """What this rank plans to load."""
+        return self._planned[-1].step
+
+    def choose(self) -> int:
+        """The newest whole step; raises what a load would raise where there is none."""
+        self._let_go()
+        self._rest = candidates(self._places, self._step)
+        self._planned = [next(self._rest)]
+        for reason in self._planned[0].passed_over:
+            log.warning("passed over: %s", reason)
+        return self.planned_step
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As for :meth:`tieredckpt.TieredReader.read_metadata`, the second question gets an empty answer."""
+        if "rank" in kwargs and self.error is not None:
+            return Metadata({})
+        self.error = None
+        try:
+            if not self._planned or self.restored_step is not None:
+                self.choose()
+        except TieredCheckpointError as error:
+            self.error = error
+            raise
+        return _metadata(self._planned[-1].written, self._planned[-1].name)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        try:
+            return dataclasses.replace(plan, storage_data=self._vote(plan))
+        except TieredCheckpointError as error:
+            self.error = error
+            self._let_go()
+            raise
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        votes = [plan.storage_data for plan in plans]
+        steps = [vote.step for vote in votes if isinstance(vote, _Vote)]
+        if len(steps) != len(plans):
+            raise CheckpointNotFoundError(f"{len(plans) - len(steps)} of {len(plans)} ranks voted for no step")
+        return [dataclasses.replace(plan, storage_data=_Decision(min(steps))) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        decision = plan.storage_data
+        step = decision.step if isinstance(decision, _Decision) else self.planned_step
+        try:
+            checkpoint = self._at(step)
+            for item, found in self._loaded(checkpoint, plan.items):
+                self._put(item, found, planner)
+        except TieredCheckpointError as error:
+            self.error = error
+            raise
+        finally:
+            self._let_go()
+        self.restored_step = step
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    # -- inside -----------------------------------------------------------------------------------------------
+
+    def _vote(self, plan: LoadPlan) -> _Vote:
+        refused: list[str] = []
+        while True:
+            checkpoint = self._planned[-1]
+            try:
+                for _ in self._loaded(checkpoint, plan.items):
+                    pass
+                break
+            except UntrustedObjectError:
+                raise
+            except (CheckpointDamagedError, CheckpointNotFoundError) as error:
+                refused.append(f"step {checkpoint.step}: {error}")
+                log.error("%s cannot be loaded: %s", checkpoint.name, error)
+            try:
+                self._planned.append(next(self._rest))
+            except CheckpointNotFoundError as error:
+                raise CheckpointDamagedError("; ".join(refused)) from error
+            except CheckpointDamagedError as error:
+                raise CheckpointDamagedError("; ".join([*refused, str(error)])) from error
+        return _Vote(checkpoint.step, tuple(refused))
+
+    def _at(self, step: int) -> Checkpoint:
+        """The candidate of that step: one that was looked at, or an older one that others can only load."""
+        known = next((one for one in self._planned if one.step == step), None)
+        while known is None:
+            self._planned.append(next(self._rest))
+            if self._planned[-1].step < step:
+                raise CheckpointDamagedError(f"other ranks can only load step {step}, which is not whole for this one")
+            known = self._planned[-1] if self._planned[-1].step == step else None
+        return known
+
+    def _loaded(self, checkpoint: Checkpoint, items: Sequence[ReadItem]) -> Any:
+        """Each item with what belongs there, verified, some of them read ahead."""
+        source = WrittenSource(checkpoint, trust_objects=self._trust)
+        waiting: list[tuple[ReadItem, Pending[torch.Tensor | bytes]]] = []
+        with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="sagemaker-read") as pool:
+            try:
+                for item in items:
+                    waiting.append((item, pool.submit(_load, source, item)))
+                    if len(waiting) >= _AHEAD:
+                        done, found = waiting.pop(0)
+                        yield done, found.result()
+                for done, found in waiting:
+                    yield done, found.result()
+            finally:
+                for _, found in waiting:
+                    found.cancel()
+
+    def _put(self, item: ReadItem, found: torch.Tensor | bytes, planner: LoadPlanner) -> None:
+        if isinstance(found, bytes):
+            planner.load_bytes(item, io.BytesIO(found))
+            return
+        target = planner.resolve_tensor(item).detach()
+        name = item.storage_index.fqn
+        if target.size() != found.size():
+            raise MismatchError(f"{name}: {tuple(found.shape)} was saved, {tuple(target.shape)} is to be filled")
+        if target.dtype != found.dtype and not self._cast:
+            raise MismatchError(
+                f"{name}: {dtype_name(found.dtype)} was saved, {dtype_name(target.dtype)} is to be filled; "
+                'on_dtype_mismatch="cast" converts'
+            )
+        target.copy_(found)
+        planner.commit_tensor(item, target)
+
+    def _let_go(self) -> None:
+        for checkpoint in self._planned:
+            checkpoint.let_go()
+
+
+def _load(source: WrittenSource, item: ReadItem) -> torch.Tensor | bytes:
+    name = item.storage_index.fqn
+    if item.type is LoadItemType.BYTE_IO:
+        if name not in source.checkpoint.written.objects:
+            raise CheckpointDamagedError(f"{source.name} has no object {name}")
+        return source.object_bytes(name)
+    box = item_box(item)
+    form = source.tensors.get(name)
+    if form is None or len(form.shape) != len(box.sizes):
+        raise CheckpointDamagedError(f"{source.name} has no tensor {name} like the one that is to be filled")
+    return source.read(name, box)
+
+
+def _metadata(written: Written, name: str) -> Metadata:
+    """DCP's view of it."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for fqn, tensor in written.tensors.items():
+        described[fqn] = TensorStorageMetadata(
+            TensorProperties(dtype=dtype_named(tensor.dtype), requires_grad=tensor.requires_grad),
+            torch.Size(tensor.shape),
+            [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in tensor.chunks],
+        )
+    described |= {fqn: BytesStorageMetadata() for fqn in written.objects}
+    paths: Any = written.paths
+    return Metadata(described, planner_data=paths, storage_data={}, storage_meta=StorageMeta(checkpoint_id=name))

@@ -1,0 +1,42 @@
+"""AWS's own library in this process, pointed at the servers of a test."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+_ORIGINALS: dict[str, Any] = {}
+
+
+def point_at(memory_url: str, s3_endpoint: str = "") -> None:
+    """The library has no option for either; what it was pointed at before is forgotten."""
+    import amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client as memory
+    import amzn_sagemaker_checkpointing.storage.clients.s3.s3_client as s3
+    from amzn_sagemaker_checkpointing.checkpointing.filesystem import storage_base
+    from amzn_sagemaker_checkpointing.config.in_memory_client import InMemoryClientConfig
+    from s3torchconnector import S3Checkpoint, S3ClientConfig
+
+    client = memory.InMemoryCheckpointClient
+    original = _ORIGINALS.setdefault("init", client.__init__)
+
+    def init(self: Any, *args: Any, config: Any = None, **kwargs: Any) -> None:
+        original(self, *args, config=config or InMemoryClientConfig(base_url=memory_url), **kwargs)
+
+    client.__init__ = init
+    s3.S3Checkpoint = functools.partial(
+        S3Checkpoint, endpoint=s3_endpoint, s3client_config=S3ClientConfig(force_path_style=True)
+    )
+    # It would write to /var/log.
+    storage_base._TieredStorageBase._setup_logger = staticmethod(lambda *_: logging.getLogger("aws"))
+
+
+def names() -> tuple[Any, Any, Any]:
+    """The library's config, writer and reader."""
+    from amzn_sagemaker_checkpointing.checkpointing.filesystem.filesystem import (
+        SageMakerTieredStorageReader,
+        SageMakerTieredStorageWriter,
+    )
+    from amzn_sagemaker_checkpointing.config.sagemaker_checkpoint_config import SageMakerCheckpointConfig
+
+    return SageMakerCheckpointConfig, SageMakerTieredStorageWriter, SageMakerTieredStorageReader

@@ -1,0 +1,121 @@
+"""Checkpoints in AWS's format, made without AWS's library: blobs and metadata as bytes, and a place that holds them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from integration.sagemaker.format_writer import _Pickler
+from integration.sagemaker.metadata import Extent, Written, read_metadata
+from integration.sagemaker.places import Blob
+from tieredckpt.errors import CheckpointNotFoundError
+
+Piece = tuple[str, tuple[int, ...], torch.Tensor]
+"""A name, where in the whole tensor, and what is there."""
+
+
+def archive_of(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def write(
+    ranks: Sequence[Sequence[Piece]],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    objects: Mapping[str, Any] | None = None,
+) -> tuple[list[bytes], Metadata]:
+    """What each rank wrote, and the metadata; objects are rank 0's."""
+    described: dict[str, Any] = {}
+    stored: dict[MetadataIndex, Extent] = {}
+    blobs = []
+    for rank, pieces in enumerate(ranks):
+        blob = b""
+        for name, offsets, tensor in pieces:
+            data = archive_of(tensor)
+            full = (shapes or {}).get(name, tuple(tensor.shape))
+            entry = described.setdefault(
+                name, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(full), [])
+            )
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), tensor.shape))
+            stored[MetadataIndex(name, offsets)] = Extent(rank, len(blob), len(data))
+            blob += data
+        if rank == 0:
+            for name, value in (objects or {}).items():
+                data = archive_of(value)
+                described[name] = BytesStorageMetadata()
+                stored[MetadataIndex(name)] = Extent(0, len(blob), len(data))
+                blob += data
+        blobs.append(blob)
+    paths: Any = {name: (name,) for name in described}
+    return blobs, Metadata(described, planner_data=paths, storage_data=stored, storage_meta=StorageMeta())
+
+
+def pickled(metadata: Metadata) -> bytes:
+    out = io.BytesIO()
+    _Pickler(out, 4).dump(metadata)
+    return out.getvalue()
+
+
+class FakeBlob:
+    def __init__(self, data: bytes) -> None:
+        self.size_bytes = len(data)
+        self.closed = False
+        self._data = data
+
+    def read(self, extents: Sequence[tuple[int, int]]) -> list[Any]:
+        return [self._data[start:stop] for start, stop in extents]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakePlace:
+    """A place in memory. ``trouble`` is what a step's metadata raises, instead of being there."""
+
+    def __init__(self, name: str = "here") -> None:
+        self.name = name
+        self.blobs: dict[tuple[int, int], bytes] = {}
+        self.metadata: dict[int, bytes] = {}
+        self.trouble: dict[int, Exception] = {}
+        self.down: Exception | None = None
+
+    def put(self, step: int, blobs: Sequence[bytes], metadata: Metadata | bytes) -> None:
+        for rank, blob in enumerate(blobs):
+            self.blobs[step, rank] = blob
+        self.metadata[step] = metadata if isinstance(metadata, bytes) else pickled(metadata)
+
+    def steps(self) -> Sequence[int]:
+        if self.down is not None:
+            raise self.down
+        return sorted({step for step, _ in self.blobs} | self.metadata.keys() | self.trouble.keys(), reverse=True)
+
+    def written(self, step: int) -> Written:
+        if step in self.trouble:
+            raise self.trouble[step]
+        if step not in self.metadata:
+            raise CheckpointNotFoundError("its metadata was never written")
+        return read_metadata(self.metadata[step], f"{self.name} step {step}")
+
+    def size(self, step: int, rank: int) -> int:
+        return self.blob(step, rank).size_bytes
+
+    def blob(self, step: int, rank: int) -> Blob:
+        if (step, rank) not in self.blobs:
+            raise CheckpointNotFoundError(f"nothing of rank {rank} in step {step}")
+        return FakeBlob(self.blobs[step, rank])
+
+    def close(self) -> None:
+        pass
