@@ -3,10 +3,11 @@ PYTHON ?= python3
 TOX := .venv/bin/tox
 BIN := .tox/py/bin
 
-.PHONY: help test check demo bench docs soak test-system clean
+.PHONY: help test check demo demo-hyperpod bench docs soak test-system clean
 
 help:
 	@echo "make demo         kill a rank, lose a node, shrink, grow, drain: the whole story in two minutes"
+	@echo "make demo-hyperpod  the same under HyperPod's agents and our operator, from a job's YAML"
 	@echo "make test         all tests that need nothing but pip"
 	@echo "make check        lint, types, import layers"
 	@echo "make bench        measure everything in docs/benchmarks.md again"
@@ -48,6 +49,11 @@ check: env
 
 demo: env
 	@OMP_NUM_THREADS=1 $(BIN)/elastic demo $(ARGS)
+
+# AWS's own agent comes as it is: what it asks of torch is older than what it runs with.
+demo-hyperpod: env
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/aws.txt
+	@OMP_NUM_THREADS=1 $(BIN)/python -m integration.hyperpod.demo $(ARGS)
 
 docs: env
 	@$(BIN)/python docs/build.py $(ARGS)

@@ -35,8 +35,13 @@ _FAREWELL_S = 5.0
 
 
 def private_directory(path: Path) -> None:
-    """Make sure ``path`` is a directory only this user can enter; refuse one that somebody else prepared."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make sure ``path`` is a directory only this user can enter; refuse one that somebody else prepared.
+
+    Folders above it that are made with it are private as well: one of them may be somebody's own place later.
+    """
+    for folder in reversed([path, *path.parents]):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise RequestError(

@@ -134,6 +134,7 @@ def agent_command(settings: Settings, *, detach: bool = True, linger: bool = Tru
     """How an agent with these settings is started."""
     agent = settings.agent
     command = [sys.executable, "-m", "tieredckpt.agent", "--dir", str(settings.agent_directory)]
+    command += ["--cluster-config", ""]  # what the cluster says is in these settings already
     command += ["--budget", agent.budget, "--slots-per-part", str(agent.slots_per_rank)]
     command += ["--burst-slots", str(agent.burst_slots), "--job-ttl-s", str(agent.job_ttl_s), "--http", agent.http]
     command += ["--node", agent.node, "--peers", agent.peers, "--labels", agent.labels]

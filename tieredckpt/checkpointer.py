@@ -36,6 +36,7 @@ from tieredckpt.joining import join_others
 from tieredckpt.live.noting import Noter
 from tieredckpt.location import check_step, parse_location
 from tieredckpt.node import Durability
+from tieredckpt.overseer import account, compare, expectation
 from tieredckpt.plain import plain_steps, plain_writer
 from tieredckpt.planned import PlannedSave
 from tieredckpt.preemption import Preemption
@@ -329,6 +330,7 @@ class Checkpointer:
                     session.commit(whole)
             except PeerStoreError as error:  # this part is sealed all the same; the next save says it again
                 log.warning("the node agent was not told that step %d is whole: %s", saved.step, error)
+        account(session)
         return record
 
     def _save_first(self, state: State, step: int, *, durable: bool) -> Saved:
@@ -349,6 +351,7 @@ class Checkpointer:
         saved = self._followed(Saved(step, SaveState.SEALED), durable=durable or self.session.is_durable(step))
         saved._sealing = Future()
         saved._sealing.set_result(writer.record)
+        account(self.session)
         return saved
 
     def note(self, state: State, step: int) -> None:
@@ -464,9 +467,14 @@ class Checkpointer:
         next older whole one is used; a tier that cannot be asked and nothing in the others is an error. After an error
         ``state`` may hold parts of what was being read: do not train on it.
         """
+        job = self._location.job
         with self._recorded.restoring() as told:
+            expected = expectation(job, self._together.from_all) if step is None else None
+            if expected is not None and expected.exactly:
+                step = expected.step
             told.step = self._restore_any(state, step)
             told.report = self.last_restore
+            compare(job, expected, told.step)
             return told.step
 
     def _restore_any(self, state: State, step: int | None) -> int:
@@ -479,6 +487,7 @@ class Checkpointer:
         else:
             self.last_restore = report
             self._board = self._board or board_for(self.session)
+            account(self.session)
         self._prepare(state)
         return -1 if report is None else report.step
 

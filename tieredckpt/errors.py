@@ -7,7 +7,8 @@
     │   ├── SettingsError               every bad key of a configuration, all at once
     │   ├── MissingStepError            a save that does not say which step it is
     │   ├── MismatchError               the state and the checkpoint differ in shape, dtype or names
-    │   └── FormatVersionError          written by a newer release: upgrade
+    │   ├── FormatVersionError          written by a newer release: upgrade
+    │   └── PluginError                 what another package adds cannot be loaded: install it anew, or without it
     ├── CheckpointNotFoundError     absent: there is no such (whole) step; starting fresh is a decision, not an accident
     │   └── LedgerNotFoundError         nothing was written down of such a job
     ├── TierUnavailableError        unknown: a tier could not be asked; retry, do not start fresh
@@ -45,6 +46,10 @@ class MismatchError(UsageError):
 
 class FormatVersionError(UsageError):
     """Written in a format this release does not know."""
+
+
+class PluginError(UsageError):
+    """What another package adds to this one cannot be loaded."""
 
 
 class CheckpointNotFoundError(TieredCheckpointError):

@@ -23,11 +23,15 @@ from peerstore.settings import StoreSettings, budget_bytes
 from peerstore.units import parse_size
 from tieredckpt.agent.memory_service.options import MemoryServiceOptions
 from tieredckpt.errors import SettingsError
+from tieredckpt.ledger.said import SAY
 from tieredckpt.ledger.writer import LEDGER
+from tieredckpt.platforms import settings_at
 
 Busy = Literal["wait", "skip"]
 TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
 """How bytes go between nodes: :attr:`AgentSettings.transport`."""
+CLUSTER = "TIEREDCKPT_CLUSTER"
+"""Names where the platform's own settings are, ``hyperpod:/path``: see :mod:`tieredckpt.platforms`."""
 
 
 @dataclass(frozen=True)
@@ -197,16 +201,38 @@ class Settings:
 
 
 def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Defaults, then ``$TIEREDCKPT_CONFIG`` (YAML), then ``$TIEREDCKPT_ENABLED``, ``$TIEREDCKPT_<SECTION>_<KEY>``."""
+    """Defaults, then ``$TIEREDCKPT_CLUSTER`` (what the platform says), ``$TIEREDCKPT_CONFIG`` (YAML), and at last
+    ``$TIEREDCKPT_ENABLED`` and ``$TIEREDCKPT_<SECTION>_<KEY>``.
+    """
     tree: dict[str, Any] = {}
     problems: list[str] = []
     path = environ.get("TIEREDCKPT_CONFIG")
     if path:
         tree, problems = _read_file(Path(path))
     for name, value in sorted(environ.items()):
-        if name.startswith("TIEREDCKPT_") and name not in ("TIEREDCKPT_CONFIG", LEDGER):
+        if name.startswith("TIEREDCKPT_") and name not in (CLUSTER, "TIEREDCKPT_CONFIG", LEDGER, SAY):
             _set_from_environment(tree, name, value, problems)
-    return _build(tree, problems)
+    source = cluster_source(environ)
+    if not source:
+        return _build(tree, problems)
+    try:
+        return _build(_beneath(tree, settings_at(source)), problems)
+    except SettingsError as error:
+        raise SettingsError(f"{error} (beneath the other settings: ${CLUSTER}={source})") from error
+
+
+def cluster_source(environ: Mapping[str, str] = os.environ) -> str:
+    """Where the platform's settings are; "" when nobody says."""
+    return environ.get(CLUSTER, "")
+
+
+def _beneath(tree: dict[str, Any], platform: dict[str, Any]) -> dict[str, Any]:
+    """``platform``'s keys where ``tree`` has none."""
+    merged = {**platform, **{name: value for name, value in tree.items() if value is not None}}
+    for name, keys in platform.items():
+        if isinstance(keys, dict) and isinstance(merged[name], dict):
+            merged[name] = {**keys, **merged[name]}
+    return merged
 
 
 def copy_threads(settings: Settings, environ: Mapping[str, str] = os.environ) -> int:
@@ -252,7 +278,7 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
     section, _, rest = key.partition("_")
     if section not in _SECTIONS or rest not in _SECTIONS[section]:
         known = ", ".join(f"TIEREDCKPT_{s.upper()}_{k.upper()}" for s, keys in _SECTIONS.items() for k in keys)
-        problems.append(f"{name}: no such setting; known are TIEREDCKPT_ENABLED, TIEREDCKPT_CONFIG, {known}")
+        problems.append(f"{name}: no such setting; known are TIEREDCKPT_ENABLED, TIEREDCKPT_CONFIG, {CLUSTER}, {known}")
         return
     if tree.get(section) is None:  # a section that the file only names
         tree[section] = {}

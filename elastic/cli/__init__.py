@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module, metadata
 
 import click
 
@@ -13,9 +12,11 @@ from elastic.cli.exits import EXIT_HELP, Exit
 from elastic.cli.screen import ElasticScreen
 from elastic.errors import ElasticError
 from peerstore.errors import PeerStoreError
+from tieredckpt.cli.exits import CommandError
+from tieredckpt.cli.groups import Commands, version
 from tieredckpt.errors import TieredCheckpointError
 
-_COMMANDS = {
+_OWN = {
     "run": "elastic.cli.running:run",
     "join": "elastic.cli.running:join",
     "coordinator": "elastic.cli.running:coordinator",
@@ -30,31 +31,14 @@ _COMMANDS = {
 }
 
 
-class _Commands(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        module, _, name = _COMMANDS[cmd_name].partition(":")
-        found: click.Command = getattr(import_module(module), name)
-        return found
-
-
-def _version() -> str:
-    try:
-        return metadata.version("tieredckpt")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
-
-
 @click.group(
-    cls=_Commands,
+    cls=Commands,
+    own=_OWN,
+    plugins="elastic.commands",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=EXIT_HELP,
 )
-@click.version_option(version=_version(), prog_name="elastic")
+@click.version_option(version=version(), prog_name="elastic")
 def commands() -> None:
     """Training that goes on when machines come, go and break.
 
@@ -84,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
-    except TieredCheckpointError as error:  # of commands about checkpoints, which end as tieredckpt's do
+    except (TieredCheckpointError, CommandError) as error:  # of commands that end as tieredckpt's do
         return int(screen.failed(error))
     except (ElasticError, PeerStoreError, OSError) as error:
         return screen.ended_by(error)

@@ -35,7 +35,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
     keep = emptied(keep or Path(tempfile.gettempdir()) / f"elastic-demo-{os.getuid()}")
     began = time.monotonic()
     with contextlib.ExitStack() as cleanup:
-        memory = Path(cleanup.enter_context(_memory()))
+        memory = Path(cleanup.enter_context(shared_memory()))
         bucket = cleanup.enter_context(local_bucket(keep))
         environ = {
             **kept_environ("ELASTIC_"),
@@ -49,18 +49,18 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         story.play()
         losses = losses_of(story.told("step"))
         console.print(f"[bold]the same {len(losses)} steps on one process, undisturbed; then from the bucket alone[/]")
-        alone = _undisturbed(keep, memory, len(losses), environ)
+        alone = undisturbed(keep, memory, len(losses), environ)
         report = keep / "report.html"
         goodput = _report(story.logs, report)
         summary = {
-            **_summary(story, losses, alone, time.monotonic() - began),
+            **summary_of(story, losses, alone, time.monotonic() - began),
             "goodput": goodput,
             "report": str(report),
         }
         if as_json:
             print(json.dumps(summary, indent=2))
         else:
-            _show(console, story.acts, losses, summary)
+            show(console, story.acts, losses, summary)
             look = bucket.look.replace(" demo ", f" {JOB} ")
             verdict = "[bold green]equal bit for bit[/]" if summary["equal"] else "[bold red]NOT equal[/]"
             console.print(f"durable tier: {bucket.name}\nlook at what is in it: {look}")
@@ -70,14 +70,14 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _memory() -> Iterator[str]:
+def shared_memory() -> Iterator[str]:
     """A short path, since sockets are in it, where memory is a file system."""
     root = Path("/dev/shm")  # noqa: S108 - see above
     with tempfile.TemporaryDirectory(prefix="elastic-demo-", dir=root if os.access(root, os.W_OK) else None) as folder:
         yield folder
 
 
-def _undisturbed(keep: Path, memory: Path, steps: int, environ: Mapping[str, str]) -> list[dict[str, Any]]:
+def undisturbed(keep: Path, memory: Path, steps: int, environ: Mapping[str, str]) -> list[dict[str, Any]]:
     folder, agent = keep / "undisturbed", memory / "empty"
     folder.mkdir()
     command = [sys.executable, "-m", "elastic.demo.trainer", str(folder), str(steps)]
@@ -102,7 +102,7 @@ def _report(logs: Path, report: Path) -> float:
     return found.goodput
 
 
-def _summary(story: Story, losses: Mapping[int, str], alone: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+def summary_of(story: Story, losses: Mapping[int, str], alone: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     expected = losses_of(one for one in alone if one["event"] == "step")
     (own,) = {one["sum"] for one in story.told("sum")}
     reference = next(one for one in alone if one["event"] == "sum")
@@ -130,7 +130,7 @@ def _summary(story: Story, losses: Mapping[int, str], alone: list[dict[str, Any]
     }
 
 
-def _show(console: Console, acts: list[Act], losses: Mapping[int, str], summary: Mapping[str, Any]) -> None:
+def show(console: Console, acts: list[Act], losses: Mapping[int, str], summary: Mapping[str, Any]) -> None:
     table = Table(title="what happened, and what it cost", header_style="bold", title_justify="left")
     for name in ("what", "ranks", "goes on with step", "after", "read to go on"):
         table.add_column(name, justify="right" if name in ("ranks", "goes on with step", "after") else "left")

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from elastic.batch.plan import BatchPlan
+from elastic.control.settings import is_supervised
 from elastic.demo.names import JOB, LAST
 from elastic.gradients.exact import ExactGradients
 from elastic.reshard.checksum import checksum
@@ -96,7 +97,10 @@ class Training:
 
 
 def train(world: World, folder: Path, tell: Teller) -> None:
-    place = {"epoch": world.epoch, "rank": world.rank, "size": world.size, "node": os.environ["ELASTIC_NODE"]}
+    epoch = (
+        world.epoch if is_supervised() else world.epoch + world.restarts
+    )  # others count worlds of new processes anew
+    place = {"epoch": epoch, "rank": world.rank, "size": world.size, "node": os.environ["ELASTIC_NODE"]}
     training = Training(world)
     state = training.state
     with Checkpointer(f"tiered://{JOB}", every=1, durable_every=50) as ckpt, training.data:

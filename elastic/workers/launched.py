@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.control.plane import Assignment, ControlPlane
+from elastic.control.plugged import plugged_plane
 from elastic.control.settings import is_supervised, seat_from
 from elastic.control.supervised import SupervisorPlane
 from elastic.errors import PolicyError
@@ -20,9 +21,14 @@ _PATIENCE = timedelta(minutes=5)
 
 
 def launched_plane(environ: Mapping[str, str] = os.environ) -> ControlPlane:
-    """Of ``elastic run``, of ``torchrun`` and what is like it, or of this process alone where nobody started it."""
+    """Of ``elastic run``, of a platform that brings one, of ``torchrun`` and what is like it, or of this process alone
+    where nobody started it.
+    """
     if is_supervised(environ):
         return SupervisorPlane(seat_from(environ))
+    brought = plugged_plane(environ)
+    if brought is not None:
+        return brought
     found = [name for name in _NEEDED if name in environ]
     if not found:
         return alone()
@@ -34,11 +40,19 @@ def launched_plane(environ: Mapping[str, str] = os.environ) -> ControlPlane:
 
 def by_environment(environ: Mapping[str, str]) -> StorePlane:
     """The ranks that ``environ`` speaks of meet at its store, which the launcher keeps or the first rank makes."""
+    place = place_in(environ)
+    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    made = [served(host, port)] if place.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else []
+    return _kept(host, port, place, made)
+
+
+def place_in(environ: Mapping[str, str], *, epoch: int = 0) -> Assignment:
+    """The rank that ``environ`` speaks of, in torchrun's words."""
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     local = int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    place = Assignment(
-        epoch=0,
+    return Assignment(
+        epoch=epoch,
         rank=rank,
         world_size=size,
         local_rank=int(environ.get("LOCAL_RANK", "0")),
@@ -49,13 +63,11 @@ def by_environment(environ: Mapping[str, str]) -> StorePlane:
         restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         reason="started",
     )
-    made = [_server(host, port)] if rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else []
-    return _kept(host, port, place, made)
 
 
 def alone() -> StorePlane:
     """A world of one, which nobody else can see."""
-    server = _server("127.0.0.1", 0)
+    server = served("127.0.0.1", 0)
     place = Assignment(0, 0, 1, 0, 1, 0, 1, f"127.0.0.1:{server.port}", reason="started alone")
     return _kept("127.0.0.1", server.port, place, [server])
 
@@ -64,10 +76,15 @@ def _kept(host: str, port: int, place: Assignment, servers: list[dist.TCPStore])
     """The plane holds on to the servers that were made for it."""
 
     def connect(_servers: list[dist.TCPStore] = servers) -> torch.distributed.Store:
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+        return connected(host, port)
 
     return StorePlane(connect, place)
 
 
-def _server(host: str, port: int) -> dist.TCPStore:
+def served(host: str, port: int) -> dist.TCPStore:
+    """A store of this process's own, for as long as it is held."""
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+
+
+def connected(host: str, port: int) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)

@@ -8,8 +8,9 @@ Keys, below ``elastic/plane``::
 
     epochs              how often a first rank has asked who is there
     asked               what it asked last, as a number; answered by every rank with a word of its own
-    E/here/R            that word; when the first rank has all of them it says them back:
-    E/all               so a rank knows that it is meant, and that this is not left over from an earlier start
+    N/here/R            that word, and the least epoch that this rank can be in; when the first rank has all of them
+    N/all               it says them back: so a rank knows that it is meant, and that this is not left over from an
+                        earlier start. With them the epoch, which is N where no rank has been in a later one
     E/events  E/event/N what happened in epoch E, in order: a Notice, or the common target
     E/paused  E/pause/R who has said where it stands, and where
 
@@ -52,9 +53,11 @@ class _Event(msgspec.Struct, frozen=True):
 class StorePlane:
     """One rank's control plane, over a store. ``connect`` gives a client of its own every time: one may be waiting."""
 
-    def __init__(self, connect: Callable[[], torch.distributed.Store], place: Assignment) -> None:
+    def __init__(self, connect: Callable[[], torch.distributed.Store], place: Assignment, *, last: bool = True) -> None:
+        """``place``: with the least epoch this can be. ``last``: no process here has a place in another world."""
         self._connect = connect
         self._place = place
+        self._last = last
         self._store = dist.PrefixStore(_PREFIX, connect())
         self._changed = threading.Condition()
         self._epoch = -1
@@ -109,11 +112,11 @@ class StorePlane:
         self._tell(_Event(Want.RESTART, f"rank {self._place.rank}: {reason}"))
 
     def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
-        """Another size is another start of all processes: for these ranks it is a stop."""
+        """Where another size is another start of all processes it is a stop for these ranks."""
         if self._epoch < 0:
             raise ControlLostError(f"{reason}: not known yet who else is there")
         until = None if deadline_s is None else time.time() + deadline_s
-        self._tell(_Event(Want.RESTART if want is Want.RESTART else Want.STOP, reason, until))
+        self._tell(_Event(Want.STOP if self._last and want is Want.RESIZE else want, reason, until))
 
     def on_broken(self, call: Callable[[Notice], None]) -> None:
         with self._changed:
@@ -126,6 +129,10 @@ class StorePlane:
         self._check()
         self._finished = True
 
+    def end(self, reason: str) -> None:
+        """This rank knows from elsewhere that the world is broken. Who waits here to be in it waits no longer."""
+        self._heard(_Event(Want.RESTART, reason))
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
@@ -137,15 +144,18 @@ class StorePlane:
     # -- meeting ------------------------------------------------------------------------------------------------------
 
     def _first(self, until: float | None) -> int:
-        epoch = int(self._store.add("epochs", 1)) - 1
-        word = self._say_here(epoch)
-        self._store.set("asked", str(epoch))
-        names = [f"{epoch}/here/{rank}" for rank in range(self._place.world_size)]
+        number = int(self._store.add("epochs", 1)) - 1
+        word = self._say_here(number)
+        self._store.set("asked", str(number))
+        names = [f"{number}/here/{rank}" for rank in range(self._place.world_size)]
         while not self._store.check(names):
-            _pause(until)
+            self._pause(until)
         words = [self._store.get(name).decode() for name in names]
         assert words[0] == word  # noqa: S101 - nobody else is rank 0
-        self._store.set(f"{epoch}/all", " ".join(words))
+        epoch = max(number, *(int(word.partition(":")[2]) for word in words))
+        if epoch > number:
+            self._store.add("epochs", epoch - number)
+        self._store.set(f"{number}/all", " ".join([*words, str(epoch)]))
         return epoch
 
     def _other(self, until: float | None) -> int:
@@ -153,19 +163,27 @@ class StorePlane:
         said: dict[int, str] = {}
         while True:
             if self._store.check(["asked"]):
-                epoch = int(self._store.get("asked"))
-                if epoch not in said:
-                    said[epoch] = self._say_here(epoch)
-                if self._store.check([f"{epoch}/all"]):
-                    words = self._store.get(f"{epoch}/all").decode().split()
-                    if words[self._place.rank : self._place.rank + 1] == [said[epoch]]:
-                        return epoch
-            _pause(until)
+                number = int(self._store.get("asked"))
+                if number not in said:
+                    said[number] = self._say_here(number)
+                if self._store.check([f"{number}/all"]):
+                    *words, epoch = self._store.get(f"{number}/all").decode().split()
+                    if words[self._place.rank : self._place.rank + 1] == [said[number]]:
+                        return int(epoch)
+            self._pause(until)
 
-    def _say_here(self, epoch: int) -> str:
-        word = secrets.token_hex(8)
-        self._store.set(f"{epoch}/here/{self._place.rank}", word)
+    def _say_here(self, number: int) -> str:
+        word = f"{secrets.token_hex(8)}:{self._place.epoch}"
+        self._store.set(f"{number}/here/{self._place.rank}", word)
         return word
+
+    def _pause(self, until: float | None) -> None:
+        if self._closed or self._event is not None:
+            reason = "closed" if self._event is None else self._event.reason
+            raise StaleEpochError(f"the world ended before all its ranks were there: {reason}")
+        if until is not None and time.monotonic() > until:
+            raise DeadlineError("not all ranks came in time")
+        time.sleep(_POLL_S)
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -237,12 +255,6 @@ class StorePlane:
         thread = threading.Thread(target=work, args=args, name="elastic-store", daemon=True)
         self._threads.append(thread)
         thread.start()
-
-
-def _pause(until: float | None) -> None:
-    if until is not None and time.monotonic() > until:
-        raise DeadlineError("not all ranks came in time")
-    time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager

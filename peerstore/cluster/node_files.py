@@ -16,6 +16,13 @@ from peerstore.errors import RequestError, UnavailableError
 
 HYPERPOD_FILE = "/opt/ml/input/config/pod_resourceconfig.json"
 
+_MOST_BYTES = 64 << 20
+_MOST_RANKS = 100_001
+"""HyperPod's agent knows no rank beyond 100,000."""
+_MOST_DIGITS = 20
+_FINER = re.compile(r"(\.[0-9]{6})[0-9]+")
+"""What Go writes of a second, and Python does not read."""
+
 T = TypeVar("T")
 
 
@@ -71,6 +78,8 @@ class PodResourceConfig:
 
     def roster(self) -> Roster:
         told = _read_json(self._path, _PodResources)
+        if len(told.ips) > _MOST_RANKS:
+            raise RequestError(f"{self._path} has {len(told.ips)} ranks, more than any job of HyperPod's")
         unknown = [str(rank) for rank, address in enumerate(told.ips) if not address]
         if unknown or not told.ips:
             which = f"of rank {', '.join(unknown[:8])}" if unknown else "of any rank"
@@ -84,13 +93,13 @@ class PodResourceConfig:
 
 def _version_of(stamp: str | int) -> int:
     """A count as it is, a time in milliseconds."""
-    if isinstance(stamp, int) or (stamp.isascii() and stamp.isdigit()):
+    if isinstance(stamp, int) or (stamp.isascii() and stamp.isdigit() and len(stamp) < _MOST_DIGITS):
         return int(stamp)
     try:
-        moment = datetime.fromisoformat(re.sub(r"Z$", "+00:00", stamp))
+        moment = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", _FINER.sub(r"\1", stamp)))
     except ValueError:
         raise RequestError(
-            f"ips_timestamp {stamp!r} is neither a number nor a time like 2026-01-31T12:00:00Z"
+            f"ips_timestamp {stamp[:80]!r} is neither a number nor a time like 2026-01-31T12:00:00Z"
         ) from None
     since = (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)) - datetime(
         1970, 1, 1, tzinfo=timezone.utc
@@ -100,7 +109,11 @@ def _version_of(stamp: str | int) -> int:
 
 def _read_json(path: Path, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise RequestError(f"{path} is longer than {_MOST_BYTES >> 20} MiB, so it is no list of nodes")
+        return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
         raise RequestError(f"{path} is not a list of nodes: {error}") from error
     except (OSError, ValueError) as error:

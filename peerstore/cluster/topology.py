@@ -15,8 +15,12 @@ Labels = tuple[tuple[str, str], ...]
 _LAYERS = tuple(f"topology.k8s.aws/network-node-layer-{layer}" for layer in (4, 3, 2, 1))
 """AWS counts its network from the top; the last layer there is is the one the machine is attached to."""
 _LEVELS = ("rack", "switch", "spine")
-_OTHERS = {"topology.kubernetes.io/zone": "zone", "topology.k8s.aws/ultraserver-id": "ultraserver"}
-_OURS = (*_LEVELS, *_OTHERS.values())
+_OTHERS = {
+    "topology.k8s.aws/zone-id": "zone",  # where a cluster has no names for its zones
+    "topology.kubernetes.io/zone": "zone",
+    "topology.k8s.aws/ultraserver-id": "ultraserver",
+}
+_OURS = dict.fromkeys((*_LEVELS, *_OTHERS.values()))
 _FILE = "file:"
 _LINE = re.compile(r'([^=\s]+)=("(?:[^"\\]|\\.)*")')
 

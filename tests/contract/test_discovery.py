@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch.distributed as dist
 
@@ -303,16 +306,76 @@ def test_pods_of_one_node_are_one_node(tmp_path):
         ("1970-01-01T00:00:01Z", 1000),
         ("1970-01-01T01:00:00.250+01:00", 250),
         ("1970-01-02", 86400000),
+        ("1970-01-01T00:00:01.123456789Z", 1123),
+        ("1970-01-01T00:00:01.9z", 1900),
     ],
 )
 def test_the_operators_stamp_is_the_version(tmp_path, stamp, version):
     assert hyperpod(tmp_path / "f", ["10.0.0.1"], stamp).roster().version == version
 
 
-@pytest.mark.parametrize(("ips", "stamp"), [(["10.0.0.1"], "soon"), (["host"], "7"), (["10.0.0.1"], None), ("x", "7")])
+@pytest.mark.parametrize(
+    ("ips", "stamp"),
+    [
+        (["10.0.0.1"], "soon"),
+        (["host"], "7"),
+        (["10.0.0.1"], None),
+        ("x", "7"),
+        (["10.0.0.1"], "9" * 5000),
+        ([None] * 100_002, "7"),
+    ],
+)
 def test_an_operator_that_writes_something_else_is_told_so(tmp_path, ips, stamp):
     with pytest.raises(RequestError, match=str(tmp_path)):
         hyperpod(tmp_path / "f", ips, stamp).roster()
+
+
+def test_a_file_without_an_end_is_not_read_to_it(tmp_path):
+    with (tmp_path / "f").open("wb") as file:
+        file.truncate(1 << 40)  # takes no room
+    with pytest.raises(RequestError, match="longer than 64 MiB"):
+        PodResourceConfig(tmp_path / "f").roster()
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(["10.0.0.1", "::1", "7"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["ips", "ips_timestamp"]), inner),
+    max_leaves=6,
+)
+
+
+@hypothesis.given(_JSON | st.fixed_dictionaries({"ips": st.lists(_JSON, max_size=3), "ips_timestamp": _JSON}))
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_whatever_the_file_holds_is_a_roster_or_unknown_or_wrong(told):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "f"
+        path.write_text(json.dumps(told))
+        try:
+            roster = PodResourceConfig(path).roster()
+        except (RequestError, UnavailableError):
+            return
+    assert {one.id for one in roster.nodes} == {node_at(ip, 7070).id for ip in told["ips"]}
+
+
+def test_who_reads_while_it_is_replaced_sees_one_version_whole(tmp_path):
+    path = tmp_path / "f"
+    discovery = hyperpod(path, ["10.0.0.1"], "1")
+
+    def replace() -> None:
+        for version in range(2, 200):
+            ips = [f"10.0.0.{rank % 250 + 1}" for rank in range(version)]
+            (tmp_path / "f.tmp").write_text(json.dumps({"ips": ips, "ips_timestamp": str(version)}))
+            (tmp_path / "f.tmp").replace(path)
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(replace)
+        last = 0
+        while last < 199:
+            roster = discovery.roster()
+            assert len(roster.nodes) == roster.version
+            assert roster.version >= last
+            last = roster.version
+        writing.result()
 
 
 # -- DNS --------------------------------------------------------------------------------------------------------------
@@ -445,6 +508,8 @@ LAYER = "topology.k8s.aws/network-node-layer-"
         ),
         ({LAYER + "1": "nn-1", LAYER + "2": "nn-2", LAYER + "3": ""}, {"rack": "nn-2", "switch": "nn-1"}),
         ({"topology.k8s.aws/ultraserver-id": "us-1"}, {"ultraserver": "us-1"}),
+        ({"topology.k8s.aws/zone-id": "use1-az1"}, {"zone": "use1-az1"}),
+        ({"topology.k8s.aws/zone-id": "use1-az1", "topology.kubernetes.io/zone": "us-east-1a"}, {"zone": "us-east-1a"}),
     ],
 )
 def test_kubernetes_labels_become_failure_domains(labels, ours):

@@ -31,6 +31,8 @@ EVERY = {"ddp": 4, "fsdp": 1, "hsdp": 1}
 GAP = 3
 """Steps between two faults: enough that --hang-timeout sees the world get on before the next one."""
 LAST_STEPS = 4
+"""And, where not every step is saved, so many that another save follows the first one of a world: only that one is
+sealed in the background."""
 HANG_S, FIRST_S, SETTLE_S = 5.0, 30.0, 5.0
 
 POLICY = """\
@@ -49,7 +51,7 @@ class Golden(Job):
         super().__init__(folder, name)
         self.how, self.faults = how, faults
         steps = [one.step for one in faults.injections if one.step is not None]
-        self.total = max(steps, default=0) + LAST_STEPS
+        self.total = max(steps, default=0) + LAST_STEPS + 2 * (EVERY[how] - 1)
         self.environ |= {
             "OMP_NUM_THREADS": "1",
             "TIEREDCKPT_AGENT_DIRECTORY": str(folder / "agent"),  # of a job with one node: not the user's own

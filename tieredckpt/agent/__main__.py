@@ -27,7 +27,13 @@ from tieredckpt.agent.memory_service.options import options_of
 from tieredckpt.agent.others import blobs_of
 from tieredckpt.agent.service import NodeService, node_operations
 from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.platforms import settings_at
+from tieredckpt.settings import CLUSTER, cluster_source, settings_from
 from tieredckpt.teaming import transport_of
+
+_CLUSTER_HELP = f"what the cluster says about its nodes' memory, hyperpod:/path (${CLUSTER}); options go before it"
+_ARGUMENTS = {"slots_per_rank": "slots_per_part", "directory": "dir"}
+"""Settings that are called otherwise on the command line."""
 
 
 def version() -> str:
@@ -96,14 +102,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nice", type=int, default=5, help="give trainers precedence by so much (%(default)s)")
 
 
+def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | None:
+    """The arguments, with what the platform says where they say nothing; None: it wants no agent."""
+    parser.add_argument("--cluster-config", default=cluster_source(), metavar="SOURCE", help=_CLUSTER_HELP)
+    args = parser.parse_args(argv)
+    if not args.cluster_config:
+        return args
+    said = settings_at(args.cluster_config)
+    if said.get("enabled") is False:
+        print(
+            f"tieredckpt agent: not started: {args.cluster_config} switches the memory tier off. Jobs that are told so "
+            f"(${CLUSTER}) write to their durable tier directly",
+            file=sys.stderr,
+        )
+        return None
+    agent = settings_from({"agent": said.get("agent", {})}).agent
+    parser.set_defaults(**{_ARGUMENTS.get(key, key): getattr(agent, key) for key in said.get("agent", {})})
+    return parser.parse_args(argv)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tieredckpt agent", description="The node agent: memory tier, drain, metrics."
     )
     add_arguments(parser)
-    args = parser.parse_args(argv)
-    start_process(args)
     try:
+        args = _parsed(parser, argv)
+        if args is None:
+            return 0
+        start_process(args)
         run(AgentPlace(args.dir), args)
     except (PeerStoreError, TieredCheckpointError) as error:
         print(f"tieredckpt agent: {error}", file=sys.stderr)

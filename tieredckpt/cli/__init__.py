@@ -5,61 +5,42 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 import click
 
 from peerstore.errors import PeerStoreError
-from tieredckpt.cli.exits import EXIT_HELP, Exit
+from tieredckpt.cli.exits import EXIT_HELP, CommandError, Exit
+from tieredckpt.cli.groups import Commands, version
 from tieredckpt.cli.screen import Screen
 from tieredckpt.errors import TieredCheckpointError
 
-_COMMANDS = {
-    "agent": "tieredckpt.cli.running",
-    "ls": "tieredckpt.cli.listing",
-    "status": "tieredckpt.cli.reporting",
-    "top": "tieredckpt.cli.watching",
-    "whatif": "tieredckpt.cli.foretelling",
-    "goodput": "tieredckpt.cli.accounting",
-    "simulate": "tieredckpt.cli.simulating",
-    "inspect": "tieredckpt.cli.inspecting",
-    "verify": "tieredckpt.cli.verifying",
-    "export": "tieredckpt.cli.exporting",
-    "gc": "tieredckpt.cli.collecting",
-    "quarantine": "tieredckpt.cli.quarantining",
-    "rebuild": "tieredckpt.cli.rebuilding",
-    "doctor": "tieredckpt.cli.diagnosing",
-    "demo": "tieredckpt.cli.running",
+_OWN = {
+    "agent": "tieredckpt.cli.running:agent",
+    "ls": "tieredckpt.cli.listing:ls",
+    "status": "tieredckpt.cli.reporting:status",
+    "top": "tieredckpt.cli.watching:top",
+    "whatif": "tieredckpt.cli.foretelling:whatif",
+    "goodput": "tieredckpt.cli.accounting:goodput",
+    "simulate": "tieredckpt.cli.simulating:simulate",
+    "inspect": "tieredckpt.cli.inspecting:inspect",
+    "verify": "tieredckpt.cli.verifying:verify",
+    "export": "tieredckpt.cli.exporting:export",
+    "gc": "tieredckpt.cli.collecting:gc",
+    "quarantine": "tieredckpt.cli.quarantining:quarantine",
+    "rebuild": "tieredckpt.cli.rebuilding:rebuild",
+    "doctor": "tieredckpt.cli.diagnosing:doctor",
+    "demo": "tieredckpt.cli.running:demo",
 }
 
 
-class _Commands(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        module = _COMMANDS.get(cmd_name)
-        if module is None:
-            return None
-        found: click.Command = getattr(import_module(module), cmd_name)
-        return found
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("tieredckpt")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
-
-
 @click.group(
-    cls=_Commands,
+    cls=Commands,
+    own=_OWN,
+    plugins="tieredckpt.commands",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog=EXIT_HELP,
 )
-@click.version_option(version=_version(), prog_name="tieredckpt")
+@click.version_option(version=version(), prog_name="tieredckpt")
 def commands() -> None:
     """PyTorch checkpoints in node memory first, in an object store a little later.
 
@@ -88,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.OK
-    except (TieredCheckpointError, PeerStoreError, OSError) as error:
+    except (TieredCheckpointError, CommandError, PeerStoreError, OSError) as error:
         return screen.failed(error)
 
 

@@ -21,6 +21,22 @@ class Exit(enum.IntEnum):
     INTERRUPTED = 130
 
 
+class CommandError(Exception):
+    """Of a command that a plug-in adds, which knows itself what it ends with and what to do next."""
+
+    def __init__(self, message: str, *, code: Exit = Exit.FAILED, advice: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.advice = advice
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _command_error, (type(self), str(self), self.code, self.advice)
+
+
+def _command_error(kind: type[CommandError], message: str, code: Exit, advice: str) -> CommandError:
+    return kind(message, code=code, advice=advice)
+
+
 EXIT_HELP = """\b
 Exit codes:
   0  done, and everything that was asked about is well
@@ -53,11 +69,15 @@ _ADVICE = {
 
 def exit_for(error: BaseException) -> Exit:
     """The code an error ends the command with."""
+    if isinstance(error, CommandError):
+        return error.code
     return next((code for kind, code in _ORDER if isinstance(error, kind)), Exit.FAILED)
 
 
 def advice_for(error: BaseException) -> str:
     """What to do next, where the message itself cannot know; "" otherwise."""
+    if isinstance(error, CommandError):
+        return error.advice
     if isinstance(error, store_errors.AgentUnreachableError):
         return "start one with `tieredckpt agent --dir DIR`, or name the store to look into with --durable URL"
     if isinstance(error, errors.LedgerNotFoundError):

@@ -25,6 +25,7 @@ import msgspec
 
 from tieredckpt.ledger.events import Event, Opened
 from tieredckpt.ledger.place import Place
+from tieredckpt.ledger.said import say, says
 
 log = logging.getLogger(__name__)
 
@@ -157,12 +158,32 @@ class _File:
                 os.close(fd)
 
 
+class SayingLedger:
+    """Writes into another ledger, and says on standard output what is said of it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    @property
+    def place(self) -> Place:
+        return self._ledger.place
+
+    def write(self, event: Event) -> None:
+        self._ledger.write(event)
+        say(event)
+
+    def close(self) -> None:
+        self._ledger.close()
+
+
 _open: dict[str, LedgerWriter] = {}
+_saying: dict[str, SayingLedger] = {}
 
 
 def ledger_from_environ(environ: Mapping[str, str] = os.environ) -> Ledger:
     """The ledger of this process, the same one for all who ask, or one that writes nothing."""
     directory = environ.get(LEDGER, "")
-    if not directory:
-        return NullLedger()
-    return _open.setdefault(directory, LedgerWriter(directory, name=environ.get("ELASTIC_NODE", "")))
+    ledger: Ledger = NullLedger()
+    if directory:
+        ledger = _open.setdefault(directory, LedgerWriter(directory, name=environ.get("ELASTIC_NODE", "")))
+    return _saying.setdefault(directory, SayingLedger(ledger)) if says(environ) else ledger

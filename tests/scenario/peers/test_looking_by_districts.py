@@ -28,6 +28,7 @@ def nodes(monkeypatch):
         nodes.settle(1)
         nodes.monkeypatch = monkeypatch
         yield nodes
+        monkeypatch.undo()  # who lies is asked again and again by those that leave
         for one, other in itertools.combinations(NAMES, 2):  # nobody waits at the end for a way that is cut
             nodes.network.heal(one, other)
 

@@ -164,3 +164,40 @@ def test_a_launcher_says_where_a_rank_is(server):
     place = plane._place
     assert (place.rank, place.local_rank, place.node_rank, place.node_count, place.restarts) == (9, 1, 1, 2, 2)
     plane.close()
+
+
+def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
+    def connect():
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+
+    def world(*least):
+        places = [Assignment(floor, rank, len(least), 0, 1, rank, 1, "n:1") for rank, floor in enumerate(least)]
+        made = [StorePlane(connect, place, last=False) for place in places]
+        epochs = {place.epoch for place in all_ready(made)}
+        results(at_once(*(plane.close for plane in made)))
+        return epochs
+
+    assert world(0, 5, 0) == {5}
+    assert world(0, 0) == {6}  # also where none of those is there any more
+    assert world(6, 7) == {7}
+
+
+def test_who_knows_that_nobody_comes_any_more_waits_no_longer(start):
+    first, _ = start(2)
+    waiting = at_once(lambda: first.ready(timeout_s=PATIENCE_S))
+    first.end("the other one is lost")
+    with pytest.raises(StaleEpochError, match="the other one is lost"):
+        waiting[0].result(PATIENCE_S)
+
+
+def test_another_size_is_no_stop_where_the_processes_stay(server):
+    def connect():
+        return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+
+    plane = StorePlane(connect, Assignment(0, 0, 1, 0, 1, 0, 1, "n:1"), last=False)
+    plane.ready()
+    plane.request(Want.RESIZE, "other numbers")
+    until(lambda: wants(plane) is Want.RESIZE)
+    plane.end("the launcher says so")
+    assert (wants(plane), plane.notice().reason) == (Want.RESTART, "the launcher says so")
+    plane.close()

@@ -20,6 +20,7 @@ from peerstore.pages import Mapping
 from tieredckpt.agent.memory_service.access import Access
 from tieredckpt.agent.memory_service.answers import RefusedError
 from tieredckpt.agent.memory_service.bodies import Chunked, Sized, body_of
+from tieredckpt.agent.memory_service.lending import Piece
 from tieredckpt.agent.memory_service.requests import (
     Asked,
     CreateNamespace,
@@ -51,7 +52,6 @@ _SMALL_BYTES = 16 << 10
 """A body that nobody wants, and that is not worth a new connection."""
 _DISCARDED_S = 10.0
 _FAREWELL_S = 5.0
-_SEND_BYTES = 4 << 20
 
 
 @contextlib.contextmanager
@@ -249,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = self.service.find(want.name, want.rank, want.step)
         part = range_of(self.headers.get("Range"), found.size_bytes)
         start, stop = part or (0, found.size_bytes)
-        with self.service.reading(found, start, stop) as bytes_of:
+        with self.service.reading(found, start, stop) as pieces:
             self._begun = True
             self.send_response(HTTPStatus.PARTIAL_CONTENT if part else HTTPStatus.OK)
             self.send_header("Content-Length", str(stop - start))
@@ -260,23 +260,18 @@ class _Handler(BaseHTTPRequestHandler):
             if part:
                 self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{found.size_bytes}")
             self.end_headers()
-            if isinstance(bytes_of, str):
-                self._send_file(bytes_of, start, stop)
-            else:
-                for piece in bytes_of:
-                    self.connection.sendall(piece)
+            for piece in pieces:
+                self._send(piece)
 
-    def _send_file(self, path: str, start: int, stop: int) -> None:
-        if start == stop:
-            return
-        if not hasattr(self.connection, "do_handshake"):
-            with open(path, "rb") as file:  # noqa: PTH123 - a number of this process's own, where the arena is nameless
-                self.connection.sendfile(file, start, stop - start)
-            return
-        with Mapping(path, stop) as mapping, mapping.view as view:
-            for at in range(start, stop, _SEND_BYTES):
-                with view[at : min(stop, at + _SEND_BYTES)] as piece:
-                    self.connection.sendall(piece)
+    def _send(self, piece: Piece) -> None:
+        if isinstance(piece, memoryview):
+            self.connection.sendall(piece)
+        elif not hasattr(self.connection, "do_handshake"):
+            with open(piece.path, "rb") as file:  # noqa: PTH123 - a number of this process's own, where it has no name
+                self.connection.sendfile(file, piece.start, piece.stop - piece.start)
+        else:
+            with Mapping(piece.path, piece.stop) as mapping, mapping.view as view, view[piece.start :] as part:
+                self.connection.sendall(part)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 

@@ -2,23 +2,72 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from peerstore.errors import PeerStoreError, PeerUnreachableError, ShardDamagedError, ShardNotFoundError
 from peerstore.peers.board import Wish
 from peerstore.peers.pulling import Puller
 from peerstore.peers.spans import Target
 from peerstore.peers.team import Team
-from peerstore.records import ShardRecord
+from peerstore.records import ShardKey, ShardRecord
 from peerstore.store import NodeStore
 from tieredckpt.agent.memory_service.views import Shard
 
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 32 << 20
+_VERIFIED_CHUNKS = 8
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """Bytes of a file that can be sent as they are."""
+
+    path: str
+    start: int
+    stop: int
+
+
+Piece = FilePiece | memoryview
+
+
+class _Ahead:
+    """Chunks of this node's copy, compared while those before them are sent."""
+
+    def __init__(self, store: NodeStore, key: ShardKey, windows: Sequence[tuple[int, int]]) -> None:
+        self._store = store
+        self._key = key
+        self._windows = windows
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="memory-service-verify") if len(windows) > 1 else None
+
+    def __enter__(self) -> Iterator[tuple[int, int]]:
+        return self._verified()
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _verified(self) -> Iterator[tuple[int, int]]:
+        if self._pool is None:
+            for window in self._windows:
+                self._verify(window)
+                yield window
+            return
+        following = self._pool.submit(self._verify, self._windows[0])
+        for number, window in enumerate(self._windows):
+            following.result()
+            if number + 1 < len(self._windows):
+                following = self._pool.submit(self._verify, self._windows[number + 1])
+            yield window
+
+    def _verify(self, window: tuple[int, int]) -> None:
+        bad = self._store.verify(self._key, window)
+        if bad:
+            raise ShardDamagedError(f"{self._key}: chunk {bad[0]} changed after it was sealed")
 
 
 class Lending:
@@ -29,24 +78,35 @@ class Lending:
         self._me = me
         self.team: Team | None = None
 
-    @contextlib.contextmanager
-    def here(self, shard: Shard) -> Iterator[str]:
-        """Where this node's copy lies, compared with its seal, for as long as the block runs.
-
-        Raises ``ShardNotFoundError`` when there is none, ``ShardDamagedError`` when it was not what was sealed: it is
-        dropped then, and fetched again by who looks after damaged shards.
+    def pieces(self, shard: Shard, start: int, stop: int) -> Generator[Piece, None, None]:
+        """Bytes ``[start, stop)`` of a shard, one piece behind the other, each compared with the seal before it is
+        handed on. A copy that turns out damaged on the way is dropped, and the rest comes from other nodes.
         """
+        at = start
+        try:
+            for piece in self._here(shard, start, stop):
+                yield piece
+                at = piece.stop
+            return
+        except ShardNotFoundError:  # it is on other nodes
+            pass
+        except ShardDamagedError as error:
+            log.error("memory service: %s", error)
+        yield from self._elsewhere(shard, at, stop)
+
+    def _here(self, shard: Shard, start: int, stop: int) -> Iterator[FilePiece]:
         pin = self._store.pin(shard.key)
         try:
-            bad = self._store.verify(shard.key)
-            if bad:
-                raise ShardDamagedError(f"{shard.key}: {len(bad)} of its chunks changed after it was sealed")
-            yield pin.path
+            first, last = start // pin.record.chunk_bytes, -(-stop // pin.record.chunk_bytes)
+            windows = [(at, min(at + _VERIFIED_CHUNKS, last)) for at in range(first, last, _VERIFIED_CHUNKS)]
+            with _Ahead(self._store, shard.key, windows) as verified:
+                for chunks in verified:
+                    begin, end = (number * pin.record.chunk_bytes for number in chunks)
+                    yield FilePiece(pin.path, max(begin, start), min(end, stop))
         finally:
             self._store.unpin(pin.id)
 
-    def elsewhere(self, shard: Shard, start: int, stop: int) -> Generator[memoryview, None, None]:
-        """Bytes of a shard from the other nodes that have it, every chunk compared before it is handed on."""
+    def _elsewhere(self, shard: Shard, start: int, stop: int) -> Iterator[memoryview]:
         others = [node for node in shard.nodes if node != self._me]
         if self.team is None or not others:
             raise ShardNotFoundError(f"{shard.key} is not on this node")

@@ -24,8 +24,12 @@ class Namespace(msgspec.Struct, frozen=True):
     deleted: bool = False
 
     @property
-    def order(self) -> tuple[int, bool, int]:
-        return self.generation, self.deleted, self.changed_ns
+    def order(self) -> tuple[int, bool, int, int, int]:
+        return self.generation, self.deleted, self.changed_ns, self.num_ranks, self.steps_retained
+
+    def is_past(self, generation: int) -> bool:
+        """Whether nothing of that generation counts any more."""
+        return self.generation > generation or (self.generation == generation and self.deleted)
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True):
@@ -58,7 +62,7 @@ class Registry(msgspec.Struct, frozen=True):
         return {name: one for name, one in self.namespaces.items() if not one.deleted}
 
     def removals(self) -> dict[Place, int]:
-        return {(one.namespace, one.generation, one.rank, one.step): one.until for one in self.removed}
+        return {_place(one): one.until for one in self.removed}
 
 
 def created(registry: Registry, name: str, *, num_ranks: int, steps_retained: int, now_ns: int) -> Registry:
@@ -100,17 +104,17 @@ def merged(one: Registry, other: Registry, *, now_ns: int) -> Registry:
 
 def _tidied(registry: Registry, now_ns: int) -> Registry:
     """Without what is of generations that are gone, and of too long ago."""
-    current = {(name, one.generation) for name, one in registry.all_living.items()}
     kept = [
         one
         for one in registry.removed
-        if (one.namespace, one.generation) in current and one.until > now_ns - REMOVED_NS
+        if one.until > now_ns - REMOVED_NS
+        if one.namespace not in registry.namespaces or not registry.namespaces[one.namespace].is_past(one.generation)
     ]
     latest = sorted(kept, key=lambda one: one.until)[-MOST_REMOVED:]
-    return Registry(registry.namespaces, tuple(sorted(latest, key=lambda one: (*one_place(one), one.until))))
+    return Registry(registry.namespaces, tuple(sorted(latest, key=_place)))
 
 
-def one_place(removed: Removed) -> Place:
+def _place(removed: Removed) -> Place:
     return removed.namespace, removed.generation, removed.rank, removed.step
 
 

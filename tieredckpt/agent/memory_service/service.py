@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
@@ -11,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
+from peerstore.errors import PeerStoreError, ShardNotFoundError
 from peerstore.peers.team import Team
 from peerstore.store import NodeStore
 from tieredckpt.agent.memory_service import names
 from tieredckpt.agent.memory_service.answers import RefusedError, no_namespace, not_found
 from tieredckpt.agent.memory_service.holdings import Holdings, Look
-from tieredckpt.agent.memory_service.lending import Lending
+from tieredckpt.agent.memory_service.lending import Lending, Piece
 from tieredckpt.agent.memory_service.receiving import Body, Receiving, sealed
 from tieredckpt.agent.memory_service.registry import Namespace, Registry, Removed, created, deleted, without
 from tieredckpt.agent.memory_service.views import Note, Shard, decode_note, encode_note, key_of
@@ -145,34 +146,19 @@ class MemoryService:
         raise not_found()
 
     @contextlib.contextmanager
-    def reading(self, found: Found, start: int, stop: int) -> Iterator[str | Iterator[memoryview]]:
-        """The file in which bytes ``start`` to ``stop`` lie, or the bytes themselves, piece by piece."""
-        with contextlib.ExitStack() as stack:
-            bytes_of: str | Iterator[memoryview]
+    def reading(self, found: Found, start: int, stop: int) -> Iterator[Iterator[Piece]]:
+        """Bytes ``start`` to ``stop``, piece by piece. Whether the first is to be had is known before the block."""
+        with contextlib.closing(self._lending.pieces(found.shard, start, stop)) as pieces:
             try:
-                bytes_of = stack.enter_context(self._lending.here(found.shard))
-            except (ShardNotFoundError, ShardDamagedError) as error:
-                if isinstance(error, ShardDamagedError):
-                    log.error("memory service: %s", error)
-                bytes_of = stack.enter_context(self._from_others(found.shard, start, stop))
+                first = next(pieces, None)
+            except ShardNotFoundError as error:
+                raise not_found() from error
+            except (PeerStoreError, OSError) as error:
+                text = f"The shard is not to be had right now: {error}"
+                raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, text) from error
             self.counted["get_bytes"] += stop - start
-            yield bytes_of
-
-    @contextlib.contextmanager
-    def _from_others(self, shard: Shard, start: int, stop: int) -> Iterator[Iterator[memoryview]]:
-        """The first piece is there before anything is said of it."""
-        pieces = self._lending.elsewhere(shard, start, stop)
-        try:
-            first = next(pieces, memoryview(b""))
-        except ShardNotFoundError as error:
-            raise not_found() from error
-        except (PeerStoreError, OSError) as error:
-            raise RefusedError(
-                HTTPStatus.SERVICE_UNAVAILABLE, f"The shard is not to be had right now: {error}"
-            ) from error
-        self.counted["get_elsewhere"] += 1
-        with contextlib.closing(pieces):
-            yield _before(first, pieces)
+            self.counted["get_elsewhere"] += isinstance(first, memoryview)
+            yield itertools.chain([] if first is None else [first], pieces)
 
     def remove(self, name: str, rank: int, step: int) -> None:
         found = self.find(name, rank, step)
@@ -207,8 +193,3 @@ def _namespace_of(meta: bytes) -> str:
 
 def _named(look: Look) -> str:
     return "; ".join(f"{node}: {why}" if node else why for node, why in sorted(look.silent.items()))
-
-
-def _before(first: memoryview, rest: Iterator[memoryview]) -> Iterator[memoryview]:
-    yield first
-    yield from rest

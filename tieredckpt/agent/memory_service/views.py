@@ -91,11 +91,12 @@ def view_of(held: Mapping[str, Iterable[ShardFact]], registry: Registry) -> View
         if note is None:
             continue
         removed_until = removed.get((note.namespace, note.generation, key.part, key.version), -1)
-        if _is_over(registry, note) or key.attempt <= removed_until:
+        known = registry.namespaces.get(note.namespace)
+        if known is None or known.generation < note.generation:
+            continue  # this node has not heard of it yet
+        if known.is_past(note.generation) or key.attempt <= removed_until:
             view.outdated.append(key)
             continue
-        if registry.living(note.namespace) is None or registry.namespaces[note.namespace].generation < note.generation:
-            continue  # this node has not heard of it yet
         ranks = steps[note.namespace][key.version]
         before = ranks.get(key.part)
         if before is not None:  # keys are sorted: this one was put later
@@ -103,14 +104,6 @@ def view_of(held: Mapping[str, Iterable[ShardFact]], registry: Registry) -> View
         ranks[key.part] = Shard(key, fact.size_bytes, note, tuple(nodes))
     view.steps = {name: dict(of) for name, of in steps.items()}
     return view
-
-
-def _is_over(registry: Registry, note: Note) -> bool:
-    """Whether it was put into a generation of its namespace that is gone."""
-    known = registry.namespaces.get(note.namespace)
-    if known is None:
-        return False
-    return known.generation > note.generation or (known.generation == note.generation and known.deleted)
 
 
 def whole_steps(steps: Steps, num_ranks: int) -> list[int]:

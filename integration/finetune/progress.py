@@ -1,0 +1,77 @@
+"""How far a job is: a line of JSON for each step, written by the first rank, read by whoever wants to know.
+
+After a fault steps come again, with the same numbers; the last line of a step counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_LOOK_S = 0.2
+
+
+class Progress:
+    """One rank's end. Ranks but the first write nothing."""
+
+    def __init__(self, path: Path, *, rank: int) -> None:
+        self._path = path if rank == 0 else None
+
+    def write(self, **values: Any) -> None:
+        """One line, all of it or, on a machine that goes down, none."""
+        if self._path is None:
+            return
+        line = (json.dumps(values) + "\n").encode()
+        handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(handle, line)
+        finally:
+            os.close(handle)
+
+
+def lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Complete lines from a place in the file on, and the place after them. No file yet: none yet."""
+    try:
+        with path.open("rb") as opened:
+            opened.seek(start)
+            text = opened.read()
+    except FileNotFoundError:
+        return [], start
+    end = text.rfind(b"\n") + 1
+    return [json.loads(line) for line in text[:end].splitlines()], start + end
+
+
+class Following:
+    """Calls ``heard`` with every new line, from a thread of its own, until the block is left; then with the rest."""
+
+    def __init__(self, path: Path, heard: Callable[[dict[str, Any]], None]) -> None:
+        self._path = path
+        self._heard = heard
+        self._at = path.stat().st_size if path.exists() else 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="finetune-progress", daemon=True)
+
+    def __enter__(self) -> Following:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
+
+    def _follow(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        found, self._at = lines(self._path, self._at)
+        for one in found:
+            self._heard(one)

@@ -1,0 +1,267 @@
+"""This process's one connection to its agent, shared by all who have something to say or to hear.
+
+The agent gives a process up whose connection ends, so there is no second one: lost is lost. What the agent says is
+kept until the one it is for has taken it, also where that one comes later than the message. Nobody who speaks waits for
+the agent: a thread writes, whole frames and in order.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic.errors import ControlLostError, DeadlineError
+from integration.hyperpod.agent import frames, words
+from integration.hyperpod.agent.frames import Frames, Message
+from integration.hyperpod.agent.modes import SOCKET
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT = 4096
+"""So many messages may wait, in each direction; with one more the other side is not there any more, only its socket."""
+_PIECE_BYTES = 1 << 16
+_CONNECT_S = 10.0
+_FAREWELL_S = 5.0
+
+
+class Connection:
+    """``local_rank`` is who this process is to the agent."""
+
+    def __init__(self, path: Path, local_rank: int) -> None:
+        self._sock = _connect(path)
+        self._local_rank = local_rank
+        self._changed = threading.Condition()
+        self._channels: list[Channel] = []
+        self._unclaimed: collections.deque[Message] = collections.deque()
+        self._outgoing: collections.deque[bytes] = collections.deque()
+        self._writing = False
+        self._lost = ""
+        self._closed = False
+        self._seen: set[str] = set()
+        """Types nobody here knows, each of which is mentioned once."""
+        self._threads = [
+            threading.Thread(target=work, name=f"hyperpod-{name}", daemon=True)
+            for name, work in (("reader", self._read), ("writer", self._write))
+        ]
+        _in_children(self)
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def lost(self) -> str:
+        """Why the agent cannot be spoken to any more; "" while it can."""
+        return self._lost
+
+    def channel(self, kinds: Iterable[str]) -> Channel:
+        """For a user of its own: it hears the messages of these types, also those that came before it."""
+        with self._changed:
+            channel = Channel(self, frozenset(kinds))
+            self._channels.append(channel)
+            early, self._unclaimed = self._unclaimed, collections.deque()
+            for message in early:
+                self._deliver(message)
+        channel.say("init")
+        return channel
+
+    def flush(self, timeout_s: float = _FAREWELL_S) -> None:
+        """Until everything that was said is on its way: from then on it is read even when this process ends."""
+        with self._changed:
+            self._wait(lambda: not self._outgoing and not self._writing, timeout_s, "the agent did not read")
+
+    def close(self) -> None:
+        """Say what there is to say, and go. Idempotent."""
+        with contextlib.suppress(ControlLostError, DeadlineError):
+            self.flush()
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._lose("closed on this side")
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._sock.close()
+
+    # -- for channels -------------------------------------------------------------------------------------------------
+
+    def _say(self, client: str, kind: str, fields: Message) -> None:
+        frame = frames.encode({**fields, "type": kind, "local_rank": self._local_rank, "client_id": client})
+        with self._changed:
+            self._check()
+            if len(self._outgoing) >= MAX_KEPT:
+                self._lose(f"the agent has not read for {MAX_KEPT} messages")
+                self._check()
+            self._outgoing.append(frame)
+            self._changed.notify_all()
+
+    def _take(self, channel: Channel, kinds: frozenset[str], timeout_s: float | None) -> Message:
+        def found() -> Message | None:
+            return next((message for message in channel._kept if message["type"] in kinds), None)
+
+        with self._changed:
+            self._wait(lambda: found() is not None, timeout_s, f"the agent said no {' or '.join(sorted(kinds))}")
+            message = found()
+            assert message is not None  # noqa: S101 - what was waited for
+            channel._kept.remove(message)
+            return message
+
+    def _wait(self, happened: Any, timeout_s: float | None, what: str) -> None:
+        """What has come counts, also where the agent is gone since."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not happened():
+            self._check()
+            left_s = None if until is None else until - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise DeadlineError(f"{what} within {timeout_s:g} s")
+            self._changed.wait(left_s)
+
+    def _check(self) -> None:
+        if self._lost:
+            raise ControlLostError(f"the connection to the elastic agent is lost: {self._lost}")
+
+    # -- the two threads ----------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        coming = Frames()
+        try:
+            while data := self._sock.recv(_PIECE_BYTES):
+                for message in coming.feed(data):
+                    with self._changed:
+                        self._deliver(message)
+                        self._changed.notify_all()
+            coming.end()
+            reason = "the agent closed it"
+        except (OSError, ControlLostError) as error:
+            reason = str(error)
+        with self._changed:
+            self._lose(reason)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._outgoing or self._lost)
+                if self._lost:
+                    return
+                frame = self._outgoing.popleft()
+                self._writing = True
+            try:
+                self._sock.sendall(frame)
+            except OSError as error:
+                with self._changed:
+                    self._writing = False
+                    self._lose(str(error))
+                return
+
+    def _deliver(self, message: Message) -> None:
+        """To the one it is addressed to; to all that hear its type where it names nobody; else it waits for one."""
+        hearing = [channel for channel in self._channels if message["type"] in channel.kinds]
+        named = [channel for channel in hearing if channel.client == message.get("client_id")]
+        for channel in named or hearing:
+            self._keep(channel._kept, message)
+        if not hearing:
+            if message["type"] in words.HEARD:
+                self._keep(self._unclaimed, message)
+            elif message["type"] not in self._seen:
+                self._seen.add(message["type"])
+                log.info("the agent says %r, which is not known here", message["type"])
+
+    def _keep(self, kept: collections.deque[Message], message: Message) -> None:
+        if len(kept) >= MAX_KEPT:
+            raise ControlLostError(f"{MAX_KEPT} messages of the agent's were not taken")
+        kept.append(message)
+
+    def _forked(self) -> None:
+        """In a child, which has none of the threads: this connection is its parent's."""
+        self._changed = threading.Condition()
+        self._closed, self._lost = True, "this process was forked from the one that the agent started"
+        self._sock.close()
+
+    def _lose(self, reason: str) -> None:
+        if not self._lost:
+            self._lost = reason or "it ended"
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._changed.notify_all()
+
+
+class Channel:
+    """One user's part of the connection: what it says carries its name, and so do the answers."""
+
+    def __init__(self, connection: Connection, kinds: frozenset[str]) -> None:
+        self.kinds = kinds
+        self.client = str(uuid.uuid4())
+        self._connection = connection
+        self._kept: collections.deque[Message] = collections.deque()
+
+    def say(self, kind: str, /, **fields: Any) -> None:
+        """It goes out in the order in which things are said; :class:`ControlLostError` where it cannot."""
+        self._connection._say(self.client, kind, fields)
+
+    def take(self, *kinds: str, timeout_s: float | None = None) -> Message:
+        """The oldest message of these types that was not taken yet; without types: of any. Waits for one."""
+        return self._connection._take(self, frozenset(kinds) or self.kinds, timeout_s)
+
+    def ask(self, kind: str, /, timeout_s: float, **fields: Any) -> Message:
+        """Say it, and take the answer of the same type."""
+        self.say(kind, **fields)
+        return self.take(kind, timeout_s=timeout_s)
+
+    def flush(self, timeout_s: float = _FAREWELL_S) -> None:
+        self._connection.flush(timeout_s)
+
+
+def _connect(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(_CONNECT_S)
+    try:
+        sock.connect(str(path))
+    except OSError as error:
+        sock.close()
+        raise ControlLostError(f"no elastic agent answers on {path}: {error}") from error
+    sock.settimeout(None)
+    return sock
+
+
+_shared: list[Connection] = []
+_making = threading.Lock()
+
+
+def shared_connection(environ: Mapping[str, str] = os.environ) -> Connection:
+    """This process's, made when it is first asked for. A lost one is made again: whether that helps the agent says."""
+    with _making:
+        if not _shared or _shared[0].lost:
+            if not environ.get(SOCKET):
+                raise ControlLostError(f"${SOCKET} is not set: no elastic agent has started this process")
+            _shared[:] = [Connection(Path(environ[SOCKET]), int(environ.get("LOCAL_RANK", "0")))]
+        return _shared[0]
+
+
+_parents: weakref.WeakSet[Connection] = weakref.WeakSet()
+_registered: list[bool] = []
+
+
+def _in_children(connection: Connection) -> None:
+    """A forked child holds its parent's connection open: the agent would not notice that the parent has died."""
+    _parents.add(connection)
+    if not _registered:
+        _registered.append(True)
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    for connection in list(_parents):
+        connection._forked()

@@ -1,0 +1,230 @@
+"""A worker as its agent knows it: at the barrier, past it, faulted, and told where its place is.
+
+::
+
+      at_rcb_barrier ──> (all local ranks are there, and the operator starts the job) ──> job_start ──> past_rcb_barrier
+             ^                                                                                               │
+             └──────────────────────────── job_fault <─── trains ── job_fault (its own) ─────────────────────┘
+
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import msgspec
+
+from elastic.errors import ControlLostError, DeadlineError
+from integration.hyperpod.agent import words
+from integration.hyperpod.agent.connection import Connection, shared_connection
+from integration.hyperpod.agent.frames import DamagedFrameError, Message
+from integration.hyperpod.agent.modes import Mode, mode_of
+from integration.hyperpod.agent.words import RestartMode
+
+log = logging.getLogger(__name__)
+
+COUNT = "JOB_RESTART_COUNT"
+SPARE = "SPARE"
+_SAID_S = 30.0
+_TEXT = 8 << 10
+"""Of a reason or a message, what is passed on: for people, and kept in the job's status."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What the agent says when the job is to run."""
+
+    environ: Mapping[str, str]
+    """RANK, WORLD_SIZE, MASTER_ADDR and so on, as this worker is to have them."""
+    data: Any = None
+    """What all workers said of themselves, and the addresses of their nodes."""
+
+    @property
+    def count(self) -> int:
+        """How often the job was started anew."""
+        return int(self.environ.get(COUNT, "0"))
+
+    @property
+    def is_spare(self) -> bool:
+        return self.environ.get(SPARE, "").lower() == "true"
+
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", COUNT)
+
+
+def start_in(message: Message) -> Start:
+    """Values as the environment has them, or :class:`DamagedFrameError` where nobody could start with them."""
+    said = message.get("worker_envs")
+    environ = {name: str(value) for name, value in said.items() if value is not None} if isinstance(said, dict) else {}
+    missing = [name for name in _NEEDED if not environ.get(name)]
+    if missing:
+        raise DamagedFrameError(f"{message['type']} without {', '.join(missing)}")
+    for name in _NUMBERS:
+        if not environ.get(name, "0").isdecimal():
+            raise DamagedFrameError(f"{message['type']} with {name}={environ[name]!r}, which is no number")
+    return Start(environ, message.get("aggregate_worker_data"))
+
+
+class Worker:
+    """One process; every method may be called by any thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._channel = connection.channel(words.RESTARTS)
+        self._changed = threading.Condition()
+        self._start: Start | None = None
+        """Heard, and neither begun nor overtaken by a fault."""
+        self._known: Start | None = None
+        """The newest place that this worker was told of."""
+        self._waiting = False
+        self._faults = 0
+        self._lost = ""
+        self._calls: list[Callable[[str], None]] = []
+        self._thread = threading.Thread(target=self._listen, name="hyperpod-worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def faults(self) -> int:
+        """How many times the agent has said that the job is to be left."""
+        return self._faults
+
+    @property
+    def lost(self) -> str:
+        """Why the agent is not there any more; "" while it is."""
+        return self._lost
+
+    def on_fault(self, call: Callable[[str], None]) -> None:
+        """Have ``call`` run with the reason, in the worker's own thread, whenever the job is to be left."""
+        with self._changed:
+            self._calls.append(call)
+
+    # -- what it is told ----------------------------------------------------------------------------------------------
+
+    def rank_info(self, *, timeout_s: float | None = None) -> Start:
+        """This worker's place as far as it is known; before anybody knows it, this waits.
+
+        An operator that says nothing of ranks before the start says it with the start: so the worker counts as being at
+        the barrier while it waits.
+        """
+        with self._changed:
+            if self._known is None:
+                self._arrive()
+            self._wait(lambda: self._known is not None, timeout_s, "the agent gave no rank")
+            assert self._known is not None  # noqa: S101 - what was waited for
+            return self._known
+
+    def barrier(self, *, timeout_s: float | None = None) -> tuple[Start, int]:
+        """Until the job starts: with what, and how many faults there had been. One that comes later is about it."""
+        with self._changed:
+            if self._start is None:
+                self._arrive()
+            self._wait(lambda: self._start is not None, timeout_s, "the agent did not start the job")
+            start, self._start, self._waiting = self._start, None, False
+            assert start is not None  # noqa: S101 - what was waited for
+            faults = self._faults
+            self._channel.say(words.PAST_BARRIER)
+        return start, faults
+
+    # -- what it says -------------------------------------------------------------------------------------------------
+
+    def fault(self, rank: int, mode: RestartMode, reason: str, message: str = "") -> None:
+        """Returns when it is on its way: it is heard even when this process ends now."""
+        said = {"rank": rank, "restart_mode": mode.value, "reason": reason[:_TEXT], "message": message[:_TEXT]}
+        self._channel.say(words.FAULT, **said)
+        self._channel.flush(_SAID_S)
+
+    def tell_data(self, rank: int, data: str) -> None:
+        """It comes back to all workers, with the others', at the next start."""
+        self._channel.say(words.DATA, rank=rank, data=data)
+
+    def label(self, labels: Mapping[str, str]) -> None:
+        """What the operator is to know of this rank's health."""
+        self._channel.say(words.LABELS, labels=dict(labels))
+
+    def close(self) -> None:
+        self._connection.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- with the lock held -------------------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        if not self._waiting:
+            self._waiting = True
+            self._channel.say(words.AT_BARRIER)
+
+    def _wait(self, happened: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not happened():
+            if self._lost:
+                raise ControlLostError(self._lost)
+            left_s = None if until is None else until - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise DeadlineError(f"{what} within {timeout_s:g} s")
+            self._changed.wait(left_s)
+
+    # -- the worker's own thread --------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = self._channel.take()
+                if message["type"] == words.FAULT:
+                    self._left(f"the agent asks for another start (after number {message.get('restart_count')})")
+                else:
+                    self._placed(message)
+        except Exception as error:  # noqa: BLE001 - the top of a thread; whoever waits is told
+            with self._changed:
+                self._lost = str(error) or type(error).__name__
+                self._changed.notify_all()
+        self._tell(self._lost)
+
+    def _placed(self, message: Message) -> None:
+        start = start_in(message)
+        with self._changed:
+            if message["type"] == words.START:
+                self._start = start
+            self._known = start
+            self._changed.notify_all()
+
+    def _left(self, reason: str) -> None:
+        with self._changed:
+            overtaken, self._start = self._start, None
+            self._faults += 1
+            if self._waiting and overtaken is not None:  # else the agent still counts it as being there
+                self._channel.say(words.AT_BARRIER)
+            self._changed.notify_all()
+        self._tell(reason)
+
+    def _tell(self, reason: str) -> None:
+        for call in tuple(self._calls):
+            call(reason)
+
+
+_workers: list[Worker] = []
+_making = threading.Lock()
+
+
+def this_worker(environ: Mapping[str, str] = os.environ) -> Worker:
+    """This process's, made when it is first asked for: the agent wants one connection of each."""
+    with _making:
+        if not _workers or _workers[0].lost:
+            _workers[:] = [Worker(shared_connection(environ))]
+        return _workers[0]
+
+
+def wait_rank(environ: MutableMapping[str, str] = os.environ, *, timeout_s: float | None = None) -> None:
+    """The environment first: until this process has a rank, which then stands in ``environ`` with what belongs to it.
+
+    For scripts that read it before they do anything else. Returns at once where whoever started this process has put it
+    there. An agent that restarts in process has not: what it puts there is of an earlier start, or of none. A process
+    that the script itself has started, and that runs these lines again, is no rank.
+    """
+    if multiprocessing.parent_process() is None and mode_of(environ) is Mode.IN_PROCESS:
+        environ.update(this_worker(environ).rank_info(timeout_s=timeout_s).environ)

@@ -1,0 +1,11 @@
+import argparse
+import sys
+from pathlib import Path
+
+from integration.hyperpod.demo import main
+
+parser = argparse.ArgumentParser(prog="make demo-hyperpod", description=main.__doc__)
+parser.add_argument("--json", action="store_true", help="Print JSON.")
+parser.add_argument("--keep", type=Path, help="Where its files stay afterwards.")
+given = parser.parse_args()
+sys.exit(main(as_json=given.json, keep=given.keep))

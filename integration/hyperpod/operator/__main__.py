@@ -1,0 +1,5 @@
+import sys
+
+from integration.hyperpod.operator.command import main
+
+sys.exit(main())

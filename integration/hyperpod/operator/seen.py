@@ -1,0 +1,141 @@
+"""What is seen of a job: its pods, and what each of their agents answered."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class AgentState(enum.Enum):
+    """What an agent says it is; in the spelling of its answers."""
+
+    INIT = "init"
+    READY = "ready"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAULTED = "faulted"
+    STOPPING = "stopping"
+    SHUTDOWN = "shutdown"
+
+
+class RestartMode(enum.Enum):
+    """How much is started anew after a fault, least first; in the spelling of ``/stop`` and ``/status``."""
+
+    IN_PROCESS = "in_process_restart"
+    PROCESS = "process_level_restart"
+    JOB = "job_level_restart"
+
+    @property
+    def severity(self) -> int:
+        return list(RestartMode).index(self)
+
+    def at_least(self, other: RestartMode) -> RestartMode:
+        return max(self, other, key=lambda mode: mode.severity)
+
+
+class Progress(msgspec.Struct, frozen=True, rename="camel"):
+    """The newest checkpoint under one prefix: where it is, and of which step."""
+
+    progress_data: str
+    progress_count: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What ``GET /status`` said, as far as the operator acts on it."""
+
+    state: AgentState
+    reason: str = ""
+    message: str = ""
+    restart_mode: RestartMode = RestartMode.PROCESS
+    version: str | None = None
+    """The ``ipVersion`` of the last ``/start`` or ``/update`` that arrived."""
+    rank: int | None = None
+    since: Mapping[str, str] = {}
+    """When it came into each state, by the state's name in capitals."""
+    progress: Mapping[str, Progress] = {}
+    worker_data: tuple[Mapping[str, Any], ...] = ()
+
+
+class Pod(msgspec.Struct, frozen=True, kw_only=True):
+    """One pod. Whoever takes its place later has another name."""
+
+    name: str
+    group: str = ""
+    """The replica spec it belongs to."""
+    node: str = ""
+    """The machine it is on; repeated offenders are machines."""
+    ip: str = ""
+    """Where other pods reach it."""
+    answer: Answer | None = None
+    """Nothing when its agent was asked and did not answer, or has no address yet."""
+    node_fault: str = ""
+    """What its machine's health label says, where that is anything but schedulable."""
+    leaving: bool = False
+    """Somebody has asked for the machine back: a pod that is being deleted, or preempted."""
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is seen of a job at one time."""
+
+    pods: tuple[Pod, ...] = ()
+    capacity: int | None = None
+    """So many replicas, spares not counted, are admitted (Kueue, or a person who scales by hand)."""
+    can_replace: bool = True
+    """Whether pods can be made anew. Where not, a restart of the whole job is one of all its processes."""
+
+
+def read_answer(body: bytes) -> Answer:
+    """What an agent said; raises ``msgspec.DecodeError`` for what no agent says."""
+    return _answer(msgspec.json.decode(body, type=_Status))
+
+
+class _Data(msgspec.Struct, rename={"data": "progressData", "count": "progressCount"}):
+    count: int | str
+    data: str | None = None
+
+
+class _Status(msgspec.Struct):
+    status: str
+    transitions: dict[str, str] = {}
+    reason: str | None = None
+    message: str | None = None
+    restart_mode: str | None = msgspec.field(default=None, name="restartMode")
+    worker_data: list[dict[str, Any]] | None = None
+    version: str | None = msgspec.field(default=None, name="ipversion")
+    progress: dict[str, _Data] | None = None
+    assigned_rank: str | int | None = None
+
+
+def _answer(said: _Status) -> Answer:
+    try:
+        state = AgentState(said.status.lower())
+        rank = None if said.assigned_rank is None else int(said.assigned_rank)
+        progress = {
+            prefix: Progress(one.data, int(one.count))
+            for prefix, one in (said.progress or {}).items()
+            if one.data is not None
+        }
+    except ValueError as wrong:
+        raise msgspec.ValidationError(f"an agent's status: {wrong}") from None
+    return Answer(
+        state=state,
+        reason=said.reason or "",
+        message=said.message or "",
+        restart_mode=_mode(said.restart_mode),
+        version=said.version,
+        rank=rank,
+        since=said.transitions,
+        progress=progress,
+        worker_data=tuple(said.worker_data or ()),
+    )
+
+
+def _mode(said: str | None) -> RestartMode:
+    """Its own, or what a worker asked for. A mode nobody knows here is served by new processes."""
+    try:
+        return RestartMode((said or "").lower())
+    except ValueError:
+        return RestartMode.PROCESS

@@ -1,0 +1,149 @@
+"""The control plane of HyperPod's process-level mode: the agent ends and starts the ranks, and says little to them.
+
+What it says is SIGUSR1, and it says it to one pod after the other. All ranks stop at the step that the first of them
+leads to, so most have sealed before their own agent was asked. One that ended then would be taken for one whose work is
+done: an agent that nobody has asked to stop reports COMPLETED. Therefore a rank that has stopped waits until its own
+agent has asked, too, and ends with status 0 only then; where that does not come it ends with an error, which agent and
+operator take for what it is, a world that has to be started again.
+
+The store in which the ranks meet lives in the first of them: it goes last, also at the end of all work. And only when
+all have sealed is the last step whole: then the agents are told of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from elastic.control.plane import Assignment, Dismissed, Progress, Want
+from elastic.errors import ControlLostError, ElasticError, GaveUpError
+from elastic.workers.store_plane import StorePlane
+from integration.hyperpod.environment import Worker, patience_s, worker_from
+from integration.hyperpod.group_signal import GroupSignal, agents_signal
+from integration.hyperpod.progress import Account, agents_account
+
+log = logging.getLogger(__name__)
+
+_MEET = timedelta(minutes=5)
+_FAREWELL_S = 60.0
+"""How long the first rank keeps the store for others; who has not gone by then is not going to."""
+_LOOK_S = 0.02
+
+
+class ProcessPlane(StorePlane):
+    """One rank's, for the one world that it is started for."""
+
+    def __init__(self, worker: Worker, asked: GroupSignal, patience_s: float, account: Account | None = None) -> None:
+        host, port = worker.master
+        self._keeper = _server(host, port) if worker.place.rank == 0 else None
+
+        def connect() -> torch.distributed.Store:
+            return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_MEET)
+
+        # The agent starts the next world at once, with what the nodes have in memory: nothing has to become durable.
+        super().__init__(connect, worker.place, last=False)
+        self._asked = asked
+        self._patience_s = patience_s
+        self._account = account
+        self._may_go = threading.Event()
+        """The agent of this rank has asked for its end, or its pod has."""
+        self._telling = threading.RLock()  # a signal's handler may interrupt who holds it
+        self._told = self._gone = False
+        self._completed: int | None = None
+        asked.then(self._agent_asks)
+
+    def ready(self, *, timeout_s: float | None = None) -> Assignment:
+        place = super().ready(timeout_s=timeout_s)
+        if self._asked.received.is_set():  # before anybody could be told
+            self._agent_asks()
+        return place
+
+    def request(self, want: Want, reason: str, *, deadline_s: float | None = None, nodes: int | None = None) -> None:
+        """The same wish comes by more than one way: by the agent's signal, and by whoever handles it in the script."""
+        if deadline_s is not None:
+            self._may_go.set()  # this pod is asked back, which its agent knows
+        with self._telling:
+            if self._gone or (self._told and want is Want.RESIZE and deadline_s is None):
+                return
+            super().request(want, reason, deadline_s=deadline_s, nodes=nodes)
+            self._told = self._told or want is Want.RESIZE
+
+    def progress(self, progress: Progress) -> None:
+        self._completed = progress.step
+
+    def finished(self) -> None:
+        """Whoever is asked to stop after the last step of all would else wait for a word of this rank."""
+        super().finished()
+        if self._completed is not None:
+            with contextlib.suppress(RuntimeError):
+                self._say_pause(self._completed)
+
+    def close(self) -> None:
+        self._asked.forget(self._agent_asks)
+        if not self._closed and (self._finished or self._sealed):
+            self._depart()
+        super().close()
+
+    def _agent_asks(self) -> None:
+        self._may_go.set()
+        try:
+            self.request(Want.RESIZE, "the elastic agent asks for a graceful stop")
+        except ElasticError as error:  # asked again when there is a world, or by who handles the signal
+            log.info("%s", error)
+
+    def _no_further(self) -> None:
+        if self._sealed and not self._finished:
+            self._depart()
+            if not self._may_go.wait(self._patience_s):
+                raise GaveUpError(
+                    "all ranks have stopped at a common step for a change of the world, but for "
+                    f"{self._patience_s:g} s the agent of this one was not asked to stop: ending with an error, so "
+                    "that nobody takes this for the end of the work"
+                )
+            raise Dismissed("the elastic agent starts the next world")
+        super()._no_further()
+
+    # -- the store goes last ------------------------------------------------------------------------------------------
+
+    def _depart(self) -> None:
+        """This rank does not need the store any more. Who keeps it, and who keeps account, waits for all to say so."""
+        with self._telling:
+            if self._gone:
+                return
+            self._gone = True
+        with contextlib.suppress(RuntimeError):
+            self._store.add(f"{self._epoch}/gone", 1)
+            if self._keeper is not None or self._account is not None:
+                self._see_off()
+        if self._account is not None:
+            self._account.flush()
+
+    def _see_off(self) -> None:
+        until = time.monotonic() + _FAREWELL_S
+        while not self._is_stale and int(self._store.add(f"{self._epoch}/gone", 0)) < self._place.world_size:
+            if time.monotonic() > until:
+                log.warning("not all ranks have left after %g s", _FAREWELL_S)
+                return
+            time.sleep(_LOOK_S)
+
+
+def process_plane(environ: Mapping[str, str]) -> ProcessPlane:
+    """For a rank that the agent has started in process-level mode."""
+    worker = worker_from(environ)
+    account = agents_account(environ)  # of all ranks: each of them is asked what it was told
+    return ProcessPlane(worker, agents_signal(), patience_s(environ), account if worker.place.local_rank == 0 else None)
+
+
+def _server(host: str, port: int) -> dist.TCPStore:
+    """The one that ``init_process_group`` of the script itself has made, or will make, at the same place."""
+    try:
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_MEET, multi_tenant=True)
+    except RuntimeError as error:
+        raise ControlLostError(f"no store can be kept at {host}:{port}: {error}") from error

@@ -1,0 +1,16 @@
+"""HyperPod's recipes, read as they are, and what this system makes of each.
+
+::
+
+    document  a YAML file that remembers what was read of it        recipe    what a recipe says
+    sizes, checkpoints, recovery, training                          one concern each, all of them values
+    plan      batch and learning rate at every number of nodes      launch    words for `elastic run` and hyperpodrun
+    resource  the HyperPodPyTorchJob                                command   `elastic recipe`
+
+Keys that say nothing about any of this belong to others: they are left alone, and named.
+"""
+
+from integration.hyperpod.recipes.reading import read_recipe
+from integration.hyperpod.recipes.recipe import Recipe
+
+__all__ = ["Recipe", "read_recipe"]

@@ -1,0 +1,186 @@
+"""One pass over one job: look, decide, store, act. Nothing is kept between two passes but what is in the status.
+
+A controller that is killed anywhere in here has either stored a decision, and the next one carries out what is not
+seen to have happened; or it has not, and the next one decides again. Two controllers cannot both act on a decision:
+the status is written only where nobody has written since it was read, before anything is done, and where there is
+nothing to write it is read again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from integration.hyperpod.operator import (
+    Action,
+    Decision,
+    JobSpec,
+    JobSpecError,
+    JobState,
+    Phase,
+    Release,
+    Replace,
+    decide,
+    read_job,
+)
+from integration.hyperpod.operator.client import Heard
+from integration.kubernetes.cluster import Cluster
+from integration.kubernetes.errors import AbsentError, ClusterError, ConflictError, RefusedError
+from integration.kubernetes.pods import Seat, belongs_to, pod_for, port_of
+from integration.kubernetes.seeing import address_of, has_ended, is_leaving, missing_seats, situation_of
+from integration.kubernetes.status import (
+    DamagedStateError,
+    differs,
+    says_invalid,
+    status_for,
+    stored_state,
+    with_invalid_spec,
+)
+
+Object = Mapping[str, Any]
+_log = logging.getLogger(__name__)
+
+
+class Agents(Protocol):
+    """The agents of a job's pods, as :class:`integration.hyperpod.operator.client.AgentClient` reaches them."""
+
+    def ask_all(self, addresses: Mapping[str, str]) -> Mapping[str, Heard]: ...
+
+    def tell_all(self, actions: Iterable[Action], addresses: Mapping[str, str]) -> Mapping[str, str]: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a pass."""
+
+    again_in_s: float | None
+    """When to look again although nothing has been heard; never, where there is nothing more to do."""
+
+
+_GONE = Outcome(None)
+
+
+class Passing:
+    """Passes over the jobs of one cluster. Any thread may make one; those over one job come one after the other."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        agents: Agents,
+        *,
+        health: Mapping[str, str],
+        clock: Callable[[], float],
+        every_s: float = 1.0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._agents = agents
+        self._health = health
+        self._clock = clock
+        self._every_s = every_s
+        self._settings = dict(settings or {})
+        self._complaints: dict[str, str] = {}
+
+    def once(self, namespace: str, name: str) -> Outcome:
+        """Raises :class:`ClusterError` where the API server does not answer or refuses."""
+        try:
+            job = self._cluster.job(namespace, name)
+        except AbsentError:
+            return _GONE
+        if job["metadata"].get("deletionTimestamp"):
+            return _GONE  # the garbage collector takes the pods
+        try:
+            spec = read_job(job, **self._settings)
+            state = stored_state(job) or JobState()
+        except (JobSpecError, DamagedStateError) as problem:
+            self._leave_alone(job, str(problem))
+            return Outcome(None)
+        return self._drive(job, spec, state)
+
+    def _drive(self, job: Object, spec: JobSpec, state: JobState) -> Outcome:
+        meta = job["metadata"]
+        every_pod = self._cluster.pods(meta["namespace"], meta["name"])
+        pods = [pod for pod in every_pod if belongs_to(pod, meta["uid"])]
+        addresses = {
+            pod["metadata"]["name"]: f"{address_of(pod)}:{port_of(pod)}"
+            for pod in pods
+            if address_of(pod) and not has_ended(pod)
+        }
+        now_s = max(self._clock(), state.since_s)
+        heard = self._agents.ask_all(addresses)
+        answers = {name: one.answer for name, one in heard.items()}
+        situation = situation_of(pods, answers, self._health, capacity=job["spec"].get("replicas"))
+        decision = decide(spec, state, situation, now_s)
+        missing = missing_seats(meta["name"], decision.wanted, decision.state, every_pod)
+        status = status_for(spec, decision.state, situation, pods)
+        if differs(job, status):
+            job = self._cluster.write_status(job, status)  # whoever is second to write does nothing of this
+        elif (missing or decision.actions) and self._cluster.job(meta["namespace"], meta["name"])["metadata"] != meta:
+            raise ConflictError(f"job {meta['name']} has changed since it was read")
+        self._tell_people(job, decision)
+        if decision.finished:
+            return self._tidy(job, spec, decision.state, pods)
+        self._act(decision, pods, addresses)
+        self._create(job, decision, missing)
+        return Outcome(self._every_s)
+
+    def _act(self, decision: Decision, pods: Sequence[Object], addresses: Mapping[str, str]) -> None:
+        for name, problem in self._agents.tell_all(decision.actions, addresses).items():
+            _log.warning("pod %s: %s", name, problem)
+        named = {pod["metadata"]["name"]: pod for pod in pods}
+        for action in decision.actions:
+            if isinstance(action, (Replace, Release)) and (pod := named.get(action.pod)) and not is_leaving(pod):
+                _log.info("pod %s goes: %s", action.pod, action.reason)
+                # One that is lost has nothing to say goodbye to.
+                self._cluster.delete_pod(pod, grace_s=1 if isinstance(action, Replace) else None)
+
+    def _create(self, job: Object, decision: Decision, missing: Sequence[Seat]) -> None:
+        nodes = max(1, len(decision.state.members) or sum(decision.wanted.pods.values()))
+        for seat in missing:
+            pod = pod_for(job, seat, nodes=nodes, avoid=decision.wanted.avoid)
+            try:
+                self._cluster.create_pod(pod)
+            except ConflictError:
+                _log.info("pod %s is there already", pod["metadata"]["name"])  # the next pass sees it
+            except RefusedError as refused:  # a quota, or a template that is none
+                self._complain(job, "PodRefused", str(refused))
+                return
+
+    def _complain(self, job: Object, reason: str, problem: str) -> None:
+        """Once, as long as it stays the same."""
+        if self._complaints.get(job["metadata"]["uid"]) != problem:
+            self._complaints[job["metadata"]["uid"]] = problem
+            _log.warning("job %s: %s", job["metadata"]["name"], problem)
+            self._cluster.say(job, reason, problem, warning=True)
+
+    def _tidy(self, job: Object, spec: JobSpec, state: JobState, pods: Sequence[Object]) -> Outcome:
+        """``cleanPodPolicy`` and ``ttlSecondsAfterFinished``."""
+        waiting = False
+        for pod in pods:
+            if is_leaving(pod):
+                continue
+            if spec.clean_pods == "All" or (spec.clean_pods == "OnlyComplete" and state.phase is Phase.SUCCEEDED):
+                self._cluster.delete_pod(pod)
+            waiting = waiting or not has_ended(pod)
+        left_s = (state.ended_s or 0.0) + spec.ttl_s - self._clock() if spec.ttl_s > 0 else None
+        if left_s is not None and left_s <= 0:
+            self._cluster.delete_job(job)
+            return _GONE
+        return Outcome(self._every_s if waiting else left_s)
+
+    def _tell_people(self, job: Object, decision: Decision) -> None:
+        for event in decision.events:
+            _log.info("%s: %s", event.reason, event.message)
+            try:
+                self._cluster.say(job, event.reason, event.message, warning=event.warning)
+            except ClusterError as error:
+                _log.warning("an event could not be posted: %s", error)
+
+    def _leave_alone(self, job: Object, problem: str) -> None:
+        if says_invalid(job, problem):
+            return
+        _log.warning("job %s is left alone: %s", job["metadata"]["name"], problem)
+        self._cluster.write_status(job, with_invalid_spec(job, problem, self._clock()))
+        self._cluster.say(job, "InvalidSpec", problem, warning=True)

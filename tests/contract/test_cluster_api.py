@@ -1,0 +1,238 @@
+"""``tieredckpt cluster`` against an endpoint that takes what AWS's model takes."""
+
+import functools
+import json
+
+import boto3
+import pytest
+from botocore.loaders import JSONFileLoader
+from botocore.stub import Stubber
+
+from integration.hyperpod.cluster.api import Clusters, region_of
+from integration.hyperpod.cluster.flag import Mode, TieredStorageConfig, flag_at
+from tests.support.sagemaker_api import ARN, SageMaker, serving
+from tieredckpt.cli import groups
+from tieredckpt.cli.exits import CommandError, Exit
+
+ON = {"Mode": "Enable", "InstanceMemoryAllocationPercentage": 30}
+
+
+_load = functools.cache(JSONFileLoader().load_file)
+
+
+@pytest.fixture(autouse=True)
+def models(monkeypatch):
+    """AWS's model of SageMaker is read once; reading it is most of what a command takes."""
+    monkeypatch.setattr(JSONFileLoader, "load_file", lambda _, path: _load(path))
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch, tmp_path):
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+
+
+@pytest.fixture
+def cluster(capsys):
+    """Run one command against a cluster; its exit code, what it printed, and what it said beside that."""
+    from tieredckpt.cli import main
+
+    def run(sagemaker, command, *words, name="ml"):
+        with serving(sagemaker) as url:
+            code = main(["cluster", command, "--cluster", name, "--endpoint-url", url, *map(str, words)])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def plugin(monkeypatch):
+    """The command, wherever this package is installed from."""
+    from integration.hyperpod.cluster.command import cluster
+
+    found = groups.Commands.get_command
+    monkeypatch.setattr(
+        groups.Commands,
+        "get_command",
+        lambda self, ctx, name: cluster if name == "cluster" else found(self, ctx, name),
+    )
+
+
+def test_enabling_sends_what_the_api_really_needs(cluster):
+    aws = SageMaker()
+    code, out, err = cluster(aws, "enable", "--percent", 30, "--json")
+    assert (code, err) == (0, "")
+    said = json.loads(out)
+    assert said["changed"] is True
+    assert said["TieredStorageConfig"] == ON
+    assert said["settings"] == {"enabled": True, "agent": {"budget": "30%"}}
+    request = {"ClusterName": "ml", "TieredStorageConfig": ON, "NodeRecovery": "Automatic"}
+    assert aws.requests[1:] == [("UpdateCluster", request)]
+    assert aws.cluster["TieredStorageConfig"] == ON
+
+
+def test_the_endpoint_refuses_the_flag_alone():
+    aws = SageMaker()
+    status, code, _ = aws.answer("UpdateCluster", {"ClusterName": "ml", "TieredStorageConfig": ON})
+    assert (status, code) == (400, "ValidationException")
+    assert aws.answer("UpdateCluster", {"ClusterName": "-", "NodeRecovery": "Never"})[1] == "ValidationException"
+
+
+def test_a_dry_run_sends_nothing(cluster):
+    aws = SageMaker(NodeRecovery="None")
+    code, out, _ = cluster(aws, "enable", "--percent", 40, "--dry-run")
+    assert code == 0
+    assert json.loads(out)["UpdateCluster"]["NodeRecovery"] == "None"
+    assert [operation for operation, _ in aws.requests] == ["DescribeCluster"]
+
+
+def test_what_is_so_already_is_not_asked_for(cluster):
+    aws = SageMaker(TieredStorageConfig=ON)
+    code, out, _ = cluster(aws, "enable")
+    assert code == 0
+    assert "has it already" in out
+    code, out, _ = cluster(SageMaker(), "disable", "--json")
+    assert json.loads(out)["changed"] is False
+    assert [operation for operation, _ in aws.requests] == ["DescribeCluster"]
+
+
+def test_disabling_keeps_the_recovery_as_it_is(cluster):
+    aws = SageMaker(TieredStorageConfig=ON, NodeRecovery="None")
+    code, out, _ = cluster(aws, "disable")
+    assert code == 0
+    assert "durable tier directly" in out
+    assert aws.requests[1][1] == {
+        "ClusterName": "ml",
+        "TieredStorageConfig": {"Mode": "Disable"},
+        "NodeRecovery": "None",
+    }
+
+
+def test_what_show_prints_is_what_agents_read(cluster, tmp_path):
+    code, out, _ = cluster(SageMaker(TieredStorageConfig=ON), "show", "--json", name=ARN)
+    assert code == 0
+    (tmp_path / "cluster.json").write_text(out)
+    assert flag_at(tmp_path / "cluster.json") == TieredStorageConfig(Mode.ENABLE, 30)
+    _, out, _ = cluster(SageMaker(), "show")
+    assert "off: nothing is kept" in out
+
+
+@pytest.mark.parametrize(
+    ("refusal", "code", "words"),
+    [
+        ((400, "AccessDeniedException", "User is not authorized"), Exit.REFUSED, "sagemaker:DescribeCluster"),
+        ((403, "UnrecognizedClientException", "The security token is invalid"), Exit.REFUSED, "get-caller-identity"),
+        ((400, "ValidationException", "no"), Exit.USAGE, "no"),
+        ((400, "ConflictException", "busy"), Exit.FAILED, "InService"),
+        ((400, "ResourceLimitExceeded", "full"), Exit.FAILED, "full"),
+    ],
+)
+def test_refusals_are_told_apart(cluster, refusal, code, words):
+    aws = SageMaker()
+    aws.refusal = refusal
+    found, out, err = cluster(aws, "show")
+    assert (found, out) == (code, "")
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_a_cluster_that_is_not_there_and_a_name_that_cannot_be(cluster):
+    code, _, err = cluster(SageMaker(), "enable", "--percent", 30, name="other")
+    assert code == Exit.NOT_FOUND
+    assert "there is no cluster other" in err
+    code, _, err = cluster(SageMaker(), "show", name="_")
+    assert code == Exit.USAGE
+
+
+def test_without_credentials_or_region(cluster, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    code, _, err = cluster(SageMaker(), "show")
+    assert code == Exit.REFUSED
+    assert "credentials" in err
+    assert "aws sso login" in err
+    code, _, err = cluster(SageMaker(), "show", "--profile", "absent")
+    assert code == Exit.REFUSED
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    code, _, err = cluster(SageMaker(), "show")
+    assert code == Exit.USAGE
+    assert "--region" in err
+    assert region_of(ARN) == "us-west-2"
+    assert region_of("ml") is None
+
+
+def test_nobody_answers(capsys, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    from tieredckpt.cli import main
+
+    code = main(["cluster", "show", "--cluster", "ml", "--endpoint-url", "http://127.0.0.1:9", "--json"])
+    assert code == Exit.UNAVAILABLE
+    assert json.loads(capsys.readouterr().out)["error"]["exit"] == 5
+
+
+def test_words_that_make_no_sense_are_usage(cluster, capsys, tmp_path):
+    from tieredckpt.cli import main
+
+    assert cluster(SageMaker(), "enable")[0] == Exit.USAGE
+    assert cluster(SageMaker(), "enable", "--percent", 0)[0] == Exit.USAGE
+    assert cluster(SageMaker(NodeRecovery=None), "enable", "--percent", 30)[0] == Exit.USAGE
+    assert main(["cluster", "show"]) == Exit.USAGE
+    assert main(["cluster", "show", "--file", str(tmp_path / "absent")]) == Exit.USAGE
+    assert "AWS's guide asks for 20" in cluster(SageMaker(), "enable", "--percent", 10)[2]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "rolled back"])
+def test_waiting_until_it_is_so(keeps):
+    aws, clock = SageMaker(), Clock()
+    aws.keeps = keeps
+    wanted = TieredStorageConfig(Mode.ENABLE, 30)
+    with serving(aws) as url:
+        clusters = Clusters(endpoint_url=url)
+        clusters.update("ml", {"ClusterName": "ml", "TieredStorageConfig": ON, "NodeRecovery": "Automatic"})
+        aws.updating = ["Updating", "Updating", "SystemUpdating"]
+        if keeps:
+            found = clusters.wait("ml", wanted, timeout_s=600, sleep=clock.sleep, clock=clock)
+            assert (found.status, found.flag) == ("InService", wanted)
+        else:
+            with pytest.raises(CommandError, match="did not take TieredStorageConfig: it is InService"):
+                clusters.wait("ml", wanted, timeout_s=600, sleep=clock.sleep, clock=clock)
+    assert clock.now == 45
+
+
+def test_waiting_ends_when_time_is_up():
+    aws, clock = SageMaker(ClusterStatus="Updating"), Clock()
+    with serving(aws) as url, pytest.raises(CommandError, match="still Updating after 60 s") as late:
+        Clusters(endpoint_url=url).wait(
+            "ml", TieredStorageConfig(Mode.ENABLE, 30), timeout_s=60, sleep=clock.sleep, clock=clock
+        )
+    assert late.value.code is Exit.UNAVAILABLE
+
+
+def test_botocores_own_double_takes_the_requests():
+    client = boto3.client("sagemaker")
+    with Stubber(client) as stub:
+        answer = {"ClusterArn": ARN, "ClusterStatus": "InService", "InstanceGroups": [], "TieredStorageConfig": ON}
+        stub.add_response("describe_cluster", answer, {"ClusterName": "ml"})
+        request = {"ClusterName": "ml", "TieredStorageConfig": ON, "NodeRecovery": "Automatic"}
+        stub.add_response("update_cluster", {"ClusterArn": ARN}, request)
+        clusters = Clusters(client=client)
+        assert clusters.describe("ml").flag == TieredStorageConfig(Mode.ENABLE, 30)
+        clusters.update("ml", request)
+        stub.assert_no_pending_responses()

@@ -1,0 +1,73 @@
+"""Llama, Qwen, DeepSeek and GPT-OSS in two ranks of which one breaks, then in one: as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from integration.finetune.progress import lines
+from tests.support import tiny_models
+from tests.support.agents import end_agent
+from tests.support.elastic_runs import ROOT, Job
+from tests.support.families_training import alone, job_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytest.importorskip("transformers")
+
+BEFORE, TOTAL = 4, 6
+SCRIPT = ROOT / "tests/support/families_training.py"
+
+
+@pytest.fixture
+def place():
+    """In a folder with a short path: there are sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="tune-") as folder:
+        for family in tiny_models.CONFIGS:
+            tiny_models.config_file(Path(folder), family)
+        tiny_models.tokenizer_folder(Path(folder))
+        tiny_models.data_file(Path(folder))
+        job = Job(Path(folder), "families")
+        job.environ |= {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "ELASTIC_PREPARED_DIR": str(job.folder / "prepared"),
+            "TIEREDCKPT_AGENT_DIRECTORY": str(job.folder / "agent"),
+            "TIEREDCKPT_AGENT_BUDGET": "512MiB",
+            "TIEREDCKPT_AGENT_LINGER_S": "1",
+            "TIEREDCKPT_AGENT_JOB_TTL_S": "60",
+        }
+        yield job
+        end_agent(job.folder / "agent")
+        job.close()
+
+
+def losses(place, name, family):
+    """As hex, of each step what came last; and in how many ranks that was."""
+    found, _ = lines(job_of(place.folder, name, family, 0).progress_file)
+    steps = {one["step"]: one for one in found if "step" in one}
+    return {step: one["loss"].hex() for step, one in steps.items()}, [one["ranks"] for _, one in sorted(steps.items())]
+
+
+def test_every_family_learns_the_same_whatever_happens_to_its_ranks(place, zygote):
+    words = ("--nproc", "2", "--job", place.name, "--log-dir", str(place.folder / "logs"))
+    two = place.start("run", *words, str(SCRIPT), str(place.folder), "moved", str(BEFORE), "breaks")
+    code = two.wait(300)
+    assert code == 0, place.output()[-6000:]
+    for family in tiny_models.CONFIGS:
+        assert (place.folder / "moved" / family / "broken").exists()
+    environ = {name: value for name, value in place.environ.items() if name.startswith(("TIEREDCKPT_", "ELASTIC_"))}
+    left = zygote.start(alone, str(place.folder), TOTAL, environ=environ | {"HF_HUB_OFFLINE": "1"}).wait(300).result
+    for family, found in left.items():
+        moved, ranks = losses(place, "moved", family)
+        quiet, _ = losses(place, "quiet", family)
+        assert ranks == [2] * BEFORE + [1] * (TOTAL - BEFORE), family
+        assert moved == quiet, family
+        assert len(set(quiet.values())) == TOTAL
+        assert found["same"] == [True, True], family
+        written = job_of(place.folder, "moved", family, 0).model_folder / "tokenizer.json"
+        assert json.loads(written.read_bytes()) == json.loads((place.folder / "tokenizer/tokenizer.json").read_bytes())
+        assert found["type"].lower().startswith(family.replace("_", "").replace("v3", "")), family
+        assert float.fromhex(quiet[0]) == pytest.approx(found["first"], rel=1e-5)

@@ -1,0 +1,89 @@
+"""The agent, started with the DaemonSet's own arguments, does what the cluster's flag says."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import urllib.request
+
+import pytest
+
+from peerstore.settings import budget_bytes
+from tests.support.agents import agent_pid
+from tests.support.manifest_agent import agent_command, config_map, plugged
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def node(agent_dir, tmp_path, monkeypatch):
+    """``node(Mode="Enable")``: the agent's process on a node of such a cluster."""
+    for name in [name for name in os.environ if name.startswith("TIEREDCKPT_")]:
+        monkeypatch.delenv(name)
+    labels = tmp_path / "labels"
+    labels.write_text('app.kubernetes.io/name="node-agent"\ntopology.kubernetes.io/zone="us-west-2a"\n')
+    with contextlib.ExitStack() as stack:
+
+        def start(*more, **flag):
+            config = config_map(tmp_path / "cluster", **flag)
+            process = subprocess.Popen(
+                [*agent_command(agent_dir, config, labels), *more],
+                stderr=subprocess.PIPE,
+                text=True,
+                env=plugged(tmp_path / "site"),
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def until_it_serves(process):
+    for line in process.stderr:
+        if " serves " in line:
+            return
+    pytest.fail("the agent ended without having served")
+
+
+def asked(agent_dir, path):
+    address = (agent_dir / "http").read_text()
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=60) as answer:
+        return answer.status, answer.read()
+
+
+def test_a_share_of_the_memory_is_the_arena_and_the_probes_are_answered(node, agent_dir):
+    process = node(Mode="Enable", InstanceMemoryAllocationPercentage=3)
+    until_it_serves(process)
+    assert agent_pid(agent_dir) == process.pid
+    assert asked(agent_dir, "/health")[0] == 200
+    said = json.loads(asked(agent_dir, "/status")[1])
+    assert said["store"]["arena"]["budget_bytes"] == budget_bytes("3%")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+
+
+def test_what_the_command_line_says_goes_before_the_cluster(node, agent_dir):
+    process = node("--budget=64MiB", Mode="Enable", InstanceMemoryAllocationPercentage=3)
+    until_it_serves(process)
+    assert json.loads(asked(agent_dir, "/status")[1])["store"]["arena"]["budget_bytes"] == 64 << 20
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+
+
+def test_switched_off_there_is_no_agent_and_it_says_so(node, agent_dir):
+    process = node(Mode="Disable", InstanceMemoryAllocationPercentage=3)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0
+    assert "not started" in said
+    assert "durable tier directly" in said
+    assert not agent_dir.exists()
+
+
+def test_a_flag_that_cannot_be_meant_ends_it_with_words(node):
+    process = node(Mode="Enable", InstanceMemoryAllocationPercentage=300)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert "InstanceMemoryAllocationPercentage" in said
+    assert "Traceback" not in said

@@ -1,0 +1,170 @@
+"""``hyperpod-operator-sim`` and real agents: start, faults, another size and back, an operator that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from integration.hyperpod.operator import Phase
+from integration.hyperpod.operator.local_pods import end_processes
+from integration.hyperpod.operator.sim_place import DIRECTORY, Kept, SimPlace
+from tests.support.hyperpod_agents import ROOT, agents, wait
+from tests.support.neighbours import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytest.importorskip("hyperpod_elastic_agent")
+
+RANK = ROOT / "tests/support/operated_rank.py"
+_PATIENCE_S = 180.0
+
+
+class Operator:
+    """The command, and what it keeps."""
+
+    def __init__(self, folder: Path, nproc: int) -> None:
+        self.folder = folder
+        self.place = SimPlace("job", folder / "sim")
+        self.environ = {**os.environ, "PYTHONPATH": str(ROOT), DIRECTORY: str(folder / "sim"), "OMP_NUM_THREADS": "1"}
+        self.job = folder / "job.yaml"
+        command = ["hyperpodrun", "--nnodes=2", f"--nproc-per-node={nproc}", "--server-log-level=warning"]
+        container = {"name": "ranks", "command": [*command, str(RANK), str(folder)]}
+        resource = {
+            "apiVersion": "sagemaker.amazonaws.com/v1",
+            "kind": "HyperPodPyTorchJob",
+            "metadata": {"name": "job"},
+            "spec": {
+                "nprocPerNode": str(nproc),
+                "replicaSpecs": [
+                    {"name": "pods", "replicas": 2, "template": {"spec": {"containers": [container]}}},
+                ],
+                "elasticPolicy": {
+                    "minReplicas": 1, "maxReplicas": 2, "gracefulShutdownTimeoutInSeconds": 60,
+                    "scalingTimeoutInSeconds": 60, "faultyScaleDownTimeoutInSeconds": 120,
+                },
+            },
+        }  # fmt: skip
+        self.job.write_text(yaml.safe_dump(resource))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def run(self, *where: str) -> None:
+        log, answer = self.folder / "operator.log", self.folder / "answer.json"
+        command = [*_COMMAND, "run", str(self.job), *where, "--every=0.1", "--json"]
+        with log.open("ab") as err, answer.open("wb") as out:
+            self.process = subprocess.Popen(command, env=self.environ, stdout=out, stderr=err)
+
+    def say(self, *words: str) -> Any:
+        done = subprocess.run([*_COMMAND, *words, "--json"], env=self.environ, capture_output=True, timeout=120)
+        assert done.returncode == 0, done.stderr.decode()
+        return json.loads(done.stdout)
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(_PATIENCE_S)
+
+    def kept(self) -> Kept:
+        return until(self.place.kept, "something is kept", _PATIENCE_S)
+
+    def runs(self, size: int, *, after: int = 0) -> Kept:
+        """Until a world after ``after`` runs with so many agents, and all its ranks have met."""
+
+        def there() -> Kept | None:
+            assert self.process is None or self.process.poll() is None, self.log()
+            kept = self.place.kept()
+            state = None if kept is None else kept.state
+            good = state is not None and state.phase is Phase.RUNNING and state.epoch > after
+            return kept if good and len(state.members) == size and self.met(state.epoch - 1, size) else None
+
+        try:
+            return until(there, f"a world of {size} agents after {after}", _PATIENCE_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log()}\n{self.place.kept()}") from None
+
+    def met(self, restarts: int, size: int) -> bool:
+        nproc = len(list(self.folder.glob(f"in-{restarts}-*-*"))) / size
+        return nproc >= 1 and all(
+            (self.folder / f"in-{restarts}-{int(nproc) * size}-{r}").exists() for r in range(size)
+        )
+
+    def log(self) -> str:
+        return (self.folder / "operator.log").read_text(errors="replace")
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(60)
+        for pod in (self.place.folder / "pods").glob("*"):
+            end_processes(pod)
+
+
+_COMMAND = [sys.executable, "-m", "integration.hyperpod.operator"]
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> Iterator[Operator]:
+    one = Operator(tmp_path, nproc=2)
+    yield one
+    one.close()
+
+
+def test_a_job_of_this_machine_from_its_start_to_its_end(operator):
+    operator.run("--spawn=3")
+    first = operator.runs(2).state
+    (operator.folder / "crash").touch()
+    second = operator.runs(2, after=first.epoch).state
+    assert second.restarts == 1
+    assert second.members == first.members, "a crash of processes costs no pod"
+    assert second.last_fault.reason == "WorkerCrash"
+    assert "The fault of reason WorkerCrash was remediated in" in operator.log()
+
+    operator.say("scale", "1")
+    third = operator.runs(1, after=second.epoch).state
+    assert third.restarts == 1
+    assert operator.say("status")["capacity"] == 1
+    operator.process.send_signal(signal.SIGKILL)
+    operator.process.wait()
+    assert [pod["answer"]["state"] for pod in operator.say("status")["pods"] if pod["name"] in third.members] == [
+        "running"
+    ]
+
+    operator.run("--spawn=3")  # goes on with what runs
+    operator.say("scale", "max")
+    fourth = operator.runs(2, after=third.epoch).state
+    assert fourth.epoch == third.epoch + 1, "the new operator changed the size and nothing else"
+    assert fourth.restarts == 1
+
+    (operator.folder / "finish").touch()
+    assert operator.wait() == 0, operator.log()
+    answer = json.loads((operator.folder / "answer.json").read_text())
+    assert answer["phase"] == "Succeeded"
+    assert answer["status"]["elasticScalingStatus"]["consecutiveScalingFailures"] == 0
+
+
+def test_agents_that_somebody_else_started_and_a_bad_node(tmp_path):
+    operator = Operator(tmp_path, nproc=1)
+    with agents(2, [RANK, str(tmp_path)], folder=tmp_path / "pods") as pods:
+        try:
+            operator.run("--agents=" + ",".join(pod.address for pod in pods))
+            first = operator.runs(2).state
+            assert set(first.members) == {pod.address for pod in pods}
+            operator.say("fault", first.members[1])
+            until(lambda: operator.kept().state.restarts == 1, "the node's fault is seen", _PATIENCE_S)
+            assert operator.kept().state.last_fault is None
+            operator.say("fault", first.members[1], "--healed")
+            second = operator.runs(2, after=first.epoch).state
+            assert second.last_fault.reason == "NodeFault"
+            (tmp_path / "finish").touch()
+            assert operator.wait() == 0, operator.log()
+            for pod in pods:
+                assert pod.process.wait(60) == 0
+            wait(pods, "down")
+        finally:
+            operator.close()

@@ -1,0 +1,233 @@
+"""Real agents in process-level mode, two pods of two ranks: faults, sizes, progress, and what their signal does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import hyperpod_processes
+from tests.support.agents import end_agent
+from tests.support.hyperpod_agents import ROOT, Pod, agents, start, wait
+from tests.support.hyperpod_processes import ACT, JOB, LIMIT
+from tests.support.leaks import own_name
+from tests.support.neighbours import until
+
+pytestmark = pytest.mark.e2e
+
+TOTAL = 24
+FAR = 1_000
+
+
+class Job:
+    """The folder that the ranks and the test share, and the pods."""
+
+    def __init__(self, folder: Path, pods: list[Pod]) -> None:
+        self.folder, self.pods = folder, pods
+
+    def say(self, name: str, what: object) -> None:
+        (self.folder / f"{name}.tmp").write_text(str(what))
+        (self.folder / f"{name}.tmp").replace(self.folder / name)
+
+    def lines(self, what: str) -> list[dict[str, Any]]:
+        found = []
+        for path in sorted((self.folder / "diary").glob("*.jsonl")):
+            lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            found += [one for one in map(json.loads, lines) if one["what"] == what]
+        return sorted(found, key=lambda one: one["at"])
+
+    def reach(self, step: int, ranks: int, restarts: int, size: int) -> list[dict[str, Any]]:
+        """Every rank has done and sealed it, in a world of that size after so many faults."""
+
+        def there() -> list[dict[str, Any]]:
+            found = [
+                one
+                for one in self.lines("step")
+                if (one["step"], one["restarts"], one["size"]) == (step, restarts, size)
+            ]
+            for pod in self.pods:
+                status = pod.status()
+                assert status["status"] != "faulted", f"{status}\n{pod.printed()[-4000:]}"
+            return found if len(found) == ranks else []
+
+        return until(there, f"{ranks} ranks have done step {step}", 120)
+
+    def progress(self) -> list[int]:
+        """What each agent has been told of."""
+        found = [pod.status().get("progress") or {} for pod in self.pods]
+        return [one[JOB]["progressCount"] if JOB in one else -1 for one in found]
+
+    def given(self) -> dict[str, Any]:
+        """What an operator makes of it: the newest that any pod reports."""
+        step = max(self.progress())
+        return {JOB: {"progressData": f"{JOB}/step-{step}", "progressCount": step}}
+
+    def graceful(self, pod: Pod, handlers: int) -> None:
+        """The agent is asked, and its ranks have heard."""
+        pod.stop(graceful=True, timeout_s=100)
+        until(lambda: len(self.lines("handler")) == handlers, "the ranks have heard the signal", 60)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    folder = tmp_path_factory.mktemp("hyperpod")
+    (folder / "diary").mkdir()
+    memory = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
+    environ = {
+        "TEST_MEMORY": str(memory),
+        "HYPERPOD_SIGNAL_COORDINATION": "distributed",
+        "TIEREDCKPT_AGENT_BUDGET": "64MiB",
+        "TIEREDCKPT_AGENT_LINGER_S": "1",
+        "TIEREDCKPT_AGENT_JOB_TTL_S": "300",
+    }
+    script = [hyperpod_processes.__file__, str(folder), str(TOTAL)]
+    try:
+        with agents(2, script, folder=folder, nproc=2, environ=environ) as pods:
+            yield Job(folder, pods)
+    finally:
+        for number in range(2):
+            end_agent(Path(f"{memory}pod{number}"), signal.SIGKILL)
+            shutil.rmtree(f"{memory}pod{number}", ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def story(job: Job) -> dict[str, Any]:
+    """A rank is killed, the job becomes smaller and larger again, and ends; what was seen on the way."""
+    seen: dict[str, Any] = {}
+    job.say(ACT, "ours")
+    job.say(LIMIT, 6)
+    start(job.pods)
+    doomed = job.reach(5, 4, 0, 4)
+    seen["first progress"] = until(lambda: min(found := job.progress()) >= 4 and found, "progress is reported")
+    os.kill(next(one["pid"] for one in doomed if one["rank"] == 3), signal.SIGKILL)
+    wait(job.pods, "faulted", any_of=True)
+    seen["fault"] = job.pods[1].status()
+    given = {JOB: {"progressData": f"{JOB}/step-4", "progressCount": 4}}  # older than what there is
+    for pod in job.pods:
+        pod.stop()
+    wait(job.pods, "ready")
+
+    job.say(LIMIT, 12)
+    start(job.pods, fault_count=1, progress=given)
+    job.reach(11, 4, 1, 4)
+    job.graceful(job.pods[0], 2)
+    job.say(LIMIT, FAR)
+    wait(job.pods[:1], "ready")  # its ranks have ended with status 0, after all have sealed and left the world
+    seen["not asked"] = job.pods[1].status()["status"], len(job.pods[1].ranks())
+    job.pods[1].stop(graceful=True, timeout_s=100)
+    wait(job.pods[1:], "ready")
+    seen["progress of a stop"] = job.progress()
+
+    job.say(LIMIT, 18)
+    start(job.pods[:1], fault_count=1, progress=job.given())
+    job.reach(17, 2, 1, 2)
+    job.graceful(job.pods[0], 6)
+    job.say(LIMIT, FAR)
+    wait(job.pods[:1], "ready")
+    start(job.pods, fault_count=1, progress=job.given())
+    wait(job.pods, "completed")
+    seen["last progress"] = job.progress()
+    for pod in job.pods:
+        pod.stop()
+    wait(job.pods, "ready")
+    return seen
+
+
+def test_a_rank_that_was_killed_costs_no_step_that_was_sealed(job, story):
+    assert story["fault"]["status"] == "faulted"
+    worlds = [one for one in job.lines("world") if (one["restarts"], one["size"]) == (1, 4)][:4]
+    assert {one["first"] for one in worlds} == {6}
+    assert {tier for one in worlds for tier in one["tiers"]} <= {"memory", "peer"}
+
+
+def test_progress_is_reported_and_what_is_given_back_is_honoured(job, story):
+    assert all(step in (4, 5) for step in story["first progress"])
+    assert len(set(story["progress of a stop"])) == 1
+    assert story["progress of a stop"][0] >= 12
+    assert story["last progress"] == [TOTAL - 1, TOTAL - 1]
+    printed = job.pods[0].printed()
+    assert "the agent was told to go on from step 4 (tiered://golden/step-4); step 5 is newer and whole" in printed
+
+
+def test_a_rank_that_stopped_before_its_agent_was_asked_is_not_taken_for_done(story):
+    state, ranks = story["not asked"]
+    assert state == "running"
+    assert ranks >= 2
+
+
+def test_smaller_and_larger_again_goes_on_where_all_stopped(job, story):
+    worlds = [(one["size"], one["first"]) for one in job.lines("world")]
+    stopped = story["progress of a stop"][0] + 1
+    assert worlds.count((2, stopped)) == 2
+    larger = [first for size, first in worlds if size == 4 and first > stopped]
+    assert len(larger) == 4
+    assert len(set(larger)) == 1
+
+
+def test_every_step_is_that_of_an_undisturbed_run(job, story, tmp_path):
+    alone = Job(tmp_path, [])
+    (tmp_path / "diary").mkdir()
+    alone.say(ACT, "ours")
+    alone.say(LIMIT, FAR)
+    memory = Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8])
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TEST_MEMORY": str(memory), "TIEREDCKPT_AGENT_LINGER_S": "1"}
+    command = [sys.executable, hyperpod_processes.__file__, str(tmp_path), str(TOTAL)]
+    agent = Path(f"{memory}{tmp_path.name}")
+    try:
+        subprocess.run(command, cwd=tmp_path, env={**environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=120)
+    finally:
+        end_agent(agent, signal.SIGKILL)
+        shutil.rmtree(agent, ignore_errors=True)
+    undisturbed = {one["step"]: (one["loss"], one["sum"]) for one in alone.lines("step")}
+    assert sorted(undisturbed) == list(range(TOTAL))
+    disturbed = job.lines("step")
+    assert {one["step"] for one in disturbed} == set(undisturbed)
+    assert {one["size"] for one in disturbed} == {2, 4}
+    for one in disturbed:
+        assert (one["loss"], one["sum"]) == undisturbed[one["step"]]
+
+
+# -- loops that ask ---------------------------------------------------------------------------------------------------
+
+
+def stopped(job: Job, act: str) -> tuple[str, list[dict[str, Any]]]:
+    """One agent is asked to stop gracefully: what the other one says when the first is ready, and how ranks ended."""
+    job.say(ACT, act)
+    start(job.pods)
+    until(lambda: len(list(job.folder.glob(f"{act}-begun-*"))) == 4, "all ranks are in their loop", 120)
+    job.pods[0].stop(graceful=True, timeout_s=60)
+    wait(job.pods[:1], "ready")
+    until(lambda: job.pods[1].status()["status"] != "running" or len(endings(job, act)) == 4, "they have stopped", 60)
+    state = job.pods[1].status()["status"]
+    job.pods[1].stop(graceful=True, timeout_s=60)
+    wait(job.pods, "ready")
+    return state, endings(job, act)
+
+
+def endings(job: Job, act: str) -> list[dict[str, Any]]:
+    return [json.loads((path).read_text()) for path in sorted(job.folder.glob(f"{act}-ended-?"))]
+
+
+def test_loops_that_ask_stop_at_one_step_with_all_their_children(job):
+    state, ended = stopped(job, "asking")
+    assert state == "running"
+    assert len({one["step"] for one in ended}) == 1
+    assert [one["loader"] for one in ended] == [True] * 4
+    assert [one["beside"] for one in ended] == [0] * 4
+    assert [one["heard"] for one in ended][:2] == [True, True]  # the script's own handler, where the agent asked
+
+
+def test_the_shipped_one_reports_an_agent_that_nobody_asked_as_completed_and_loses_children(job):
+    state, ended = stopped(job, "shipped")
+    assert state == "completed"
+    assert -signal.SIGUSR1 in {one["beside"] for one in ended}
+    assert not any(one["heard"] for one in ended)

@@ -1,0 +1,235 @@
+"""Clients that are torn off, too large, or up to something: nothing is lost by them, and nothing of them stays."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from peerstore.store import NodeStore
+from tests.support.memory_servers import ask, ask_on, our_service
+from tieredckpt.agent.memory_service.access import Access
+from tieredckpt.agent.memory_service.front import serving
+from tieredckpt.agent.memory_service.reporting import Reporting
+from tieredckpt.agent.memory_service.service import MemoryService
+
+MIB = 1 << 20
+
+
+class Served:
+    """Our service with a namespace of one rank, and what is behind it."""
+
+    def __init__(self, address: str, service: MemoryService, store: NodeStore) -> None:
+        self.address = address
+        self.service = service
+        self.store = store
+        assert ask(address, "POST", "/v1/cp/namespaces/a?num_ranks=1").status == 200
+
+    def raw(self, wire: bytes, *, end: bool = True) -> bytes:
+        """What comes of these bytes on a connection of their own, until it is closed."""
+        host, _, port = self.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(wire)
+            if end:
+                connection.shutdown(socket.SHUT_WR)
+            found = b""
+            with contextlib.suppress(ConnectionResetError):
+                while data := connection.recv(1 << 16):
+                    found += data
+            return found
+
+    def damage(self, step: int, *, at: int) -> None:
+        key = next(fact.key for fact in self.service.holdings.here() if fact.key.version == step)
+        pin = self.store.pin(key)
+        with Path(pin.path).open("r+b") as file:
+            file.seek(at)
+            file.write(b"changed")
+        self.store.unpin(pin.id)
+
+    def leases(self) -> int:
+        return self.store.status().arena.leases
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with (
+        our_service(getattr(request, "param", "8MiB")) as (service, store),
+        serving(service, "127.0.0.1", 0, Access(), None) as address,
+    ):
+        yield Served(address, service, store)
+
+
+PUT = "/v1/cp/checkpoints/a/0/{}"
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"Content-Length: 100\r\n\r\ntorn",
+        b"Content-Length: 3000000\r\n\r\n" + b"x" * 2_000_000,
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\ntor",
+        b"Transfer-Encoding: chunked\r\n\r\n1e8480\r\n" + b"x" * 1_500_000,
+        b"Transfer-Encoding: chunked\r\n\r\n3\r\nabcd\r\n0\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
+    ],
+)
+def test_a_torn_body_leaves_what_was_there_and_no_lease(served: Served, rest: bytes) -> None:
+    ask(served.address, "POST", PUT.format(5), b"before")
+    answer = served.raw(b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nHost: a\r\n" + rest)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert served.leases() == 0
+    assert ask(served.address, "GET", PUT.format(5)).body == b"before"
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 5\r\n\r\nabcde",
+        b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nTransfer-Encoding: identity, chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nContent-Length: 1\r\nShard-Meta: a\r\n b: c\r\n\r\nx",
+        b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nContent-Length: 1\r\nShard-Meta: " + b"m" * 20_000 + b"\r\n\r\nx",
+    ],
+)
+def test_headers_that_mean_two_things_are_refused(served: Served, wire: bytes) -> None:
+    """Nobody on the way may have taken for a request what this server takes for a body, and no header for two."""
+    assert served.raw(wire).startswith(b"HTTP/1.1 400 ")
+    assert ask(served.address, "GET", PUT.format(5)).status == 404
+
+
+@pytest.mark.parametrize(
+    "wire", [b"", b"\r\n", b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 70_000]
+)
+def test_what_is_no_http_ends_that_connection_only(served: Served, wire: bytes) -> None:
+    served.raw(wire)
+    assert ask(served.address, "GET", "/health").status == 200
+
+
+def test_a_shard_larger_than_the_budget_is_413_before_there_is_a_slot(served: Served) -> None:
+    wire = b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n"
+    answer = served.raw(wire)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"its budget is 8.0 MiB (--budget)" in answer
+    assert (served.leases(), served.store.status().arena.slots) == (0, 0)
+
+
+def test_the_words_of_a_refusal_reach_a_client_that_sends_all_of_its_body_first(served: Served) -> None:
+    answer = ask(served.address, "POST", PUT.format(5), b"x" * (9 * MIB))
+    assert answer.status == 413
+    assert "does not fit" in answer.json["detail"]
+
+
+def test_a_full_budget_is_507_and_says_what_to_do(served: Served) -> None:
+    ask(served.address, "POST", "/v1/cp/namespaces/b?num_ranks=2")
+    for rank in (0, 1):
+        assert ask(served.address, "POST", f"/v1/cp/checkpoints/b/{rank}/1", os.urandom(3 * MIB)).status == 200
+    answer = ask(served.address, "POST", PUT.format(5), os.urandom(3 * MIB))
+    assert answer.status == 507
+    assert "6.0 MiB hold shards that are kept. Raise --budget" in answer.json["detail"]
+    with contextlib.closing(http.client.HTTPConnection(served.address, timeout=60)) as connection:
+        connection.request("POST", PUT.format(5), iter([os.urandom(MIB)] * 3), encode_chunked=True)
+        assert connection.getresponse().status == 507
+    assert served.leases() == 0
+    assert ask(served.address, "DELETE", "/v1/cp/namespaces/b").status == 200
+    assert ask(served.address, "POST", PUT.format(5), os.urandom(3 * MIB)).status == 200
+
+
+def test_a_namespace_deleted_while_a_shard_comes_gets_nothing(served: Served) -> None:
+    host, _, port = served.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(
+            b"POST /v1/cp/checkpoints/a/0/5 HTTP/1.1\r\nContent-Length: 4\r\nExpect: 100-continue\r\n\r\n"
+        )
+        assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
+        assert ask(served.address, "DELETE", "/v1/cp/namespaces/a").status == 200
+        connection.sendall(b"body")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 404 ")
+    ask(served.address, "POST", "/v1/cp/namespaces/a?num_ranks=1")
+    assert ask(served.address, "GET", PUT.format(5)).status == 404
+    assert (served.leases(), served.service.holdings.here()) == (0, [])
+
+
+def test_a_body_that_is_not_wanted_is_not_asked_for(served: Served) -> None:
+    wire = b"POST /v1/cp/checkpoints/nowhere/0/5 HTTP/1.1\r\nContent-Length: 400000\r\nExpect: 100-continue\r\n\r\n"
+    assert served.raw(wire).startswith(b"HTTP/1.1 404 ")
+
+
+@pytest.mark.parametrize("served", ["64MiB"], indirect=True)
+def test_damage_that_comes_to_light_halfway_cuts_the_answer_off(served: Served) -> None:
+    """With nobody else to have the rest from: what a client gets is never whole and wrong."""
+    ask(served.address, "POST", PUT.format(5), os.urandom(20 * MIB))
+    served.damage(5, at=19 * MIB)
+    with pytest.raises(http.client.IncompleteRead):
+        ask(served.address, "GET", PUT.format(5))
+    assert ask(served.address, "GET", PUT.format(5)).status == 404
+
+
+def test_a_damaged_shard_is_no_answer_and_leaves_the_step_out_of_the_list(served: Served) -> None:
+    for step in (5, 6):
+        ask(served.address, "POST", PUT.format(step), os.urandom(MIB // 2))
+    served.damage(6, at=1000)
+    assert ask(served.address, "GET", PUT.format(6)).status == 404
+    assert ask(served.address, "GET", "/v1/cp/checkpoints/a/latest").json == [5]
+    assert served.store.status().damages
+
+
+def test_who_reads_a_shard_gets_all_of_it_while_it_is_deleted(served: Served) -> None:
+    body = os.urandom(3 * MIB)
+    ask(served.address, "POST", PUT.format(5), body)
+    with contextlib.closing(http.client.HTTPConnection(served.address, timeout=60)) as connection:
+        connection.request("GET", PUT.format(5))
+        answer = connection.getresponse()
+        found = answer.read(1000)
+        assert ask(served.address, "DELETE", PUT.format(5)).status == 200
+        assert ask(served.address, "POST", PUT.format(6), os.urandom(3 * MIB)).status == 200
+        assert found + answer.read() == body
+
+
+def test_part_of_a_shard_may_be_asked_for(served: Served) -> None:
+    body = os.urandom(2 * MIB + 17)
+    ask(served.address, "POST", PUT.format(5), body, {"Shard-Meta": "{}"})
+    with contextlib.closing(http.client.HTTPConnection(served.address, timeout=60)) as connection:
+        answer = ask_on(connection, "GET", PUT.format(5), headers={"Range": "bytes=1000000-2000000"})
+        assert (answer.status, answer.body, answer.headers["shard-meta"]) == (206, body[1_000_000:2_000_001], "{}")
+        assert ask_on(connection, "GET", PUT.format(5), headers={"Range": "bytes=9999999-"}).status == 416
+
+
+def test_many_put_at_once_and_the_last_one_counts(served: Served) -> None:
+    bodies = [os.urandom(50_000) for _ in range(8)]
+    threads = [threading.Thread(target=ask, args=(served.address, "POST", PUT.format(5), body)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ask(served.address, "GET", PUT.format(5)).body in bodies
+    ask(served.address, "POST", PUT.format(5), b"the last")
+    assert ask(served.address, "GET", PUT.format(5)).body == b"the last"
+    assert len(served.service.holdings.here()) == 1
+
+
+def test_its_numbers_are_told(served: Served) -> None:
+    ask(served.address, "POST", PUT.format(5), b"four")
+    ask(served.address, "GET", PUT.format(5))
+    ask(served.address, "GET", PUT.format(6))
+    reporting = Reporting(served.service, served.address)
+    registry = CollectorRegistry()
+    registry.register(reporting)
+    told = generate_latest(registry).decode()
+    for line in (
+        'tieredckpt_memory_service_requests_total{kind="Get"} 2.0',
+        "tieredckpt_memory_service_put_bytes_total 4.0",
+        "tieredckpt_memory_service_get_bytes_total 4.0",
+        "tieredckpt_memory_service_refused_total 1.0",
+        "tieredckpt_memory_service_namespaces 1.0",
+        "tieredckpt_memory_service_shard_bytes 4.0",
+    ):
+        assert line in told
+    found = reporting.status()["namespaces"]["a"]
+    assert (found["whole_steps"], found["steps"], found["size_bytes"]) == ([5], [5], 4)

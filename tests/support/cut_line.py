@@ -1,0 +1,77 @@
+"""A line to a server that can be cut, with all that passes on it, and mended again at the same address."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+_LOOK_S = 0.1
+
+
+class CutLine:
+    def __init__(self, port: int) -> None:
+        self._target = ("127.0.0.1", port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(_LOOK_S)
+        self.port = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._is_cut = self._ended = False
+        self.refused = threading.Event()
+        """Somebody has come while it was cut."""
+        self._threads = [threading.Thread(target=self._accept, name="cut-line")]
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[CutLine]:
+        self._threads[0].start()
+        try:
+            yield self
+        finally:
+            self._ended = True
+            self.cut()
+            for thread in self._threads:
+                thread.join()
+            self._listener.close()
+
+    def cut(self) -> None:
+        with self._lock:
+            self._is_cut = True
+            self.refused.clear()
+            for sock in self._open:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        with self._lock:
+            self._is_cut = False
+
+    def _accept(self) -> None:
+        while not self._ended:
+            try:
+                client = self._listener.accept()[0]
+            except TimeoutError:
+                continue
+            with self._lock:
+                if self._is_cut:
+                    client.close()
+                    self.refused.set()
+                    continue
+                server = socket.create_connection(self._target)
+                self._open |= {client, server}
+            for source, sink in ((client, server), (server, client)):
+                thread = threading.Thread(target=self._pump, args=(source, sink), name="cut-line")
+                self._threads.append(thread)
+                thread.start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+        for sock in (source, sink):  # either way, or the other one has done it
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            self._open.discard(source)
+        source.close()

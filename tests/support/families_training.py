@@ -1,0 +1,133 @@
+"""Every family of models in one world after the other: what its ranks run, under ``elastic run`` or alone.
+
+In step 2 of each family rank 1 breaks, once: by SIGKILL in the first one, by an exception in all others.
+Arguments: the folder, the job's name, how many steps, whether anything is to break.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny_models import CONFIGS
+
+BATCH, MICROBATCH, BROKEN = 8, 2, 2
+
+
+def job_of(folder: Path, name: str, family: str, steps: int) -> Any:
+    """``still`` begins with the model that ``quiet`` has made, and learns nothing."""
+    from integration.finetune.job import Job
+
+    still = name == "still"
+    return Job(
+        name=f"{name}-{family}",
+        data=(str(folder / "data.jsonl"),),
+        output=str(folder / name / family),
+        model=str(folder / "quiet" / family / "model") if still else "",
+        config="" if still else str(folder / f"{family}.json"),
+        tokenizer=str(folder / "tokenizer"),
+        steps=steps,
+        batch=BATCH,
+        microbatch=MICROBATCH,
+        lr=0.0 if still else 1e-2,
+        schedule="constant",
+        warmup=2,
+        weight_decay=0.1,
+        seed=3,
+        parallel="ddp" if family == "qwen2" else "fsdp",
+        recompute=family == "qwen3",
+        lora=4 if family in ("qwen3", "gpt_oss") else 0,
+    )
+
+
+class Breaking:
+    """A world of which rank 1 breaks in one step, where it has not yet."""
+
+    def __init__(self, world: Any, marker: Path, *, kill: bool) -> None:
+        self._world, self._marker, self._kill = world, marker, kill
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world, name)
+
+    def steps(self, *args: Any, **named: Any) -> Iterator[int]:
+        for step in self._world.steps(*args, **named):
+            if step == BROKEN and self._world.rank == 1 and not self._marker.exists():
+                self._marker.touch()
+                if self._kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ZeroDivisionError("in the middle of a run")
+            yield step
+
+
+def train_all(folder: Path, name: str, steps: int, *, breaks: bool = False) -> str:
+    from elastic.workers.loop import run
+    from integration.finetune.pretrained import prepared
+    from integration.finetune.training import train
+
+    jobs = {family: job_of(folder, name, family, steps) for family in CONFIGS}
+    brought = {family: prepared(job) for family, job in jobs.items()}
+    first = next(iter(jobs))
+
+    def all_of_them(world: Any) -> None:
+        for family, job in jobs.items():
+            job.folder.mkdir(parents=True, exist_ok=True)
+            marker = job.folder / "broken"
+            train(Breaking(world, marker, kill=family == first) if breaks else world, job, brought[family])
+
+    return str(run(all_of_them))
+
+
+def alone(say: Any, folder: str, steps: int) -> dict[str, Any]:
+    """In a world of one: the same from the beginning, and what two ranks began, to its end. What is left of both."""
+    place = Path(folder)
+    train_all(place, "quiet", steps)
+    train_all(place, "moved", steps)
+    train_all(place, "still", 1)
+    return {family: checked(place, family) for family in CONFIGS}
+
+
+def checked(folder: Path, family: str) -> dict[str, Any]:
+    """All models as ``from_pretrained`` reads them, the same bits; and the first loss, computed by other means."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    jobs = [job_of(folder, name, family, 0) for name in ("quiet", "moved", "still")]
+    models = [AutoModelForCausalLM.from_pretrained(job.model_folder) for job in jobs]
+    one, *others = (model.state_dict() for model in models)
+    same = [other.keys() == one.keys() and all(torch.equal(one[name], other[name]) for name in one) for other in others]
+    return {"same": same, "type": type(models[0]).__name__, "first": first_loss(folder, family)}
+
+
+def first_loss(folder: Path, family: str) -> float:
+    """Sample by sample, without padding, sharding or microbatches."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM
+
+    from elastic.samples import Order
+    from integration.finetune.pretrained import prepared
+
+    job = job_of(folder, "quiet", family, 0)
+    brought = prepared(job)
+    torch.manual_seed(job.seed)
+    model = AutoModelForCausalLM.from_config(brought.config, dtype=torch.float32)
+    total = weight = 0.0
+    with torch.no_grad():
+        for index in Order(len(brought.corpus), job.seed, "full").indices(0, BATCH):
+            sample = brought.encoder(brought.corpus[int(index)], "here")
+            logits = model(input_ids=torch.from_numpy(sample.ids)[None].long()).logits[0]
+            each = cross_entropy(logits, torch.from_numpy(sample.targets).long(), reduction="none")
+            total += float((each * torch.from_numpy(sample.weights)).sum())
+            weight += float(sample.weights.sum())
+    return total / weight
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    print(train_all(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), breaks=sys.argv[4] == "breaks"))

@@ -1,0 +1,234 @@
+"""Real HyperPod agents on this machine, and what an operator says to them.
+
+    with agents(2, script, folder=tmp_path) as pods:
+        start(pods)
+        wait(pods, "completed")
+
+Each agent is a node: ``nproc`` ranks, its own folder with what it and its ranks print, its own
+``pod_resourceconfig.json``. At the end all of them are shut down, and whatever did not end is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.neighbours import until
+
+ROOT = Path(__file__).parents[2]
+_LOCAL = "127.0.0.1"
+_PATIENCE_S = 120.0
+_MARK = "TEST_POD"
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def free_ports(count: int) -> list[int]:
+    """So many different ports that nobody listens on."""
+    with contextlib.ExitStack() as open_:
+        found = [open_.enter_context(socket.create_server((_LOCAL, 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in found]
+
+
+class Pod:
+    """One agent and its ranks."""
+
+    def __init__(
+        self,
+        number: int,
+        port: int,
+        script: Sequence[str],
+        folder: Path,
+        *,
+        nnodes: int,
+        nproc: int,
+        options: Sequence[str],
+        environ: Mapping[str, str],
+    ) -> None:
+        self.number, self.port, self.folder = number, port, folder
+        self.address = f"{_LOCAL}:{port}"
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable, "-m", "integration.hyperpod.launching", "--loopback", f"--server-port={port}",
+            f"--resource-config-dir={folder / 'config'}", f"--nnodes={nnodes}", f"--nproc-per-node={nproc}",
+            "--server-log-level=warning", "--monitor-interval=0.1", f"--rdzv-id=pod{number}",
+            f"--log-dir={folder / 'logs'}", "--redirects=3", "--shutdown-timeout=5", *options, *script,
+        ]  # fmt: skip
+        quiet = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT), _MARK: str(folder)}
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("HYPERPOD_", "TIEREDCKPT_"))}
+        with (folder / "agent.log").open("wb") as out:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env={**own, **quiet, **environ}, stdout=out, stderr=out, start_new_session=True
+            )
+
+    # -- what an operator asks ----------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """What ``GET /status`` says; ``{"status": "down"}`` while nobody answers."""
+        try:
+            with _DIRECT.open(f"http://{self.address}/status", timeout=30) as reply:
+                found = json.loads(reply.read())
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return {"status": "down"}
+        return found
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Any other call; what it answers. A refusal raises with the agent's words."""
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://{self.address}{path}", data=data, headers=headers, method="POST")
+        try:
+            with _DIRECT.open(request, timeout=30) as reply:
+                return reply.read()
+        except urllib.error.HTTPError as refusal:
+            raise AssertionError(f"{path}: {refusal.code} {refusal.read().decode(errors='replace')}") from None
+
+    def stop(self, *, mode: str | None = None, graceful: bool | None = None, timeout_s: int | None = None) -> None:
+        body = {"restart_mode": mode, "is_graceful": graceful, "timeout": timeout_s}
+        self.post("/stop", {name: value for name, value in body.items() if value is not None} or None)
+
+    # -- what is on this machine --------------------------------------------------------------------------------------
+
+    def printed(self) -> str:
+        """All that the ranks have printed, oldest file first."""
+        files = sorted((self.folder / "logs").rglob("std*.log"), key=lambda path: path.stat().st_mtime_ns)
+        return "\n".join(path.read_text(errors="replace") for path in files)
+
+    def said(self) -> str:
+        """What the agent itself has printed."""
+        return (self.folder / "agent.log").read_text(errors="replace")
+
+    def ranks(self) -> list[int]:
+        """Pids of all processes of this pod but the agent."""
+        return [pid for pid in _marked(self.folder) if pid != self.process.pid]
+
+    def kill(self) -> None:
+        """The node is gone: the agent and everything below it, without a word."""
+        while doomed := _marked(self.folder):
+            for pid in doomed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.wait()
+
+    def close(self) -> None:
+        """Shut down where it listens; killed where it does not."""
+        if self.process.poll() is None and self.status()["status"] != "down":
+            with contextlib.suppress(AssertionError, OSError):
+                self.post("/shutdown")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(30)
+        self.kill()
+
+
+@contextlib.contextmanager
+def agents(
+    count: int,
+    script: Sequence[str | Path] | str | Path,
+    *,
+    folder: Path,
+    nproc: int = 1,
+    inprocess: bool = False,
+    inprocess_timeout_s: int | None = None,
+    options: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    ready: bool = True,
+) -> Iterator[list[Pod]]:
+    """So many agents for ``script`` (with its arguments); in process-level mode, or with ``--inprocess-restart``.
+
+    ``ready``: not before all of them say READY. In in-process mode that is when their ranks are at the barrier.
+    """
+    words = [str(script)] if isinstance(script, (str, Path)) else [str(word) for word in script]
+    mode = ["--inprocess-restart"] if inprocess else []
+    if inprocess_timeout_s is not None:
+        mode.append(f"--inprocess-timeout={inprocess_timeout_s}")
+    pods: list[Pod] = []
+    try:
+        for number, port in enumerate(free_ports(count)):
+            pods.append(
+                Pod(
+                    number,
+                    port,
+                    words,
+                    folder / f"pod{number}",
+                    nnodes=count,
+                    nproc=nproc,
+                    options=[*mode, *options],
+                    environ=environ or {},
+                )
+            )
+        if ready:
+            wait(pods, "ready")
+        yield pods
+    finally:
+        for pod in pods:
+            pod.close()
+
+
+def wait(pods: Sequence[Pod], *states: str, any_of: bool = False, timeout_s: float = _PATIENCE_S) -> list[str]:
+    """Until all of them (``any_of``: one of them) are in one of these states; what each is in then."""
+
+    def there() -> list[str]:
+        for pod in pods:
+            ended = pod.process.poll()
+            assert ended is None or "down" in states, f"pod {pod.number} ended with {ended}\n{pod.said()[-4000:]}"
+        found = [pod.status()["status"] for pod in pods]
+        good = (any if any_of else all)(one in states for one in found)
+        return found if good else []
+
+    try:
+        return until(there, f"agents are {' or '.join(states)}", timeout_s)
+    except AssertionError as late:
+        states_now = [pod.status() for pod in pods]
+        raise AssertionError(f"{late}; they say {states_now}\n{pods[-1].said()[-2000:]}") from None
+
+
+def start(
+    pods: Sequence[Pod],
+    *,
+    fault_count: int = 0,
+    progress: Mapping[str, Any] | None = None,
+    rules: Sequence[Mapping[str, Any]] = (),
+    version: str | None = None,
+    **more: Any,
+) -> int:
+    """``/start`` to all of them, ranks in this order; the master's port."""
+    (port,) = free_ports(1)
+    for rank, pod in enumerate(pods):
+        pod.post(
+            "/start",
+            {
+                "rank": rank, "nnodes": len(pods), "faultCount": fault_count, "master_addr": _LOCAL,
+                "master_port": str(port), "ipVersion": version or f"v{fault_count}-{port}",
+                "rankIps": [{"rank": each, "ip": _LOCAL} for each in range(len(pods))],
+                "progress": dict(progress or {}), "log_monitoring_configuration": list(rules) or None,
+                "spare": False, **more,
+            },
+        )  # fmt: skip
+    return port
+
+
+def stop(pods: Sequence[Pod], **how: Any) -> None:
+    """``/stop`` to all of them, then READY."""
+    for pod in pods:
+        pod.stop(**how)
+    wait(pods, "ready", "completed") if how.get("graceful") else wait(pods, "ready")
+
+
+def _marked(folder: Path) -> list[int]:
+    """Every process that was started for this pod, whoever its parent is by now."""
+    mark = f"{_MARK}={folder}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,148 @@
+"""A job of nodes with one rank each, as elastic agents and their operator run it: in this process, over real sockets.
+
+What real agents do with real processes is in ``tests/e2e/hyperpod``; here it is what a contract can be held to quickly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from elastic.control.plane import ControlPlane, Want
+from integration.hyperpod.agent import words
+from integration.hyperpod.agent.connection import Connection
+from integration.hyperpod.agent.frames import Message
+from integration.hyperpod.agent.in_process import AgentPlane
+from integration.hyperpod.agent.worker import Worker
+from tests.support import hyperpod_socket
+from tests.support.hyperpod_socket import Listener
+
+
+@dataclass
+class Node:
+    plane: AgentPlane
+    line: hyperpod_socket.Worker
+    at_barrier: bool = False
+    heard: list[Message] = field(default_factory=list)
+
+
+class DoubleJob:
+    """An operator that wants so many nodes, and starts the job anew whenever an agent is at fault."""
+
+    def __init__(self, size: int, spares: int, stack: contextlib.ExitStack, grace_s: float = 60.0) -> None:
+        self._size = size
+        self._stack = stack
+        self._grace_s = grace_s
+        self._lock = threading.RLock()
+        self._runs = False
+        self._counted = 0
+        self.nodes: list[Node] = []
+        self.listener: Listener = stack.enter_context(hyperpod_socket.listening())
+        self.seats = [self._node() for _ in range(size + spares)]
+
+    def _node(self) -> AgentPlane:
+        environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        connection = Connection(self.listener.path, 0)
+        plane = AgentPlane(Worker(connection), environ=environ)
+        node = Node(plane, self.listener.accept())
+        self.nodes.append(node)
+        thread = threading.Thread(target=self._listen, args=(node,), daemon=True)
+        thread.start()
+
+        def end() -> None:
+            plane.close()
+            connection.close()
+            thread.join()
+
+        self._stack.callback(end)
+        return plane
+
+    # -- Job ----------------------------------------------------------------------------------------------------------
+
+    def join(self) -> ControlPlane:
+        self.seats.append(self._node())
+        return self.seats[-1]
+
+    def resize(self, nodes: int) -> None:
+        with self._lock:
+            self._size = nodes
+        self._any_inside().request(Want.RESIZE, "resized", deadline_s=self._grace_s)
+
+    def stop(self) -> None:
+        self._any_inside().request(Want.STOP, "stopped")
+
+    def lose(self, seat: AgentPlane) -> None:
+        node = next(one for one in self.nodes if one.plane is seat)
+        node.line.close()
+
+    # -- what agents and their operator do ----------------------------------------------------------------------------
+
+    def fault(self) -> None:
+        """As it is when the operator has heard of one: all are told to leave, and have to come to the barrier."""
+        with self._lock:
+            if self._runs:
+                self._runs = False
+                count, self._counted = self._counted, self._counted + 1
+                for node in self.nodes:
+                    self._say(node, words.FAULT, restart_count=count)
+            self._go_on()
+
+    def _any_inside(self) -> AgentPlane:
+        return next(node.plane for node in self.nodes if node.plane._inside)
+
+    def _listen(self, node: Node) -> None:
+        with contextlib.suppress(OSError):
+            while (message := node.line.hear()) is not None:
+                with self._lock:
+                    node.heard.append(message)
+                    if message["type"] == words.AT_BARRIER:
+                        node.at_barrier = True
+                        self._go_on()
+                    elif message["type"] == words.FAULT:
+                        self.fault()
+        with self._lock:
+            self.nodes.remove(node)
+            node.line.close()
+            self.fault()
+
+    def _go_on(self) -> None:
+        chosen = self.nodes[: self._size]
+        if self._runs or not chosen or not all(node.at_barrier for node in chosen):
+            return
+        if self._counted == 0 and len(chosen) < self._size:
+            return
+        self._runs = True
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for rank, node in enumerate(chosen):
+            node.at_barrier = False
+            self._say(node, words.START, worker_envs=envs(rank, len(chosen), port, self._counted))
+
+    def _say(self, node: Node, kind: str, **fields: object) -> None:
+        with contextlib.suppress(OSError):
+            node.line.say(kind, **fields)
+
+
+def envs(rank: int, size: int, port: int, count: int, *, spare: bool = False) -> dict[str, str]:
+    """What an agent tells a worker that is the only one of its node."""
+    numbers = {
+        "RANK": rank,
+        "GROUP_RANK": rank,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": size,
+        "GROUP_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "MASTER_PORT": port,
+        "JOB_RESTART_COUNT": count,
+        "TORCHELASTIC_RESTART_COUNT": count,
+    }
+    return {"MASTER_ADDR": "127.0.0.1", "SPARE": str(spare)} | {name: str(value) for name, value in numbers.items()}
+
+
+@contextlib.contextmanager
+def agent_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0) -> Iterator[DoubleJob]:
+    with contextlib.ExitStack() as stack:
+        yield DoubleJob(size, spares, stack, grace_s)

@@ -1,0 +1,136 @@
+"""What agents of HyperPod run in tests: one script with several loops, of which a file beside it names the next one.
+
+``ours`` is a training whose every step can be told from any other, by :func:`elastic.recoverable`; ``asking`` is a
+loop that asks for elastic events with our function, ``shipped`` one that asks with the agent package's own. Ranks wait
+before the step that a file names, so that what happens to them happens there. The folder is the first argument.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ACT, LIMIT = "act", "limit"
+JOB = "tiered://golden"
+
+
+def told(folder: Path, name: str) -> str:
+    """What the test says; it replaces the file whole."""
+    return (folder / name).read_text()
+
+
+def wait_for(folder: Path, step: int) -> None:
+    while int(told(folder, LIMIT)) <= step:
+        time.sleep(0.01)
+
+
+def node_of_this_pod(folder: Path) -> None:
+    """Every pod is a node of its own, with a node agent that outlives its ranks."""
+    pod = Path.cwd().name
+    os.environ["TIEREDCKPT_AGENT_DIRECTORY"] = f"{os.environ['TEST_MEMORY']}{pod}"
+    os.environ["TIEREDCKPT_AGENT_NODE"] = pod
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    node_of_this_pod(folder)
+    act = told(folder, ACT)
+    logging.basicConfig(level=logging.INFO)
+    if act == "ours":
+        ours(folder, int(sys.argv[2]))
+    else:
+        asking(folder, act)
+
+
+def ours(folder: Path, total: int) -> None:
+    import torch
+
+    from elastic import BatchPlan, ElasticDataLoader, ExactGradients, PlanShares, World, recoverable, seeded
+    from elastic.reshard.checksum import checksum
+    from elastic.workers.loop import Policy
+    from tests.support import golden_training as golden
+    from tieredckpt import Checkpointer
+
+    torch.set_num_threads(1)
+    diary = golden.Diary(folder / "diary")
+    signal.signal(signal.SIGUSR1, lambda *_: diary.write("handler", rank=int(os.environ["RANK"])))
+
+    @recoverable(policy=Policy(settle_s=5.0))
+    def train(world: World) -> None:
+        bare = golden.bare_model()
+        model = golden.wrapped(bare, "fsdp", world)
+        optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3)
+        plan = BatchPlan(golden.BATCH, world.size, microbatch=golden.MICROBATCH)
+        sums = ExactGradients(model, tree=True, on_nonfinite=golden.refuse)
+        place: dict[str, Any] = {"rank": world.rank, "size": world.size, "restarts": world.restarts}
+        loader = ElasticDataLoader(golden.Numbers(), PlanShares(plan, world.rank), seed=golden.SEED)
+        state = {"model": bare, "optim": optimizer, "data": loader}
+        with Checkpointer(JOB) as ckpt, loader:
+            first = ckpt.restore(state) + 1
+            tiers = ckpt.last_restore.bytes_by_tier if ckpt.last_restore else {}
+            diary.write("world", first=first, tiers=sorted(tiers), **place)
+            for step in world.steps(first, total, checkpoint=(ckpt, state)):
+                wait_for(folder, step)
+                work = next(iter(loader))
+                mine = [batch.data for batch in work]
+                for turn in sums.step(plan):
+                    x, y = mine[turn.place]
+                    with seeded(golden.SEED, step, turn.id):
+                        turn.backward((model(x) - y).square().sum(), weight=len(x))
+                result = sums.finish(clip=1.0)
+                optimizer.step()
+                work.commit()
+                found = checksum({"model": bare, "optim": optimizer}).combined().of_tensors.value
+                ckpt.save(state, step).wait()
+                diary.write("step", step=step, loss=result.loss.hex(), sum=f"{found:016x}", **place)
+
+    print(train(), flush=True)
+
+
+class Squares:
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def asking(folder: Path, act: str) -> None:
+    """The loop of the agent package's own example, with what scripts start beside it."""
+    import torch
+    import torch.distributed as dist
+
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+    if act == "shipped":
+        from hyperpod_elastic_agent.elastic_event_handler import elastic_event_detected
+    else:
+        from integration.hyperpod.elastic_events import elastic_event_detected
+    dist.init_process_group("gloo")
+    beside = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    loader = iter(torch.utils.data.DataLoader(Squares(), batch_size=1, num_workers=1, multiprocessing_context="fork"))
+    step = 0
+    begun = folder / f"{act}-begun-{dist.get_rank()}"
+    while not elastic_event_detected():
+        one = torch.ones(1)
+        dist.all_reduce(one)
+        assert int(next(loader)) == step * step
+        begun.touch()
+        step += 1
+    survived = int(next(loader)) == step * step
+    beside.communicate(b"end\n")
+    said = {"step": step, "loader": survived, "beside": beside.returncode, "heard": bool(heard), "pid": os.getpid()}
+    (folder / f"{act}-ended-{dist.get_rank()}.tmp").write_text(json.dumps(said))
+    (folder / f"{act}-ended-{dist.get_rank()}.tmp").replace(folder / f"{act}-ended-{dist.get_rank()}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The agent's end of its Unix socket, spoken by a test."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from integration.hyperpod.agent.frames import Frames, Message, encode
+
+
+class Worker:
+    """One process's connection, as the agent has it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._frames = Frames()
+        self._heard: list[Message] = []
+
+    def hear(self) -> Message | None:
+        """The next message; ``None`` when the process has gone."""
+        while not self._heard:
+            data = self.sock.recv(1 << 16)
+            if not data:
+                self._frames.end()
+                return None
+            self._heard += self._frames.feed(data)
+        return self._heard.pop(0)
+
+    def say(self, kind: str, **fields: object) -> None:
+        self.sock.sendall(encode({"type": kind, **fields}))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+
+class Listener:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock.bind(str(path))
+        self._sock.listen()
+
+    def accept(self) -> Worker:
+        return Worker(self._sock.accept()[0])
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Listener]:
+    with tempfile.TemporaryDirectory() as folder:
+        listener = Listener(Path(folder) / "agent.sock")
+        try:
+            yield listener
+        finally:
+            listener.close()

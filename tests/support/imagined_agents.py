@@ -1,0 +1,239 @@
+"""HyperPod agents that behave as AWS's published state tables say, and nothing else of them.
+
+Whoever asks may be answered late, or not at all; processes fail, finish and hang when the test says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from integration.hyperpod.operator import (
+    Action,
+    AgentState,
+    Answer,
+    Decision,
+    JobSpec,
+    JobState,
+    Pod,
+    Release,
+    Replace,
+    RestartMode,
+    Shutdown,
+    Situation,
+    Start,
+    Stop,
+    Update,
+    decide,
+)
+from integration.hyperpod.operator.seen import Progress
+
+INIT, READY, RUNNING = AgentState.INIT, AgentState.READY, AgentState.RUNNING
+COMPLETED, FAULTED, STOPPING = AgentState.COMPLETED, AgentState.FAULTED, AgentState.STOPPING
+SHUTDOWN = AgentState.SHUTDOWN
+
+PROCESS_LEVEL: dict[AgentState, set[AgentState]] = {
+    INIT: {READY, SHUTDOWN},
+    READY: {RUNNING, SHUTDOWN},
+    RUNNING: {COMPLETED, FAULTED, STOPPING, SHUTDOWN},
+    FAULTED: {STOPPING, SHUTDOWN},
+    STOPPING: {READY},
+    COMPLETED: {SHUTDOWN, STOPPING},
+    SHUTDOWN: set(),
+}
+"""AWS's table for process-level restart."""
+
+IN_PROCESS: dict[AgentState, set[AgentState]] = {
+    INIT: {READY, SHUTDOWN, FAULTED},
+    READY: {INIT, RUNNING, SHUTDOWN, FAULTED},
+    RUNNING: {INIT, COMPLETED, FAULTED, STOPPING, SHUTDOWN},
+    FAULTED: {INIT, STOPPING, SHUTDOWN},
+    STOPPING: {READY, INIT},
+    COMPLETED: {SHUTDOWN, STOPPING},
+    SHUTDOWN: set(),
+}
+"""And for in-process restart."""
+
+
+@dataclass
+class Agent:
+    name: str
+    in_process: bool = False
+    state: AgentState = INIT
+    reason: str = ""
+    rank: int | None = None
+    nnodes: int = 0
+    version: str | None = None
+    fault_count: int | None = None
+    asks: RestartMode | None = None
+    gone: bool = False
+    """It does not exist any more."""
+    silent: bool = False
+    node_fault: str = ""
+    leaving: bool = False
+    stuck: bool = False
+    """It never stops stopping."""
+    ranked: bool = False
+    """In-process: its processes know their ranks."""
+    step: int | None = None
+    starts: list[Any] = field(default_factory=list)
+    stops: list[Any] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    """What it was told that its table does not allow."""
+
+    def to(self, state: AgentState) -> bool:
+        table = IN_PROCESS if self.in_process else PROCESS_LEVEL
+        if state not in table[self.state]:
+            self.ignored.append(f"{self.state.value} -> {state.value}")
+            return False
+        self.state, self.reason = state, ""
+        return True
+
+    def fail(self, reason: str = "WorkerCrash") -> bool:
+        """Its processes failed, if they run."""
+        if self.state is not RUNNING:
+            return False
+        self.to(FAULTED)
+        self.reason = reason
+        return True
+
+    def complete(self) -> None:
+        if self.state is RUNNING:
+            self.to(COMPLETED)
+
+    def restart(self) -> None:
+        """The agent's own process is a new one."""
+        self.state, self.rank, self.version, self.ranked, self.asks = INIT, None, None, False, None
+
+    def pass_time(self) -> None:
+        """What it does of itself."""
+        if self.state is INIT and (self.ranked or not self.in_process):
+            self.to(READY)
+        elif self.state is STOPPING and not self.stuck:
+            new = self.in_process and self.asks is RestartMode.PROCESS
+            self.to(INIT if new else READY)
+            self.asks = None
+            if new:
+                self.version, self.ranked = None, False
+
+    def obey(self, action: Action) -> None:
+        """What the agent's server does; an impossible transition is not answered with an error."""
+        if isinstance(action, Start):
+            self.starts.append((self.state, action.body))
+            self.to(RUNNING)
+            self._learn(action.body)
+        elif isinstance(action, Update):
+            self._learn(action.body)
+        elif isinstance(action, Stop):
+            self.stops.append((self.state, action.body))
+            if action.body.restart_mode == RestartMode.PROCESS.value:
+                self.asks = RestartMode.PROCESS
+            self.to(STOPPING)
+        elif isinstance(action, Shutdown):
+            self.gone = self.to(SHUTDOWN) or self.gone
+
+    def _learn(self, body: Any) -> None:
+        self.rank, self.nnodes, self.version = body.rank, body.nnodes, body.version
+        self.fault_count, self.ranked = body.fault_count, True
+
+    def answer(self) -> Answer | None:
+        if self.silent or self.gone:
+            return None
+        capability = RestartMode.IN_PROCESS if self.in_process else RestartMode.PROCESS
+        asked = self.asks if self.state is FAULTED and self.asks is not None else capability
+        progress = {} if self.step is None else {"s3://b": Progress(f"s3://b/{self.step}", self.step)}
+        return Answer(
+            state=self.state, reason=self.reason, restart_mode=asked, version=self.version, rank=self.rank,
+            progress=progress,
+        )  # fmt: skip
+
+
+class Cluster:
+    """A job's agents, an operator, and time."""
+
+    def __init__(self, spec: JobSpec, *, in_process: bool = False, can_replace: bool = True) -> None:
+        self.spec, self.in_process, self.can_replace = spec, in_process, can_replace
+        self.now_s = 1_800_000_000.0
+        self.state = JobState()
+        self.agents: dict[str, Agent] = {}
+        self.capacity: int | None = None
+        self.room: int | None = None
+        """So many pods there can be at all."""
+        self.held: list[Action] = []
+        """Calls that were sent and have not arrived."""
+        self.decision: Decision | None = None
+        self.events: list[str] = []
+        self._born = 0
+
+    def look(self) -> Decision:
+        """One look and one decision, nothing done."""
+        pods = tuple(
+            Pod(
+                name=one.name, group=self.spec.groups[0].name, node=f"node-{one.name}", ip="10.0.0.1",
+                answer=one.answer(), node_fault=one.node_fault, leaving=one.leaving,
+            )
+            for one in self.agents.values()
+            if not one.gone
+        )  # fmt: skip
+        seen = Situation(pods=pods, capacity=self.capacity, can_replace=self.can_replace)
+        self.decision = decide(self.spec, self.state, seen, self.now_s)
+        self.events += [event.reason for event in self.decision.events]
+        return self.decision
+
+    def turn(self, *, late: bool = False, seconds: float = 1.0) -> Decision:
+        """Look, store, do; ``late``: what is sent now arrives a turn later."""
+        decision = self.look()
+        self.state = decision.state
+        arriving, self.held = (self.held, list(decision.actions)) if late else ([*self.held, *decision.actions], [])
+        for action in arriving:
+            self._do(action)
+        self._keep(decision)
+        for one in self.agents.values():
+            one.pass_time()
+        self.now_s += seconds
+        return decision
+
+    def turns(self, count: int, **how: Any) -> None:
+        for _ in range(count):
+            self.turn(**how)
+
+    def until(self, ready: Any, turns: int = 400) -> None:
+        for _ in range(turns):
+            if ready():
+                return
+            self.turn()
+        raise AssertionError(f"it did not happen in {turns} turns: {self.state}\n{self.agents}")
+
+    def _do(self, action: Action) -> None:
+        one = self.agents.get(action.pod)
+        if one is None or one.gone:
+            return
+        if isinstance(action, (Replace, Release)):
+            one.gone = True
+        elif not one.silent:
+            one.obey(action)
+
+    def _keep(self, decision: Decision) -> None:
+        """Pods as wanted, as far as there is room."""
+        want = sum(decision.wanted.pods.values())
+        if self.room is not None:
+            want = min(want, self.room)
+        while sum(not one.gone and not one.leaving for one in self.agents.values()) < want:
+            name = f"p{self._born}"
+            self._born += 1
+            self.agents[name] = Agent(name, self.in_process)
+
+    # -- what is -----------------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> list[Agent]:
+        return [one for one in self.agents.values() if not one.gone]
+
+    @property
+    def members(self) -> list[Agent]:
+        return [self.agents[name] for name in self.state.members]
+
+    def runs(self, size: int) -> bool:
+        """A world of ``size`` runs, every member with its rank, all with the same version."""
+        ranks = [one.rank for one in self.members if one.state is RUNNING and one.version == self.state.version]
+        return self.state.phase.value == "Running" and ranks == list(range(size)) == list(range(len(self.members)))

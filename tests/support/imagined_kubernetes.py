@@ -1,0 +1,249 @@
+"""A cluster and the agents in it, in memory: what controllers do to jobs, played many times a second.
+
+The same answers as :class:`integration.kubernetes.cluster.Cluster` gives, resource versions and preconditions
+included, and agents that go through their published states. Everything that is written counts; :attr:`cut_at` ends
+the controller there, as a SIGKILL does: before it happens, or after it has happened and nobody heard.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from integration.hyperpod.operator import (
+    Action,
+    AgentState,
+    Answer,
+    Release,
+    Replace,
+    Shutdown,
+    Start,
+    StartBody,
+    Stop,
+)
+from integration.hyperpod.operator.client import Heard
+from integration.kubernetes.errors import AbsentError, ConflictError, RefusedError, UnreachableError
+
+
+class Killed(BaseException):
+    """The controller is no more."""
+
+
+class ImaginedKubernetes:
+    """Both seams of a pass: the API server and the agents."""
+
+    def __init__(self, job: Mapping[str, Any], *, nodes: int = 4) -> None:
+        self.now_s = 1_000_000.0
+        self.health: dict[str, str] = {}
+        self.nodes = [f"n{number}" for number in range(nodes)]
+        self.cut_at: int | None = None
+        self.cut_after = False
+        self.writes = 0
+        self.events: list[str] = []
+        self.starts: dict[str, list[StartBody]] = {}
+        """By pod, every ``/start`` that changed something."""
+        self._versions = itertools.count(2)
+        self._uids = itertools.count()
+        self._addresses = itertools.count(1)
+        self._job: dict[str, Any] | None = copy.deepcopy(dict(job))
+        self._pods: dict[str, dict[str, Any]] = {}
+        self._agents: dict[str, _Agent] = {}
+        self.unreachable = False
+        self.refusal = ""
+
+    # -- what tests do ------------------------------------------------------------------------------------------------
+
+    def job_now(self) -> dict[str, Any]:
+        assert self._job is not None
+        return self._job
+
+    @property
+    def is_deleted(self) -> bool:
+        return self._job is None
+
+    def change_spec(self, **changes: Any) -> None:
+        self.job_now()["spec"] |= changes
+        self._touch()
+
+    def names(self, *, running: bool = True) -> list[str]:
+        return sorted(
+            name for name, pod in self._pods.items() if not running or pod["status"].get("phase") == "Running"
+        )
+
+    def node_of(self, pod: str) -> str:
+        return self._pods[pod]["spec"]["nodeName"]
+
+    def state_of(self, pod: str) -> AgentState:
+        return self._agents[pod].state
+
+    def crash(self, pod: str) -> None:
+        self._agents[pod].state = AgentState.FAULTED
+
+    def complete(self) -> None:
+        for agent in self._agents.values():
+            if agent.state is AgentState.RUNNING:
+                agent.state = AgentState.COMPLETED
+
+    def lose_pod(self, name: str) -> None:
+        """Its machine is gone, and so is what ran there; the API server still shows it for a while."""
+        del self._agents[name]
+
+    def fail_pod(self, name: str) -> None:
+        del self._agents[name]
+        self._pods[name]["status"]["phase"] = "Failed"
+
+    def tick(self, seconds: float = 1.0) -> None:
+        """Time passes; what is asked of kubelets and agents happens."""
+        self.now_s += seconds
+        for name, pod in list(self._pods.items()):
+            if pod["metadata"].get("deletionTimestamp"):
+                del self._pods[name]
+                self._agents.pop(name, None)
+            elif not pod["spec"].get("nodeName"):
+                self._bind(name, pod)
+        for agent in self._agents.values():
+            if agent.state is AgentState.STOPPING:
+                agent.state = AgentState.READY
+
+    # -- the API server -----------------------------------------------------------------------------------------------
+
+    def job(self, namespace: str, name: str) -> dict[str, Any]:
+        self._reach()
+        if self._job is None:
+            raise AbsentError(name)
+        return copy.deepcopy(self._job)
+
+    def write_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
+        def write() -> None:
+            if self._job is None or self._job["metadata"]["resourceVersion"] != job["metadata"]["resourceVersion"]:
+                raise ConflictError("the object has been modified")
+            self._job["status"] = _merged(self._job.get("status", {}), status)
+            self._touch()
+
+        self._write(write)
+        return self.job("", "")
+
+    def delete_job(self, job: Mapping[str, Any]) -> None:
+        def delete() -> None:
+            self._job = None
+
+        self._write(delete)
+
+    def pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
+        self._reach()
+        return copy.deepcopy(list(self._pods.values()))
+
+    def create_pod(self, pod: Mapping[str, Any]) -> None:
+        def create() -> None:
+            if self.refusal:
+                raise RefusedError(self.refusal)
+            name = pod["metadata"]["name"]
+            if name in self._pods:
+                raise ConflictError(f"{name} exists")
+            made = copy.deepcopy(dict(pod))
+            made["metadata"]["uid"] = f"pod-{next(self._uids)}"
+            made["status"] = {"phase": "Pending"}
+            self._pods[name] = made
+
+        self._write(create)
+
+    def delete_pod(self, pod: Mapping[str, Any], *, grace_s: int | None = None) -> None:
+        def delete() -> None:
+            found = self._pods.get(pod["metadata"]["name"])
+            if found is not None and found["metadata"]["uid"] == pod["metadata"]["uid"]:
+                found["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+
+        self._write(delete)
+
+    def say(self, job: Mapping[str, Any], reason: str, message: str, *, warning: bool = False) -> None:
+        self.events.append(reason)
+
+    # -- the agents ---------------------------------------------------------------------------------------------------
+
+    def ask_all(self, addresses: Mapping[str, str]) -> dict[str, Heard]:
+        return {name: Heard(self._agents[name].answer() if name in self._agents else None) for name in addresses}
+
+    def tell_all(self, actions: Iterable[Action], addresses: Mapping[str, str]) -> dict[str, str]:
+        for action in actions:
+            if action.pod in self._agents and not isinstance(action, (Replace, Release)):
+                self._write(lambda action=action: self._tell(action))
+        return {}
+
+    def _tell(self, action: Action) -> None:
+        agent = self._agents[action.pod]
+        if isinstance(action, Start):
+            self.starts.setdefault(action.pod, []).append(action.body)
+            agent.start(action.body)
+        elif isinstance(action, Stop):
+            agent.stop()
+        elif isinstance(action, Shutdown):
+            del self._agents[action.pod]
+            self._pods[action.pod]["status"]["phase"] = "Succeeded"
+
+    # -- within -------------------------------------------------------------------------------------------------------
+
+    def _bind(self, name: str, pod: dict[str, Any]) -> None:
+        (term,) = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+            "nodeSelectorTerms"
+        ]
+        avoided = [rule["values"] for rule in term["matchExpressions"] if rule["key"] == "kubernetes.io/hostname"]
+        taken = {one["spec"].get("nodeName") for one in self._pods.values() if one["status"]["phase"] == "Running"}
+        for node in self.nodes:
+            healthy = self.health.get(node, "Schedulable") == "Schedulable"
+            if node not in taken and healthy and not any(node in names for names in avoided):
+                pod["spec"]["nodeName"] = node
+                pod["status"] = {"phase": "Running", "podIP": f"10.0.0.{next(self._addresses)}"}
+                self._agents[name] = _Agent()
+                return
+
+    def _write(self, what: Any) -> None:
+        self._reach()
+        cut, self.writes = self.cut_at == self.writes, self.writes + 1
+        if cut and not self.cut_after:
+            raise Killed
+        what()
+        if cut:
+            raise Killed
+
+    def _reach(self) -> None:
+        if self.unreachable:
+            raise UnreachableError("nobody answers")
+
+    def _touch(self) -> None:
+        self.job_now()["metadata"]["resourceVersion"] = str(next(self._versions))
+
+
+class _Agent:
+    """Process-level mode."""
+
+    def __init__(self) -> None:
+        self.state = AgentState.READY
+        self.body: StartBody | None = None
+
+    def answer(self) -> Answer:
+        if self.body is None:
+            return Answer(state=self.state)
+        return Answer(state=self.state, version=self.body.version, rank=self.body.rank)
+
+    def start(self, body: StartBody) -> None:
+        self.body = body
+        if self.state is AgentState.READY:
+            self.state = AgentState.RUNNING
+
+    def stop(self) -> None:
+        if self.state in {AgentState.RUNNING, AgentState.FAULTED, AgentState.COMPLETED}:
+            self.state = AgentState.STOPPING
+
+
+def _merged(there: Any, patch: Any) -> Any:
+    if not isinstance(patch, Mapping):
+        return copy.deepcopy(patch)
+    merged = dict(there) if isinstance(there, Mapping) else {}
+    for name, value in patch.items():
+        if value is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = _merged(merged.get(name), value)
+    return merged

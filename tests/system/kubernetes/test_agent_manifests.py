@@ -1,0 +1,99 @@
+"""The node agent's manifests as they are applied, the pods of the examples, and the rights to label nodes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from integration.hyperpod.cluster.health import LABEL, NodeHealth, worse
+from integration.hyperpod.cluster.nodes import connected
+from tests.support.kube_jobs import ROOT
+from tests.support.kube_server import Kube, Refused, add_node
+from tieredckpt.cli.exits import CommandError, Exit
+
+pytestmark = pytest.mark.system
+
+FOLDER = ROOT / "integration" / "hyperpod" / "manifests"
+FOLDERS = ("node-agent", "tls", "example-overlay", "node-health")
+
+
+def built(folder: str) -> list[dict]:
+    if shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl")
+    done = subprocess.run(
+        ["kubectl", "kustomize", FOLDER / folder], capture_output=True, text=True, check=True, timeout=60
+    )
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_what_is_applied_is_taken(kube: Kube, folder: str) -> None:
+    kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "tieredckpt-agents"}})
+    for document in built(folder):
+        kube.apply(document, dry_run=True)
+
+
+def test_pods_of_other_projects_jobs_are_pods(kube: Kube) -> None:
+    """Their own definitions are not here; what they make is a pod, which is."""
+    (jobset,) = yaml.safe_load_all((FOLDER / "examples" / "jobset.yaml").read_text())
+    (pytorch,) = yaml.safe_load_all((FOLDER / "examples" / "pytorchjob.yaml").read_text())
+    for template in (
+        jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"],
+        pytorch["spec"]["pytorchReplicaSpecs"]["Worker"]["template"],
+    ):
+        for container in template["spec"].get("initContainers", []):
+            container.pop("restartPolicy")  # sidecars are younger than this API server
+            container.pop("startupProbe")
+            container.pop("livenessProbe")
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "trainer", "namespace": "default"}, **template}
+        pod["metadata"] = {"name": "trainer", "namespace": "default", **template["metadata"]}
+        kube.create("/api/v1/namespaces/default/pods", pod, dry_run=True)
+
+
+def test_the_account_may_label_nodes_and_nothing_else(
+    kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kube.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "tieredckpt-agents"}})
+    for document in built("node-health"):
+        kube.apply(document)
+    add_node(kube, "gpu-1")
+    account = kube.as_service_account("tieredckpt-agents", "node-health")
+    try:
+        config = str(account.kubeconfig(tmp_path / "config"))
+        monkeypatch.setenv("no_proxy", "*")
+        labels = connected(kubeconfig=config)
+        assert labels.health("gpu-1") is None
+        assert labels.change("gpu-1", NodeHealth.PENDING_REBOOT, when=lambda _: True) is None
+        assert kube.get("/api/v1/nodes/gpu-1")["metadata"]["labels"][LABEL] == "UnschedulablePendingReboot"
+        wanted = NodeHealth.PENDING_REPLACEMENT
+        assert labels.change("gpu-1", wanted, when=lambda was: worse(was, wanted)) == "UnschedulablePendingReboot"
+        assert labels.health("gpu-1") == wanted.value
+        with pytest.raises(CommandError) as absent:
+            labels.health("gpu-2")
+        assert absent.value.code is Exit.NOT_FOUND
+        for path in ("/api/v1/nodes", "/api/v1/pods", "/api/v1/secrets"):
+            with pytest.raises(Refused) as refused:
+                account.get(path)
+            assert refused.value.status == 403
+    finally:
+        account.close()
+        kube.delete("/api/v1/nodes/gpu-1")
+
+
+def test_an_account_without_the_rights_is_told_which(
+    kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = kube.as_service_account("default", "default")
+    try:
+        config = str(account.kubeconfig(tmp_path / "config"))
+        monkeypatch.setenv("no_proxy", "*")
+        with pytest.raises(CommandError, match="refuses") as refused:
+            connected(kubeconfig=config).change("gpu-1", NodeHealth.UNSCHEDULABLE, when=lambda _: True)
+        assert refused.value.code is Exit.REFUSED
+        assert "manifests/node-health" in refused.value.advice
+    finally:
+        account.close()

@@ -1,0 +1,157 @@
+"""Whole jobs on a real API server: the controller drives real agents, is killed, and the job does not notice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.kube_jobs import ControllerProcess, RunningJob
+from tests.support.kube_server import Kube, add_node
+from tests.support.process_kubelet import ProcessKubelet
+from tests.support.s3 import free_port
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+HEALTH = "sagemaker.amazonaws.com/node-health-status"
+ELASTIC = {
+    "minReplicas": 1, "maxReplicas": 3, "scalingTimeoutInSeconds": 120, "gracefulShutdownTimeoutInSeconds": 120,
+    "faultyScaleDownTimeoutInSeconds": 120,
+}  # fmt: skip
+PATIENT, QUICK = "--silent=120", "--silent=15"
+
+
+@pytest.fixture(scope="module")
+def nodes(kube: Kube) -> list[str]:
+    names = [f"node-{number}" for number in range(4)]
+    for name in names:
+        add_node(kube, name)
+    return names
+
+
+@pytest.fixture
+def kubelet(kube: Kube, nodes: list[str], tmp_path: Path) -> Iterator[ProcessKubelet]:
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PATH": str(Path(sys.executable).parent), "HOME": "/root"}
+    paths = {"PYTHONPATH": str(Path(__file__).parents[3]), "no_proxy": "*"}
+    with ProcessKubelet(kube, tmp_path / "pods", environ={**quiet, **paths}).started() as kubelet:
+        yield kubelet
+
+
+@pytest.fixture
+def controller(request: pytest.FixtureRequest, controllers_config: Path, tmp_path: Path) -> Iterator[ControllerProcess]:
+    first = free_port()
+    ports = f"--master-ports={first}-{min(first + 40, 65535)}"
+    silent = getattr(request, "param", PATIENT)
+    with ControllerProcess(tmp_path, controllers_config, ports, silent).started() as controller:
+        yield controller
+
+
+@pytest.fixture
+def job(kube: Kube, kubelet: ProcessKubelet, controller: ControllerProcess, tmp_path: Path) -> Iterator[RunningJob]:
+    job = RunningJob(kube, kubelet, controller, tmp_path / "job", "llama")
+    yield job
+    kube.delete(job.path)
+    job.until(lambda: not job.pods() and kube.find(job.path) is None, "the job's pods go with it")
+
+
+def test_from_a_resource_to_its_end_with_faults_sizes_and_controllers_that_come_and_go(
+    job: RunningJob, kube: Kube
+) -> None:
+    job.create(elasticPolicy=ELASTIC, replicas=2)
+    job.until_world(2, restarts=0)
+    owner = kube.get(job.path)["metadata"]
+    for pod in job.pods():
+        (found,) = pod["metadata"]["ownerReferences"]
+        assert (found["uid"], found["kind"], found["controller"]) == (owner["uid"], "HyperPodPyTorchJob", True)
+
+    # A worker dies; its pod stays.
+    pods = {pod["metadata"]["uid"] for pod in job.pods()}
+    job.say("crash-1")
+    job.until_world(2, restarts=1)
+    assert {pod["metadata"]["uid"] for pod in job.pods()} == pods
+
+    # The controller is killed while nothing happens: neither ranks nor agents notice.
+    before = job.notes("begins")
+    job.controller.restart()
+    step = job.step()
+    job.until(lambda: job.step() > step + 40, "training goes on")
+    assert job.notes("begins") == before
+
+    # A worker dies while there is no controller; the next one makes it good.
+    job.controller.kill()
+    job.say("crash-0")
+    job.until(lambda: not (job.folder / "crash-0").exists(), "rank 0 dies")
+    job.controller.start()
+    job.until_world(2, restarts=2)
+
+    # One node more, through the scale subresource; killed as soon as the new pod is there.
+    job.scale(3)
+    job.until(lambda: len(job.pods()) == 3, "a third pod")
+    job.controller.restart()
+    job.until_world(3, restarts=2)
+    stops = [note for note in job.notes("stops") if note["restart"] == job.worlds()[-2][0]["restart"]]
+    assert len(stops) == 2, "both ranks were asked to stop and did so themselves"
+    assert len({note["step"] for note in stops}) == 1
+
+    # A node is said to be unhealthy; killed while its pod is replaced.
+    bad = job.node_of_rank(1)
+    kube.patch(f"/api/v1/nodes/{bad}", {"metadata": {"labels": {HEALTH: "UnschedulablePendingReplacement"}}})
+    job.until(lambda: job.restarts() == 3, "the fault is noticed")
+    job.controller.restart()
+    job.until_world(3, restarts=3)
+    assert bad not in job.nodes()
+    assert job.status()["latestFaultyPodInstanceList"]["faultyInstanceIdList"] == [bad]
+
+    # Smaller again, and to the end.
+    job.scale(1)
+    job.until_world(1, restarts=3)
+    job.until(lambda: len(job.pods()) == 1, "pods that nobody wants go")
+    job.say("finish")
+    job.until(lambda: job.holds("Succeeded"), "the job is done")
+    job.until(lambda: not job.pods(), "cleanPodPolicy: All")
+    assert job.status()["completionTime"]
+    begins = [world[0]["step"] for world in job.worlds()]
+    assert begins == sorted(begins), "every world went on where the one before had stopped"
+
+
+@pytest.mark.parametrize("controller", [QUICK], indirect=True)
+def test_a_machine_is_lost_and_there_is_no_other_for_a_while(job: RunningJob, kube: Kube, nodes: list[str]) -> None:
+    """Nobody answers for its pod, and nobody ends it. The job becomes smaller, and larger again."""
+    job.create(elasticPolicy={**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 3})
+    job.until_world(2, restarts=0)
+    lost, kept = job.node_of_rank(1), job.node_of_rank(0)
+    try:
+        _cordon(kube, [node for node in nodes if node != kept])
+        job.kubelet.lose(lost)
+        job.until_world(1, restarts=1)
+        _cordon(kube, [node for node in nodes if node != lost], on=False)
+        job.until_world(2, restarts=1)
+        assert job.node_of_rank(1) != lost
+        job.say("finish")
+        job.until(lambda: job.holds("Succeeded"), "the job is done")
+        job.until(lambda: {pod["spec"]["nodeName"] for pod in job.pods()} == {lost}, "only the lost one's pod is left")
+    finally:
+        _cordon(kube, nodes, on=False)
+        job.kubelet.find(lost)
+
+
+def test_suspended_it_has_no_pods_and_goes_on_where_it_was(job: RunningJob, kube: Kube) -> None:
+    job.create()
+    job.until_world(2, restarts=0)
+    kube.patch(job.path, {"spec": {"runPolicy": {"suspend": True}}})
+    job.until(lambda: not job.pods(), "no pods")
+    step = job.step()
+    kube.patch(job.path, {"spec": {"runPolicy": {"suspend": False, "ttlSecondsAfterFinished": 2}}})
+    job.until_world(2, restarts=0)
+    assert job.worlds()[-1][0]["step"] >= step
+    job.say("finish")
+    job.until(lambda: kube.find(job.path) is None, "ttlSecondsAfterFinished")
+    job.create()  # for the fixture, and proof that a new job of that name owes nothing to the old one
+    job.until(job.pods, "pods of its own")
+
+
+def _cordon(kube: Kube, nodes: list[str], *, on: bool = True) -> None:
+    for node in nodes:
+        kube.patch(f"/api/v1/nodes/{node}", {"spec": {"unschedulable": on or None, "taints": None}})

@@ -1,0 +1,73 @@
+"""The DaemonSet's init container and agent with just the user and the capabilities that the manifest gives them."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.agents import agent_pid
+from tests.support.manifest_agent import agent_command, config_map, daemon_pod, plugged
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give it up"),
+    pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)"),
+]
+
+
+def confined(container, pod):
+    """A command that runs as the container's user with no capability but its own, and can get no other."""
+    may = {**pod["securityContext"], **container["securityContext"]}
+    user, group = str(may["runAsUser"]), str(may["runAsGroup"])
+    kept = ",".join(["-all", *(f"+{name.lower()}" for name in may["capabilities"].get("add", []))])
+    limits = [f"--bounding-set={kept}", f"--inh-caps={kept}", "--no-new-privs", "--clear-groups"]
+    return ["setpriv", f"--reuid={user}", f"--regid={group}", *limits]
+
+
+def test_a_directory_of_roots_becomes_the_agents_and_it_serves_from_there(agent_dir, tmp_path):
+    pod = daemon_pod()
+    (init,), (agent,) = pod["initContainers"], pod["containers"]
+    agent_dir.mkdir(mode=0o755)  # as the kubelet does
+    for _ in range(2):  # and again, when the pod is started anew
+        command = [word.replace("/dev/shm/tieredckpt", str(agent_dir)) for word in init["command"]]
+        subprocess.run([*confined(init, pod), *command], check=True, timeout=60)
+        found = agent_dir.stat()
+        assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (10001, 10001, 0o700)
+
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.getuid() and str(folder).startswith("/tmp/"):
+            folder.chmod(0o755)
+    (tmp_path / "labels").write_text('topology.kubernetes.io/zone="a"\n')
+    config = config_map(tmp_path / "cluster", Mode="Enable", InstanceMemoryAllocationPercentage=2)
+    env = plugged(tmp_path / "site", {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"})
+    user = confined(agent, pod)
+    assert agent["securityContext"]["readOnlyRootFilesystem"] is True
+    alone = ["unshare", "--mount", "--propagation=private"]
+    closed = [*alone, "sh", "-c", 'mount -o remount,bind,ro / && exec "$@"', "sh"]
+    assert subprocess.run([*closed, "touch", str(tmp_path / "x")], capture_output=True, timeout=60).returncode != 0
+    process = subprocess.Popen(
+        [*closed, *user, *agent_command(agent_dir, config, tmp_path / "labels")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+    try:
+        assert any(" serves " in line for line in process.stderr)
+        assert agent_pid(agent_dir) == process.pid
+        looking = [sys.executable, "-m", "tieredckpt", "ls", "--json", "--agent-dir", str(agent_dir)]
+        ours = subprocess.run([*user, *looking], capture_output=True, text=True, env=env, timeout=60)
+        assert json.loads(ours.stdout) == {"jobs": [], "agent": True}
+        other = ["setpriv", "--reuid=10002", "--regid=10002", "--clear-groups", *looking]
+        theirs = subprocess.run(other, capture_output=True, text=True, env=env, timeout=60)
+        assert theirs.returncode != 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

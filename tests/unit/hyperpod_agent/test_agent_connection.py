@@ -1,0 +1,234 @@
+"""One connection, several users: nothing that was said gets lost, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+
+import pytest
+
+from elastic.errors import ControlLostError, DeadlineError
+from integration.hyperpod.agent import connection as connection_module
+from integration.hyperpod.agent import words
+from integration.hyperpod.agent.connection import MAX_KEPT, Connection, shared_connection
+from integration.hyperpod.agent.frames import DamagedFrameError, encode
+from integration.hyperpod.agent.modes import SOCKET
+from tests.support.hyperpod_socket import listening
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def both():
+    with listening() as listener:
+        connection = Connection(listener.path, 8)
+        worker = listener.accept()
+        yield connection, worker
+        connection.close()
+        worker.close()
+
+
+def test_every_user_says_who_it_is_first_and_signs_what_it_says(both):
+    connection, worker = both
+    one, other = connection.channel(words.RESTARTS), connection.channel(words.CHECKPOINTS)
+    one.say(words.AT_BARRIER)
+    other.say(words.CHECKPOINT_UPDATE, step=4, path="s3://b/4")
+    heard = [worker.hear() for _ in range(4)]
+    assert [(m["type"], m["client_id"], m["local_rank"]) for m in heard] == [
+        ("init", one.client, 8),
+        ("init", other.client, 8),
+        ("at_rcb_barrier", one.client, 8),
+        ("ckpt_info_update", other.client, 8),
+    ]
+    assert heard[3]["step"] == 4
+
+
+def test_a_fault_that_came_before_anybody_listened_is_heard(both):
+    connection, worker = both
+    worker.say(words.FAULT, restart_count=0)
+    worker.say(words.START, client_id="of an earlier user")
+    worker.say("something new")
+    first = connection.channel([words.CHECKPOINT_GET])
+    with pytest.raises(DeadlineError, match="ckpt_info_get"):
+        first.take(timeout_s=0.05)
+    channel = connection.channel(words.RESTARTS)
+    assert channel.take(timeout_s=PATIENCE_S)["restart_count"] == 0
+    assert channel.take(timeout_s=PATIENCE_S)["type"] == words.START
+
+
+def test_what_is_not_asked_for_now_is_kept_for_later(both):
+    connection, worker = both
+    channel = connection.channel(words.RESTARTS)
+    for number in range(3):
+        worker.say(words.FAULT, restart_count=number)
+    worker.say(words.START, client_id=channel.client)
+    assert channel.take(words.START, timeout_s=PATIENCE_S)
+    assert [channel.take(words.FAULT, timeout_s=PATIENCE_S)["restart_count"] for _ in range(3)] == [0, 1, 2]
+
+
+def test_answers_go_to_who_asked(both):
+    connection, worker = both
+    users = [connection.channel(words.CHECKPOINTS) for _ in range(2)]
+    for user in users:
+        user.say(words.CHECKPOINT_GET)
+    asked = [m for m in (worker.hear() for _ in range(4)) if m["type"] == words.CHECKPOINT_GET]
+    for message in reversed(asked):
+        worker.say(words.CHECKPOINT_GET, client_id=message["client_id"], path=message["client_id"])
+    assert [user.take(timeout_s=PATIENCE_S)["path"] for user in users] == [user.client for user in users]
+
+
+def test_what_nobody_is_named_in_is_for_all_who_hear_it(both):
+    connection, worker = both
+    users = [connection.channel(words.RESTARTS) for _ in range(2)]
+    worker.say(words.FAULT, restart_count=3)
+    assert [user.take(timeout_s=PATIENCE_S)["restart_count"] for user in users] == [3, 3]
+
+
+def test_frames_are_whole_whoever_speaks_at_once(both):
+    connection, worker = both
+    channel = connection.channel(words.RESTARTS)
+    assert worker.hear()["type"] == words.INIT
+    talk = "x" * 100_000
+    speakers = [
+        threading.Thread(target=lambda n=n: [channel.say(words.DATA, rank=n, data=talk) for _ in range(20)])
+        for n in range(4)
+    ]
+    for speaker in speakers:
+        speaker.start()
+    heard = [worker.hear() for _ in range(80)]
+    for speaker in speakers:
+        speaker.join()
+    assert {len(m["data"]) for m in heard} == {100_000}
+    assert sorted(m["rank"] for m in heard) == sorted([0, 1, 2, 3] * 20)
+
+
+def test_what_was_said_before_going_is_heard(both):
+    connection, worker = both
+    channel = connection.channel(words.RESTARTS)
+    channel.say(words.FAULT, rank=8, reason="its loss is not finite")
+    connection.close()
+    assert [worker.hear()["type"] for _ in range(2)] == [words.INIT, words.FAULT]
+    assert worker.hear() is None
+
+
+def test_an_agent_that_is_gone_is_lost_for_good(both):
+    connection, worker = both
+    channel = connection.channel(words.RESTARTS)
+    assert worker.hear()["type"] == words.INIT
+    waiting = threading.Thread(target=worker.close)
+    waiting.start()
+    with pytest.raises(ControlLostError, match="the agent closed it"):
+        channel.take(timeout_s=PATIENCE_S)
+    with pytest.raises(ControlLostError):
+        channel.say(words.AT_BARRIER)
+    waiting.join()
+
+
+def test_what_came_before_the_end_is_heard_after_it(both):
+    connection, worker = both
+    channel = connection.channel(words.RESTARTS)
+    assert worker.hear()["type"] == words.INIT
+    worker.say(words.FAULT, restart_count=1)
+    worker.close()
+    with pytest.raises(ControlLostError):
+        channel.take(words.START, timeout_s=PATIENCE_S)
+    assert channel.take(words.FAULT, timeout_s=PATIENCE_S)["restart_count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("stream", "said"),
+    [
+        (struct.pack(">I", 1 << 30), "1073741824 bytes was announced"),
+        (struct.pack(">I", 2) + b"[]", "no object with a type"),
+        (struct.pack(">I", 4) + b"\xff\xfe\x00\x00", "no JSON in UTF-8"),
+        (struct.pack(">I", 9) + b'{"type":"', "no JSON in UTF-8"),
+    ],
+)
+def test_a_damaged_frame_ends_the_connection_and_says_why(both, stream, said):
+    connection, worker = both
+    channel = connection.channel(words.RESTARTS)
+    worker.sock.sendall(encode({"type": words.FAULT, "restart_count": 2}) + stream)
+    with pytest.raises(ControlLostError, match=said):
+        channel.take(words.START, timeout_s=PATIENCE_S)
+    assert channel.take(words.FAULT, timeout_s=PATIENCE_S)["restart_count"] == 2
+
+
+def test_a_torn_frame_is_told_from_an_end(both):
+    connection, worker = both
+    channel = connection.channel(words.RESTARTS)
+    assert worker.hear()["type"] == words.INIT
+    worker.sock.sendall(encode({"type": words.FAULT})[:-1])
+    worker.close()
+    with pytest.raises(ControlLostError, match="within a frame"):
+        channel.take(timeout_s=PATIENCE_S)
+
+
+def test_an_agent_that_does_not_read_holds_nobody_up(both):
+    connection, _worker = both
+    channel = connection.channel(words.RESTARTS)
+
+    def talk():
+        for _ in range(2 * MAX_KEPT):
+            channel.say(words.DATA, rank=8, data="x" * 1000)
+
+    with pytest.raises(ControlLostError, match="has not read"):
+        talk()
+
+
+def test_an_agent_that_floods_is_given_up_and_what_it_said_is_kept(both):
+    connection, worker = both
+    channel = connection.channel(words.RESTARTS)
+
+    def flood():
+        for number in range(2 * MAX_KEPT):
+            worker.say(words.FAULT, restart_count=number)
+        while worker.hear() is not None:
+            pass
+        raise BrokenPipeError
+
+    with pytest.raises(OSError):
+        flood()
+    with pytest.raises(ControlLostError, match="were not taken"):
+        channel.say(words.AT_BARRIER)
+    assert channel.take(timeout_s=0)["restart_count"] == 0
+
+
+def test_nobody_there_is_said_with_the_path(tmp_path):
+    with pytest.raises(ControlLostError, match=r"nobody\.sock"):
+        Connection(tmp_path / "nobody.sock", 0)
+    assert issubclass(DamagedFrameError, ControlLostError)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_hold_the_connection_open(both):
+    connection, worker = both
+    connection.channel(words.RESTARTS)
+    assert worker.hear()["type"] == words.INIT
+    asks, answers = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(asks, 1)
+        os._exit(0)
+    try:
+        connection.close()
+        assert worker.hear() is None
+    finally:
+        os.write(answers, b"x")
+        os.waitpid(child, 0)
+        os.close(asks)
+        os.close(answers)
+
+
+def test_a_process_has_one_connection_whoever_asks(monkeypatch):
+    monkeypatch.setattr(connection_module, "_shared", [])
+    with listening() as listener:
+        environ = {SOCKET: str(listener.path)}
+        one = shared_connection(environ)
+        assert shared_connection(environ) is one
+        one.close()
+        other = shared_connection(environ)
+        assert other is not one
+        other.close()
+    with pytest.raises(ControlLostError, match=SOCKET):
+        shared_connection({})

@@ -1,0 +1,241 @@
+"""What a worker hears from its agent, in every order in which it can come."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.errors import ControlLostError, DeadlineError, PolicyError
+from elastic.world.policy import ScalingPolicy
+from integration.hyperpod.agent import connection as connection_module
+from integration.hyperpod.agent import words
+from integration.hyperpod.agent import worker as worker_module
+from integration.hyperpod.agent.connection import Connection
+from integration.hyperpod.agent.escalating import OFFENDER, health_labels, restart_mode
+from integration.hyperpod.agent.frames import DamagedFrameError
+from integration.hyperpod.agent.modes import MODE, SOCKET, Mode, mode_of
+from integration.hyperpod.agent.words import RestartMode
+from integration.hyperpod.agent.worker import Worker, start_in, wait_rank
+from tests.support.hyperpod_socket import listening
+from tests.support.neighbours import until
+
+PATIENCE_S = 60.0
+
+
+def envs(count=0, rank=8):
+    return {"RANK": rank, "WORLD_SIZE": 16, "MASTER_ADDR": "n0", "MASTER_PORT": "1", "JOB_RESTART_COUNT": count}
+
+
+@pytest.fixture
+def both():
+    with listening() as listener:
+        worker = Worker(Connection(listener.path, 0))
+        agent = listener.accept()
+        assert agent.hear()["type"] == words.INIT
+        yield worker, agent
+        worker.close()
+        agent.close()
+
+
+def start(agent, count=0):
+    agent.say(words.START, worker_envs=envs(count), aggregate_worker_data={"rank_ips": []})
+
+
+def test_a_worker_says_that_it_is_there_and_that_it_went_on(both):
+    worker, agent = both
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(worker.barrier(timeout_s=PATIENCE_S)))
+    waiting.start()
+    assert agent.hear()["type"] == words.AT_BARRIER
+    start(agent, count=3)
+    assert agent.hear()["type"] == words.PAST_BARRIER
+    waiting.join()
+    ((begun, faults),) = found
+    assert (begun.count, begun.environ["RANK"], begun.data, faults) == (3, "8", {"rank_ips": []}, 0)
+
+
+def test_a_start_that_a_fault_overtook_is_not_begun(both):
+    worker, agent = both
+    with pytest.raises(DeadlineError):
+        worker.barrier(timeout_s=0.01)
+    start(agent)
+    agent.say(words.FAULT, restart_count=0)
+    until(lambda: worker.faults == 1)
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(worker.barrier(timeout_s=PATIENCE_S)))
+    waiting.start()
+    assert [agent.hear()["type"] for _ in range(2)] == [words.AT_BARRIER] * 2
+    start(agent, count=1)
+    waiting.join()
+    assert found[0][0].count == 1
+    assert found[0][1] == 1
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(["start", "fault", "info"]), max_size=8))
+def test_what_is_begun_is_the_newest_start_that_no_fault_came_after(said):
+    with listening() as listener:
+        worker = Worker(Connection(listener.path, 0))
+        agent = listener.accept()
+        for number, kind in enumerate([*said, "start"]):
+            if kind == "fault":
+                agent.say(words.FAULT, restart_count=number)
+            else:
+                agent.say(words.START if kind == "start" else words.RANK_INFO, worker_envs=envs(number))
+        until(lambda: worker._known is not None and worker._known.count == len(said))
+        begun, faults = worker.barrier(timeout_s=PATIENCE_S)
+        assert (begun.count, faults) == (len(said), said.count("fault"))
+        worker.close()
+        agent.close()
+
+
+def test_every_fault_is_told_and_none_twice(both):
+    worker, agent = both
+    told = []
+    worker.on_fault(told.append)
+    for number in range(5):
+        agent.say(words.FAULT, restart_count=number)
+    until(lambda: len(told) == 5)
+    assert [reason[-2] for reason in told] == ["0", "1", "2", "3", "4"]
+
+
+def test_who_waits_hears_that_the_agent_is_gone(both):
+    worker, agent = both
+    told = []
+    worker.on_fault(told.append)
+    going = threading.Thread(target=agent.close)
+    going.start()
+    with pytest.raises(ControlLostError):
+        worker.barrier(timeout_s=PATIENCE_S)
+    going.join()
+    until(lambda: told)
+    assert "lost" in told[0]
+
+
+def test_a_fault_carries_what_it_asks_for_and_is_on_its_way_when_it_returns(both):
+    worker, agent = both
+    worker.fault(8, RestartMode.PROCESS, "WorkerFault", "x" * 100_000)
+    said = agent.hear()
+    assert (said["type"], said["rank"], said["restart_mode"]) == ("job_fault", 8, "process_level_restart")
+    assert len(said["message"]) < 10_000
+
+
+def test_data_and_labels_are_passed_on(both):
+    worker, agent = both
+    worker.tell_data(8, "its address")
+    worker.label({"health": "good"})
+    data, labels = agent.hear(), agent.hear()
+    assert (data["type"], data["rank"], data["data"]) == ("job_data", 8, "its address")
+    assert (labels["type"], labels["labels"]) == ("rank_labels", {"health": "good"})
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    monkeypatch.setattr(worker_module, "_workers", [])
+    monkeypatch.setattr(connection_module, "_shared", [])
+    with listening() as listener:
+        environ = {SOCKET: str(listener.path), "LOCAL_RANK": "0", "RANK": "-2", "MASTER_ADDR": ""}
+        yield environ, listener
+        for worker in worker_module._workers:
+            worker.close()
+
+
+def test_a_rank_is_waited_for_and_is_in_the_environment_then(environ):
+    environ, listener = environ
+    waiting = threading.Thread(target=wait_rank, args=(environ,), kwargs={"timeout_s": PATIENCE_S})
+    waiting.start()
+    agent = listener.accept()
+    assert [agent.hear()["type"] for _ in range(2)] == [words.INIT, words.AT_BARRIER]
+    agent.say(words.RANK_INFO, worker_envs=envs(rank=8))
+    waiting.join()
+    assert (environ["RANK"], environ["WORLD_SIZE"], environ["MASTER_ADDR"]) == ("8", "16", "n0")
+    agent.close()
+
+
+def test_a_start_says_the_rank_too_and_is_not_lost(environ):
+    environ, listener = environ
+    waiting = threading.Thread(target=wait_rank, args=(environ,), kwargs={"timeout_s": PATIENCE_S})
+    waiting.start()
+    agent = listener.accept()
+    start(agent, count=2)
+    waiting.join()
+    assert environ["JOB_RESTART_COUNT"] == "2"
+    assert worker_module.this_worker(environ).barrier(timeout_s=PATIENCE_S)[0].count == 2
+    agent.close()
+
+
+def test_a_rank_that_nobody_gives_is_said_to_be_missing(environ):
+    environ, listener = environ
+    with pytest.raises(DeadlineError, match="gave no rank"):
+        wait_rank(environ, timeout_s=0.05)
+    listener.accept().close()
+
+
+def test_where_there_is_no_agent_nobody_waits():
+    wait_rank({})
+    wait_rank({SOCKET: "/nowhere", MODE: "process", "RANK": "0", "MASTER_ADDR": "n0"})
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_process_that_a_rank_has_started_is_no_rank():
+    child = multiprocessing.get_context("fork").Process(target=wait_rank, args=({SOCKET: "/nowhere", "RANK": "-2"},))
+    child.start()
+    child.join(PATIENCE_S)
+    assert child.exitcode == 0
+    with pytest.raises(ControlLostError, match="/nowhere"):
+        wait_rank({SOCKET: "/nowhere", "RANK": "-2"})
+
+
+def started_by(tmp_path, pid, *words):
+    (tmp_path / pid).mkdir()
+    (tmp_path / pid / "cmdline").write_bytes(b"\0".join(word.encode() for word in words))
+    return {SOCKET: f"/tmp/hyperpod_elastic_agent_{pid}.sock", "RANK": "8", "MASTER_ADDR": "n0"}
+
+
+def test_the_mode_is_read_from_who_started_this_process(tmp_path):
+    in_process = started_by(tmp_path, "17", "python", "hyperpodrun", "--inprocess-restart", "train.py")
+    process = started_by(tmp_path, "18", "python", "hyperpodrun", "--inprocess-timeout=3", "train.py")
+    assert mode_of(in_process, tmp_path) is Mode.IN_PROCESS
+    assert mode_of(process, tmp_path) is Mode.PROCESS
+    assert mode_of({**process, "RANK": "-2"}, tmp_path) is Mode.IN_PROCESS
+    assert mode_of({**process, "MASTER_ADDR": ""}, tmp_path) is Mode.IN_PROCESS
+    assert mode_of({**in_process, MODE: "process"}, tmp_path) is Mode.PROCESS
+    assert mode_of({"RANK": "8"}, tmp_path) is Mode.NONE
+
+
+def test_a_mode_that_cannot_be_known_is_no_guess(tmp_path):
+    hidden = {SOCKET: "/tmp/hyperpod_elastic_agent_19.sock", "RANK": "8", "MASTER_ADDR": "n0"}
+    with pytest.raises(PolicyError, match=MODE):
+        mode_of(hidden, tmp_path)
+    with pytest.raises(PolicyError, match="in-process, process"):
+        mode_of({**hidden, MODE: "both"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said", [{}, {"worker_envs": None}, {"worker_envs": [1]}, {"worker_envs": {"RANK": 0}}, {"worker_envs": envs("x")}]
+)
+def test_a_start_that_names_no_place_is_damaged(said):
+    with pytest.raises(DamagedFrameError, match="job_start with"):
+        start_in({"type": words.START, **said})
+
+
+def test_what_is_asked_for_becomes_more_with_every_start_that_did_not_help():
+    policy = ScalingPolicy(num_restart_before_full_job_restart=3, eval_period_s=100)
+    asked = [restart_mode(policy, range(count), 10.0) for count in range(5)]
+    assert asked == [RestartMode.IN_PROCESS] * 3 + [RestartMode.PROCESS] * 2
+    assert restart_mode(policy, range(5), 104.5) is RestartMode.IN_PROCESS  # long ago
+    assert restart_mode(policy, [], 0.0, final=True) is RestartMode.JOB
+    assert (
+        restart_mode(ScalingPolicy(num_restart_before_full_job_restart=None), range(99), 99) is RestartMode.IN_PROCESS
+    )
+
+
+def test_a_node_is_labelled_when_its_rank_is_at_fault_again():
+    policy = ScalingPolicy(repeat_offender_faults=2, eval_period_s=100)
+    assert health_labels(policy, [0.0], 1.0) == {}
+    assert health_labels(policy, [0.0, 1.0], 2.0) == {OFFENDER: "2"}
+    assert health_labels(policy, [0.0, 1.0], 100.5) == {}

@@ -1,0 +1,253 @@
+"""Which faults are a machine's, which label they make, and that nobody's label is made better or lost."""
+
+import contextlib
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kubernetes.client.exceptions import ApiException
+
+from elastic.control.plane import Assignment
+from elastic.errors import UnhealthyError
+from elastic.workers.health import within
+from elastic.workers.recording import Recording
+from integration.hyperpod.cluster import nodes
+from integration.hyperpod.cluster.health import (
+    LABEL,
+    DeviceFault,
+    FaultKind,
+    HealthRule,
+    NodeHealth,
+    device_faults,
+    kind_of,
+    verdict,
+    worse,
+)
+from integration.hyperpod.cluster.nodes import NodeLabels
+from tieredckpt.cli import main
+from tieredckpt.cli.exits import CommandError, Exit
+from tieredckpt.ledger import read_ledger
+from tieredckpt.ledger.events import Began, Ended, Fault, Opened
+from tieredckpt.ledger.writer import LedgerWriter
+
+LOST, MEMORY, STUCK, LINK = FaultKind
+WELL, OFF, REBOOT, REPLACE = NodeHealth
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("NVRM: Xid (PCI:0000:53:00): 79, pid=1234, GPU has fallen off the bus.", LOST),
+        ("RuntimeError: CUDA error: no CUDA-capable device is detected", LOST),
+        ("CUDA error: uncorrectable ECC error encountered", MEMORY),
+        ("NVRM: Xid (PCI:0000:53:00): 94, pid=77, Contained memory error", MEMORY),
+        ("this process is not fit for another world: the device has not answered for 30 s", STUCK),
+        ("this process is not fit for another world: the device is broken: CUDA error: unspecified", STUCK),
+        ("NVRM: Xid (PCI:0000:53:00): 119, Timeout waiting for RPC from GSP", STUCK),
+        ("NVRM: Xid (PCI:0000:53:00): 74, NVLink: fatal error detected on link 3", LINK),
+        ("NET/OFI Request completed with error. RC: 113", LINK),
+        ("CUDA error: an illegal memory access was encountered", None),
+        ("CUDA error: device-side assert triggered", None),
+        ("CUDA out of memory. Tried to allocate 20.00 GiB", None),
+        ("it was killed by signal 9 (SIGKILL)", None),
+        ("Connection closed by peer [10.0.0.79]:94", None),
+        ("", None),
+    ],
+)
+def test_what_words_say_of_a_machine(words, kind):
+    assert kind_of(words) is kind
+
+
+def faults(*kinds, at=1000.0):
+    return [DeviceFault(at, "n1", kind) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "health"),
+    [
+        ([], WELL),
+        ([LOST], REBOOT),
+        ([MEMORY], REBOOT),
+        ([STUCK], WELL),
+        ([LINK, STUCK], WELL),
+        ([STUCK, STUCK], REBOOT),
+        ([LINK, LINK], REBOOT),
+        ([LOST, MEMORY], REBOOT),
+        ([LOST, LOST], REPLACE),
+        ([MEMORY, STUCK, MEMORY], REPLACE),
+        ([STUCK] * 4, REPLACE),
+    ],
+)
+def test_the_rule(kinds, health):
+    assert verdict(faults(*kinds), 1000.0) is health
+
+
+def test_only_faults_of_the_window_count():
+    rule = HealthRule(window_s=60)
+    assert verdict(faults(LOST), 1060.0, rule) is REBOOT
+    assert verdict(faults(LOST), 1060.1, rule) is WELL
+    assert verdict(faults(LOST), 999.0, rule) is WELL
+
+
+@given(st.lists(st.sampled_from(list(FaultKind)), max_size=8), st.sampled_from(list(FaultKind)))
+def test_another_fault_never_makes_it_better(kinds, more):
+    before, after = verdict(faults(*kinds), 1000.0), verdict(faults(*kinds, more), 1000.0)
+    assert after.gravity >= before.gravity
+
+
+@given(st.none() | st.sampled_from([one.value for one in NodeHealth]) | st.text(), st.sampled_from(list(NodeHealth)))
+def test_labels_are_set_for_the_worse_alone(known, wanted):
+    if worse(known, wanted):
+        assert known is None or NodeHealth(known).gravity < wanted.gravity
+        assert wanted is not WELL
+
+
+def test_one_fault_of_a_machine_that_several_tell_of_is_one():
+    lost = "CUDA error: GPU is lost"
+    events = [
+        Opened(1.0, 1),
+        *(Fault(2.0 + rank, 3, "n1", rank, "error", lost) for rank in range(8)),
+        Ended(11.0, "llama", "rank", "failed", f"UnhealthyError: {lost}", "n1", 3),
+        Fault(121.0, 4, "n1", 0, "error", lost),
+        Fault(123.0, 5, "n1", 0, "error", lost),
+        Fault(4.0, 4, "n1", 0, "error", "uncorrectable ECC error"),
+        Fault(4.0, 4, "n2", 0, "error", "ValueError: mine"),
+        Fault(5.0, 4, "", -1, "error", lost),
+        Ended(6.0, "llama", "coordinator", "gave up", lost, "n3"),
+    ]
+    found = [(fault.node, fault.at, fault.kind) for fault in device_faults(reversed(events))]
+    assert found == [("n1", 2.0, LOST), ("n1", 4.0, MEMORY), ("n1", 123.0, LOST)]
+
+
+@pytest.mark.parametrize("answer", ["late", "broken"])
+def test_what_the_check_between_worlds_says_is_understood(tmp_path, answer):
+    """Its words reach the ledger as the last of the process that ends by it."""
+    late = threading.Event()
+
+    def device():
+        if answer == "broken":
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        late.wait(60)
+
+    def rank():
+        with (
+            contextlib.closing(LedgerWriter(tmp_path)) as ledger,
+            Recording(ledger, {"ELASTIC_NODE": "n1", "ELASTIC_JOB": "llama"}) as record,
+        ):
+            record.placed(Assignment(1, 0, 1, 0, 1, 0, 1, "h:1"))
+            within(60.0 if answer == "broken" else 0.0, device, "the device")
+
+    with pytest.raises(UnhealthyError):
+        rank()
+    late.set()
+    (fault,) = device_faults(read_ledger(tmp_path).events)
+    assert (fault.node, fault.kind) == ("n1", STUCK)
+
+
+class Api:
+    """Nodes of a cluster as its client gives them, and somebody else who changes them at times."""
+
+    def __init__(self, **labels):
+        self.labels = {name: {LABEL: value} if value else None for name, value in labels.items()}
+        self.version = 1
+        self.meddle = []
+        self.refusal = None
+
+    def read_node(self, name):
+        if self.refusal:
+            raise self.refusal
+        if name not in self.labels:
+            raise ApiException(status=404, reason="Not Found")
+        labels = dict(self.labels[name] or {}) or None
+        return SimpleNamespace(metadata=SimpleNamespace(labels=labels, resource_version=str(self.version)))
+
+    def patch_node(self, name, body):
+        if self.meddle:
+            self.labels[name] = {LABEL: self.meddle.pop()}
+            self.version += 1
+        if body["metadata"]["resourceVersion"] != str(self.version):
+            raise ApiException(status=409, reason="Conflict")
+        self.labels[name] = body["metadata"]["labels"]
+        self.version += 1
+
+
+def test_a_label_is_read_and_set():
+    api = Api(n1=None, n2="Unschedulable")
+    assert NodeLabels(api).health("n1") is None
+    assert NodeLabels(api).change("n2", REPLACE, when=lambda was: worse(was, REPLACE)) == "Unschedulable"
+    assert api.labels["n2"] == {LABEL: REPLACE.value}
+    assert NodeLabels(api).change("n2", REBOOT, when=lambda was: worse(was, REBOOT)) == REPLACE.value
+    assert api.labels["n2"] == {LABEL: REPLACE.value}
+
+
+def test_what_somebody_else_sets_meanwhile_is_not_lost():
+    api = Api(n1=None)
+    api.meddle = [REPLACE.value]
+    assert NodeLabels(api).change("n1", REBOOT, when=lambda was: worse(was, REBOOT)) == REPLACE.value
+    assert api.labels["n1"] == {LABEL: REPLACE.value}
+    api.meddle = ["Schedulable"] * 9
+    with pytest.raises(CommandError, match="all the time"):
+        NodeLabels(api).change("n1", REPLACE, when=lambda _: True)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(404, Exit.NOT_FOUND), (403, Exit.REFUSED), (401, Exit.REFUSED), (503, Exit.UNAVAILABLE)]
+)
+def test_refusals_of_kubernetes_are_told_apart(status, code):
+    api = Api()
+    api.refusal = ApiException(status=status, reason="no")
+    with pytest.raises(CommandError) as refused:
+        NodeLabels(api).health("n1")
+    assert refused.value.code is code
+
+
+@pytest.fixture
+def cluster(monkeypatch, capsys):
+    from integration.hyperpod.cluster.command import cluster
+    from tieredckpt.cli import groups
+
+    known = groups.Commands.get_command
+    monkeypatch.setattr(
+        groups.Commands, "get_command", lambda self, ctx, name: cluster if name == "cluster" else known(self, ctx, name)
+    )
+    api = Api(n1=None, n2=REPLACE.value)
+    monkeypatch.setattr(nodes, "connected", lambda *_: NodeLabels(api))
+
+    def run(*words):
+        code = main(["cluster", "node-health", *map(str, words)])
+        return (code, *capsys.readouterr())
+
+    run.api = api
+    return run
+
+
+def test_the_command_reads_and_sets(cluster):
+    assert cluster("n1")[:2] == (0, "n1 has no label\n")
+    assert cluster("n1", "--set", "UnschedulablePendingReboot")[1].startswith("n1 UnschedulablePendingReboot (was: no")
+    assert cluster("n1")[1] == "n1 UnschedulablePendingReboot\n"
+    assert cluster("n1", "--set", "Schedulable")[0] == 0
+    assert cluster("n3")[0] == Exit.NOT_FOUND
+    for wrong in ((), ("n1", "--apply"), ("n1", "--ledger", "x"), ("--set", "Schedulable"), ("n1", "--set", "Well")):
+        assert cluster(*wrong)[0] == Exit.USAGE
+
+
+def test_labels_follow_from_a_jobs_ledger(cluster, tmp_path):
+    now = time.time()
+    with contextlib.closing(LedgerWriter(tmp_path)) as ledger:
+        ledger.write(Began(now - 100, "llama", "coordinator"))
+        for epoch, node in ((1, "pod-1"), (2, "n2"), (3, "pod-1")):
+            ledger.write(Fault(now - 900 + 100 * epoch, epoch, node, 0, "error", "CUDA error: uncorrectable ECC error"))
+        ledger.write(Fault(now - 10, 4, "n9", 0, "process", "it was killed by signal 9 (SIGKILL)"))
+    code, out, _ = cluster("--ledger", tmp_path)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == ["NODE", "n2", "pod-1"]
+    assert cluster.api.labels["n1"] is None
+    code, out, _ = cluster("--ledger", tmp_path, "--apply", "--called", "pod-1=n1")
+    assert code == 0
+    assert cluster.api.labels["n1"] == {LABEL: REPLACE.value}
+    assert cluster.api.labels["n2"] == {LABEL: REPLACE.value}
+    assert cluster("--ledger", tmp_path, "--called", "pod-1")[0] == Exit.USAGE
+    assert cluster("--ledger", tmp_path / "absent")[0] == Exit.NOT_FOUND

@@ -1,0 +1,136 @@
+"""The shipped rules, by the agent's own matcher, over lines that our code prints."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+import integration.hyperpod
+from elastic.control.plane import Assignment
+from elastic.workers.recording import Recording
+from integration.hyperpod.operator import read_job
+from tieredckpt.ledger import events as ev
+from tieredckpt.ledger import ledger_from_environ
+from tieredckpt.ledger.said import line
+from tieredckpt.ledger.writer import NullLedger, SayingLedger
+from tieredckpt.recorded import Recorded
+from tieredckpt.saved import SaveState
+
+RULES = {
+    rule["name"]: rule
+    for rule in yaml.safe_load((Path(integration.hyperpod.__file__).parent / "log_rules.yaml").read_text())
+}
+
+
+@pytest.fixture
+def agents():
+    return pytest.importorskip("hyperpod_elastic_agent.logagent.log_agent")
+
+
+@pytest.fixture
+def printed(capfd):
+    """What a rank prints that enters a world, restores, does steps, saves, and hears that the world broke."""
+    ledger = SayingLedger(NullLedger())
+    record = Recording(ledger, {"ELASTIC_NODE": "n0"})
+    record.waits()
+    record.placed(Assignment(1, 0, 1, 0, 1, 0, 1, "nowhere:1"))
+    record.grouped()
+    with Recorded(ledger).restoring() as told:
+        told.step = 11
+    for step in (12, 13):
+        record.begins(step)
+        record.reports(2.5, None, None)
+        record.stepped(step)
+    ledger.write(ev.Save(0, 13, SaveState.STAGED.value, time.time(), 0.25))
+    record.knows()
+    record.ended("gave up", "GaveUpError: 3 restarts\nwithin a minute")
+    return capfd.readouterr().out.splitlines(keepends=True)
+
+
+def test_each_event_is_a_line_of_its_own(printed):
+    words = [text.split("seconds=")[0].split("epoch=")[0].strip() for text in printed]
+    assert words == [
+        "tieredckpt restore step=11 mode=snapshot",
+        "tieredckpt first-step",
+        "tieredckpt step=12",
+        "tieredckpt step=13",
+        "tieredckpt save step=13 state=staged blocked_",
+        "tieredckpt broken",
+        "tieredckpt ended how=gave-up GaveUpError: 3 restarts within a minute",
+    ]
+    assert all(text.endswith("\n") for text in printed)
+    assert "loss=2.5" in printed[2]
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_every_rule_knows_its_line_and_no_other(name, agents, printed):
+    rule = agents.LogEvaluator(RULES[name])
+    of = {"FirstStep": "first-step", "StepHang": "step=12", "StepSlow": "step=12", "SaveSlow": "save"}[name]
+    for text in printed:
+        matches = rule.log_pattern.match(text) is not None
+        assert matches == (f"tieredckpt {of.partition('=')[0]}" in text), text
+        assert not rule.log_pattern.match(f"[0] {text}"), "lines are known from their beginning"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("StepSlow", line(ev.Step(1, 0, 12, 0.0, 61.0, 2.5))),
+        ("SaveSlow", line(ev.Save(0, 12, "staged", 0.0, 10.5))),
+    ],
+)
+def test_what_is_slow_for_long_is_slow(name, text, agents):
+    rule = agents.LogEvaluator(RULES[name])
+    states = [rule.evaluate(f"{text}\n")[0] for _ in range(RULES[name]["metricEvaluationDataPoints"])]
+    assert states[-1] is agents.LogState.SLOW
+    assert set(states[:-1]) == {agents.LogState.HEALTHY}
+    quick = text.replace("=61.", "=1.").replace("=10.5", "=0.5")
+    assert rule.evaluate(f"{quick}\n")[0] is agents.LogState.HEALTHY
+
+
+def test_steps_that_cease_are_a_hang_and_silence_before_them_is_none(agents, monkeypatch):
+    rule = agents.LogEvaluator(RULES["StepHang"])
+    now = time.time()
+    monkeypatch.setattr(agents.time, "time", lambda: now + 1e6)
+    assert rule.evaluate("something else\n")[0] is agents.LogState.WAITING, "another node's rule has no steps to see"
+    assert rule.evaluate(f"{line(ev.Step(1, 0, 12, 0.0, 1.0))}\n")[0] is agents.LogState.HEALTHY
+    monkeypatch.setattr(agents.time, "time", lambda: now + 1e6 + 601)
+    assert rule.evaluate(None)[0] is agents.LogState.HANGING
+
+
+def test_no_first_step_is_a_hang_and_one_ends_the_rule(agents, monkeypatch):
+    rule, other = agents.LogEvaluator(RULES["FirstStep"]), agents.LogEvaluator(RULES["FirstStep"])
+    now = time.time()
+    assert rule.evaluate(f"{line(ev.Stage(1, 0, ev.FIRST_STEP, 0.0, 1.0))}\n")[0] is agents.LogState.HEALTHY
+    monkeypatch.setattr(agents.time, "time", lambda: now + 3601)
+    assert other.evaluate(None)[0] is agents.LogState.HANGING
+    assert rule.evaluate(None)[0] is agents.LogState.HEALTHY
+
+
+def test_rules_are_what_aws_takes_and_what_a_job_here_takes(agents):
+    models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
+    for rule in RULES.values():
+        models.LogMonitoringConfiguration.model_validate(rule, by_alias=False, by_name=True)
+    job = {
+        "kind": "HyperPodPyTorchJob",
+        "spec": {
+            "replicaSpecs": [{"name": "pods", "replicas": 1}],
+            "runPolicy": {"logMonitoringConfiguration": list(RULES.values())},
+        },
+    }
+    assert len(read_job(job).rules) == len(RULES)
+
+
+def test_only_the_first_rank_of_a_node_says_it_and_only_when_asked():
+    assert isinstance(ledger_from_environ({"TIEREDCKPT_SAY": "1", "LOCAL_RANK": "0"}), SayingLedger)
+    assert not isinstance(ledger_from_environ({"TIEREDCKPT_SAY": "1", "LOCAL_RANK": "1"}), SayingLedger)
+    assert not isinstance(ledger_from_environ({"LOCAL_RANK": "0"}), SayingLedger)
+
+
+def test_the_switch_is_no_setting_that_is_unknown():
+    from tieredckpt.settings import load_settings
+
+    load_settings({"TIEREDCKPT_SAY": "1"})

@@ -1,0 +1,260 @@
+"""What the agent is told of whole steps, and what its answer means for where a job begins."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from elastic.errors import ControlLostError, DeadlineError
+from integration.hyperpod.environment import Follow
+from integration.hyperpod.progress import Account, told
+from peerstore.errors import UnavailableError
+from peerstore.records import Group
+from tests.support.neighbours import until
+from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError
+from tieredckpt.node import StepView, Survey
+from tieredckpt.overseer import Expected, account, agreed, compare, expectation, newest_whole, overseen_by
+from tieredckpt.resolve import Tier
+
+
+class Agent:
+    """The agent's end of a channel: what it was told, and what it answers."""
+
+    def __init__(self, path: object = None, error: Exception | None = None) -> None:
+        self.path, self.error = path, error
+        self.heard: list[tuple[str, dict]] = []
+
+    def connect(self) -> Agent:
+        if self.error is not None and "no elastic agent" in str(self.error):
+            raise self.error
+        return self
+
+    def say(self, kind: str, /, **fields: object) -> None:
+        self.heard.append((kind, fields))
+
+    def ask(self, kind: str, /, timeout_s: float, **fields: object) -> dict:
+        if self.error is not None:
+            raise self.error
+        return {"type": kind, "path": self.path}
+
+    def flush(self, timeout_s: float) -> None: ...
+
+    @property
+    def steps(self) -> list[object]:
+        return [fields["step"] for kind, fields in self.heard if kind == "ckpt_info_update"]
+
+
+def whole(step: int, epoch: int = 1) -> StepView:
+    return StepView(Group(epoch, step, 0, f"i{epoch}"), 1, {0: (Tier.MEMORY,)})
+
+
+def torn(step: int) -> StepView:
+    return StepView(Group(1, step, 0, "i1"), 2, {0: (Tier.MEMORY,)})
+
+
+class Session:
+    """As much of a session as an account looks at."""
+
+    def __init__(self, job: str = "job", *views: StepView, sealed: int = -1, committed: int | None = None) -> None:
+        self.job, self.views, self.sealed_step = job, views, sealed
+        self.committed = None if committed is None else Group(1, committed, 0, "i1")
+        self.surveys = 0
+        self.node = SimpleNamespace(survey=self._survey)
+        self.away = False
+
+    def _survey(self, job: str, *, fresh: bool = False) -> Survey:
+        self.surveys += 1
+        if self.away:
+            raise UnavailableError("the node agent does not answer")
+        return Survey(self.views)
+
+
+@pytest.fixture
+def made():
+    accounts: list[Account] = []
+
+    def make(agent: Agent, **options: object) -> Account:
+        accounts.append(Account(agent.connect, **options))  # type: ignore[arg-type]
+        return accounts[-1]
+
+    yield make
+    for one in accounts:
+        one.close()
+
+
+# -- what is reported -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_all_ranks_have_sealed_is_reported_once_with_its_address(made):
+    agent = Agent()
+    mine = made(agent)
+    session = Session(sealed=7, committed=7)
+    for _ in range(3):
+        mine.sealed(session)
+    until(lambda: agent.steps)
+    mine.flush()
+    assert agent.heard == [
+        ("ckpt_init", {"prefix": "tiered://job", "checkpoint_types": {"model_checkpoint": 1}}),
+        ("ckpt_info_update", {"step": 7, "path": "tiered://job/step-7", "checkpoint_type": "model_checkpoint"}),
+    ]
+
+
+def test_on_one_node_its_agent_is_asked_which_step_is_whole(made):
+    agent = Agent()
+    mine = made(agent, alone=lambda: True)
+    session = Session("job", whole(3), whole(5), torn(6), sealed=6)
+    mine.sealed(session)
+    until(lambda: agent.steps == [5])
+    session.views = (*session.views, whole(6, epoch=2))
+    until(lambda: agent.steps == [5, 6])  # it looks again by itself, as long as its own last step is not whole
+
+
+def test_what_is_not_known_to_be_whole_is_not_reported(made):
+    agent = Agent()
+    mine = made(agent)
+    session = Session(sealed=7)
+    mine.sealed(session)
+    mine.flush()
+    assert agent.steps == []
+    session.away = True
+    mine.flush()
+    assert agent.steps == []
+
+
+def test_a_rank_that_does_not_speak_says_nothing_and_is_told_nothing(made):
+    agent = Agent("tiered://job/step-3")
+    mine = made(agent, speaks=False)
+    mine.sealed(Session(sealed=7, committed=7))
+    mine.flush()
+    assert mine.expected("job") is None
+    assert agent.heard == []
+
+
+def test_the_agent_has_room_for_one_job(made):
+    agent = Agent()
+    mine = made(agent)
+    assert mine.expected("job") is None
+    assert mine.expected("another") is None
+    mine.sealed(Session("another", sealed=7, committed=7))
+    mine.flush()
+    assert [kind for kind, _ in agent.heard] == ["ckpt_init"]
+
+
+def test_after_going_back_an_older_step_is_what_there_is(made):
+    agent = Agent()
+    mine = made(agent)
+    mine.sealed(Session(sealed=7, committed=7))
+    until(lambda: agent.steps == [7])
+    mine.sealed(Session(sealed=5, committed=5))
+    until(lambda: agent.steps == [7, 5])
+
+
+# -- what was told ----------------------------------------------------------------------------------------------------
+
+
+def test_the_operators_step_is_expected(made):
+    found = made(Agent("tiered://job/step-240")).expected("job")
+    assert (found.step, found.exactly) == (240, False)
+    assert made(Agent("tiered://job/step-240"), how=Follow.TOLD).expected("job").exactly
+    assert made(Agent(None)).expected("job") is None
+
+
+@pytest.mark.parametrize("path", ["s3://b/step_240", "tiered://other/step-240", "tiered://job", 7, ["x"], "tiered://"])
+def test_a_step_that_cannot_be_read_is_unknown_and_not_none(path):
+    found = told("job", path, Follow.NEWEST)
+    assert found is not None
+    assert found.step is None
+    assert "is no step of this job" in found.said
+
+
+@hypothesis.given(st.none() | st.text() | st.integers() | st.dictionaries(st.text(), st.text()))
+@hypothesis.settings(max_examples=60)
+def test_whatever_the_agent_answers_is_understood_or_unknown(path):
+    found = told("job", path, Follow.NEWEST)
+    assert found is None or found.step is None or found.step >= 0
+    assert (found is None) == (path is None or path == "")
+
+
+@pytest.mark.parametrize(
+    "error", [DeadlineError("the agent said no ckpt_info_get"), ControlLostError("no elastic agent answers")]
+)
+def test_an_agent_that_cannot_be_asked_is_unknown(made, error):
+    mine = made(Agent(error=error))
+    found = mine.expected("job")
+    assert found.step is None
+    with pytest.raises(TierUnavailableError, match="could not be asked"):
+        compare("job", found, -1)
+    mine.sealed(Session(sealed=7, committed=7))  # training does not end for it
+    mine.flush()
+
+
+# -- where a job begins -----------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_was_somewhere_never_begins_from_nothing():
+    with pytest.raises(CheckpointNotFoundError, match="would throw away 241 steps"):
+        compare("job", Expected(240, "the agent says 240"), -1)
+
+
+def test_where_tiers_and_operator_differ_it_is_said(caplog):
+    caplog.set_level(logging.INFO)
+    compare("job", Expected(240, "it says 240"), 240)
+    compare("job", None, -1)
+    assert not caplog.records
+    compare("job", Expected(240, "it says 240"), 250)
+    compare("job", Expected(240, "it says 240"), 200)
+    compare("job", Expected(None, "it says what is no step"), 7)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "WARNING"]
+    assert "step 250 is newer and whole" in caplog.messages[0]
+    assert "going on from step 200, 40 steps are done again" in caplog.messages[1]
+    assert "going on from step 7, the newest whole one" in caplog.messages[2]
+
+
+def test_ranks_that_were_told_different_steps_agree_on_the_newest():
+    some = [None, Expected(3, "three"), Expected(None, "something"), Expected(8, "eight"), Expected(8, "eight", True)]
+    assert agreed(some) == Expected(8, "eight", True)
+    assert agreed(some[:3]) == Expected(3, "three")
+    assert agreed([None, Expected(None, "something")]) == Expected(None, "something")
+    assert agreed([None, None]) is None
+
+
+def test_all_ranks_hear_what_one_was_told(made):
+    mine = made(Agent("tiered://job/step-4"))
+
+    def from_all(text: str) -> list[str]:
+        return ["null", text]
+
+    assert expectation("job", from_all) is None
+    with overseen_by(mine):
+        assert expectation("job", from_all).step == 4
+        account(Session(sealed=5, committed=5))
+    assert expectation("job", from_all) is None
+
+
+def test_the_newest_whole_step_is_the_one_that_a_restore_would_take():
+    spoilt = StepView(Group(1, 9, 0, "i1"), 1, {0: (Tier.MEMORY,)}, quarantined="damaged")
+    session = Session("job", whole(3), torn(8), spoilt, sealed=9)
+    assert newest_whole(session, ask=False) == -1  # type: ignore[arg-type]
+    assert newest_whole(session, ask=True) == 3  # type: ignore[arg-type]
+    session.committed = Group(1, 9, 0, "i1")
+    session.surveys = 0
+    assert newest_whole(session, ask=True) == 9  # type: ignore[arg-type]
+    assert session.surveys == 0
+    assert newest_whole(session, ask=True, fresh=True) == 9  # type: ignore[arg-type]
+    assert session.surveys == 1
+
+
+def test_an_account_that_was_closed_says_nothing_more():
+    agent = Agent()
+    mine = Account(agent.connect)  # type: ignore[arg-type]
+    mine.sealed(Session(sealed=7, committed=7))
+    until(lambda: agent.steps)
+    mine.close()
+    mine.sealed(Session(sealed=8, committed=8))
+    assert agent.steps == [7]
+    assert not [one for one in threading.enumerate() if one.name == "hyperpod-progress"]

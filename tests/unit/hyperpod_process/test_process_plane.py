@@ -1,0 +1,183 @@
+"""The plane of ranks that the agent starts anew for every world: who ends when, and how."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from elastic.control.plane import Dismissed, Progress, Want
+from elastic.errors import GaveUpError, PolicyError
+from elastic.workers.store_plane import StorePlane
+from integration.hyperpod import process_plane as module
+from integration.hyperpod.environment import worker_from
+from integration.hyperpod.group_signal import GroupSignal
+from integration.hyperpod.process_plane import ProcessPlane
+from tests.support.hyperpod_agents import free_ports
+from tests.support.neighbours import until
+from tests.support.planes import PATIENCE_S, all_ready, at_once, results
+
+
+class Asked(GroupSignal):
+    """An agent's signal that a test sends to one rank."""
+
+    def send(self) -> None:
+        self._hear()
+
+
+class Told:
+    """An account of which only this is looked at."""
+
+    flushed = 0
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+
+class Node:
+    def __init__(self, rank: int, size: int, port: int, patience_s: float) -> None:
+        self.asked = Asked()
+        self.account = Told()
+        worker = worker_from(
+            {
+                "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                "GROUP_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }
+        )  # fmt: skip
+        self.plane = ProcessPlane(worker, self.asked, patience_s, self.account)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def start():
+    with contextlib.ExitStack() as stack:
+
+        def nodes(size: int, patience_s: float = PATIENCE_S) -> list[Node]:
+            (port,) = free_ports(1)
+            made = [Node(rank, size, port, patience_s) for rank in range(size)]
+            stack.callback(lambda: results(at_once(*(node.plane.close for node in made))))
+            all_ready([node.plane for node in made])
+            return made
+
+        yield nodes
+
+
+def sealed(nodes: list[Node], step: int = 8) -> None:
+    results(at_once(*(lambda n=node: n.plane.pause(step) for node in nodes)))
+    for node in nodes:
+        node.plane.sealed(step)
+
+
+def leaves(node: Node) -> None:
+    with pytest.raises(Dismissed):
+        node.plane.ready(timeout_s=PATIENCE_S)
+
+
+def test_what_one_agent_asks_all_ranks_do_once(start):
+    nodes = start(3)
+    nodes[1].asked.send()
+    until(lambda: all(node.plane.notice() is not None for node in nodes))
+    assert {node.plane.notice().want for node in nodes} == {Want.RESIZE}  # in memory: the next start is at once
+    nodes[1].plane.request(Want.RESIZE, "the same, by the script's handler")
+    nodes[2].asked.send()
+    steps = results(at_once(*(lambda p=node.plane, at=at: p.pause(at) for at, node in enumerate(nodes, 5))))
+    assert steps == [7, 7, 7]
+
+
+def test_nobody_ends_well_before_its_own_agent_has_asked(start):
+    nodes = start(2)
+    nodes[0].asked.send()
+    sealed(nodes)
+    first, second = at_once(lambda: leaves(nodes[0]), lambda: leaves(nodes[1]))
+    first.result(PATIENCE_S)
+    nodes[0].plane.close()  # the store, with the process that kept it
+    assert not second.done()
+    nodes[1].asked.send()
+    second.result(PATIENCE_S)
+    assert [node.account.flushed for node in nodes] == [1, 1]
+
+
+def test_who_is_never_asked_ends_with_an_error(start):
+    nodes = start(2, patience_s=0.0)
+    nodes[0].asked.send()
+    sealed(nodes)
+    done = at_once(lambda: leaves(nodes[0]), lambda: nodes[1].plane.ready(timeout_s=PATIENCE_S))
+    done[0].result(PATIENCE_S)
+    with pytest.raises(GaveUpError, match="was not asked to stop: ending with an error"):
+        done[1].result(PATIENCE_S)
+
+
+def test_a_pod_that_goes_away_need_not_be_asked_by_its_agent(start):
+    nodes = start(2)
+    nodes[1].plane.request(Want.RESIZE, "SIGTERM: this process is to go", deadline_s=20.0)
+    sealed(nodes)
+    nodes[0].asked.send()
+    results(at_once(lambda: leaves(nodes[0]), lambda: leaves(nodes[1])))
+
+
+def test_an_agent_that_asks_before_the_ranks_have_met_is_heard(start, monkeypatch):
+    asked = Asked()
+    asked.send()
+    monkeypatch.setattr(Node, "__init__", _with(asked, Node.__init__))
+    nodes = start(2)
+    until(lambda: all(node.plane.notice() is not None for node in nodes))
+
+
+def _with(asked, init):
+    def made(self, rank, size, port, patience_s):
+        init(self, rank, size, port, patience_s)
+        if rank == 0:
+            self.plane._asked = asked
+
+    return made
+
+
+def test_the_store_outlives_the_first_ranks_work_until_all_have_finished(start):
+    nodes = start(2)
+    for node in nodes:
+        node.plane.progress(Progress(9))
+    nodes[0].plane.finished()
+    closing = at_once(nodes[0].plane.close)[0]
+    assert not closing.done()
+    nodes[1].plane.finished()  # over the store that the first one keeps
+    nodes[1].plane.close()
+    closing.result(PATIENCE_S)
+
+
+def test_who_is_asked_after_the_last_step_does_not_wait_for_those_that_have_finished(start):
+    nodes = start(2)
+    for node in nodes:
+        node.plane.progress(Progress(9))
+    nodes[0].plane.finished()
+    nodes[1].asked.send()
+    assert nodes[1].plane.pause(9, timeout_s=PATIENCE_S) == 9
+    nodes[1].plane.finished()
+
+
+def test_a_fault_ends_the_process_with_an_error_and_keeps_nobody(start):
+    nodes = start(2)
+    nodes[1].plane.fault("out of luck")
+    until(lambda: all(node.plane.notice() is not None for node in nodes))
+    for node in nodes:
+        with pytest.raises(GaveUpError, match="whoever started it has to start the next one"):
+            node.plane.ready(timeout_s=PATIENCE_S)
+    assert [node.account.flushed for node in nodes] == [0, 0]
+
+
+def test_it_shares_the_place_of_the_store_with_what_the_script_makes_there(start):
+    (port,) = free_ports(1)
+    theirs = dist.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False, multi_tenant=True)
+    node = Node(0, 1, port, 0.0)
+    try:
+        assert node.plane.ready(timeout_s=PATIENCE_S).world_size == 1
+        theirs.set("of the script", "there")
+        assert isinstance(node.plane, StorePlane)
+    finally:
+        node.plane.close()
+
+
+def test_a_place_that_cannot_be_is_refused_before_anything_is_made():
+    with pytest.raises(PolicyError, match="is not a HyperPod worker's"):
+        module.process_plane({"RANK": "0"})
+    assert not [one for one in threading.enumerate() if one.name == "elastic-store"]

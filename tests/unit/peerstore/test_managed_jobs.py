@@ -1,0 +1,76 @@
+"""Jobs whose owner says by name what goes: the store gives nothing of them up by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from peerstore.arena import MemfdArena
+from peerstore.errors import ArenaBusyError
+from peerstore.records import ShardKey
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore
+
+PARTS = 1 << 20
+"""More than there ever are: nothing is whole."""
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Iterator[NodeStore]:
+    settings = StoreSettings(budget="1MiB", slots_per_part=2, burst_slots=1, job_ttl_s=10.0)
+    with contextlib.closing(NodeStore(MemfdArena(), settings, clock=clock)) as made:
+        yield made
+
+
+def keep(store: NodeStore, job: str, version: int, size_bytes: int = 100) -> ShardKey:
+    key = ShardKey(job, version, 1, "owner", 0, 0)
+    store.seal(store.lease(key, size_bytes, PARTS).id, size_bytes)
+    return key
+
+
+def test_slots_are_bounded_by_the_budget_and_by_nothing_else(store: NodeStore) -> None:
+    store.manage("managed", 1, "owner")
+    kept = [keep(store, "managed", version) for version in range(10)]
+    assert [fact.key for fact in store.inventory("managed")] == kept
+    with pytest.raises(ArenaBusyError):
+        keep(store, "managed", 10, (1 << 20) - 999)
+    assert store.forget("managed", [key.group for key in kept[:5]]) == 5
+    keep(store, "managed", 10, (1 << 20) - 1999)
+    assert {fact.key.version for fact in store.inventory("managed")} == {5, 6, 7, 8, 9, 10}
+
+
+def test_another_job_has_as_many_slots_as_its_writers_may_have(store: NodeStore) -> None:
+    for version in range(3):
+        keep(store, "other", version)
+    with pytest.raises(ArenaBusyError):
+        keep(store, "other", 3)
+
+
+def test_it_is_not_forgotten_although_no_process_takes_part_in_it(store: NodeStore, clock: Clock) -> None:
+    store.manage("managed", 1, "owner")
+    keep(store, "managed", 1)
+    keep(store, "other", 1)
+    clock.now = 11.0
+    store.sweep()
+    assert [fact.key.job for fact in store.inventory()] == ["managed"]
+
+
+def test_whose_it_is_is_known_before_anything_is_written(store: NodeStore) -> None:
+    store.manage("managed", 1, "owner")
+    assert store.epoch("managed") == 1
+    store.manage("managed", 1, "owner")
+    assert store.epoch("managed") == 1

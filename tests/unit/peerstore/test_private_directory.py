@@ -1,0 +1,36 @@
+"""Folders that only their user can enter, also those that are made on the way to one."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from peerstore.errors import RequestError
+from peerstore.server import private_directory
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def anybody():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def test_what_is_made_above_it_is_private_too(anybody, tmp_path):
+    private_directory(tmp_path / "node" / "agent" / "slots")
+    assert [mode_of(tmp_path / name) for name in ("node", "node/agent", "node/agent/slots")] == [0o700] * 3
+    private_directory(tmp_path / "node")  # so whoever comes later can have it as their own
+
+
+def test_what_was_there_stays_as_it_is(anybody, tmp_path):
+    (tmp_path / "shared").mkdir()
+    private_directory(tmp_path / "shared" / "mine")
+    assert (mode_of(tmp_path / "shared"), mode_of(tmp_path / "shared" / "mine")) == (0o755, 0o700)
+    with pytest.raises(RequestError, match="mode 0755"):
+        private_directory(tmp_path / "shared")
