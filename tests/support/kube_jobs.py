@@ -162,12 +162,15 @@ class RunningJob:
     def until_world(self, size: int, *, restarts: int) -> None:
         """A world of that size runs that did not when this was last asked, and is past its first steps."""
 
+        found: list[int] = []
+
         def there() -> bool:
             worlds = self.worlds()
+            found[:] = [len(worlds)]
             return len(worlds) > self._worlds and len(worlds[-1]) == size and self.step() > worlds[-1][0]["step"] + 2
 
         self.until(there, f"a world of {size}")
-        self._worlds = len(self.worlds())
+        (self._worlds,) = found
         self.until(lambda: self.holds("Running") and self.restarts() == restarts, f"{restarts} restarts")
 
     def _everything(self) -> str:
