@@ -116,6 +116,8 @@ class Jobs:
     def _begin(self, job: str, epoch: int, incarnation: str) -> None:
         """An incarnation of which processes of this node are part begins: it says what it goes on from."""
         known = self.of(job)
+        if job in self.managed:
+            raise RequestError(f"job {job} is this agent's own: call yours something else")
         group = known.loaded or (known.base.group if known.base is not None and known.base.turn else None)
         if group is not None:
             self._go_on_from(job, Base(epoch, incarnation, 0, group))

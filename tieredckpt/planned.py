@@ -34,6 +34,8 @@ class PlanNote:
     """Only for the coordinator itself."""
     whole: Group | None = None
     """The newest version the coordinator saw committed."""
+    step: int = -1
+    """Of the save this was said in: a cached plan comes with an old note."""
 
 
 @dataclass(frozen=True)

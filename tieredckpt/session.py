@@ -143,6 +143,8 @@ class Session:
         self._began_from: Group | None = None
         self.committed: Group | None = None
         """The newest version this process knows to be whole."""
+        self.unfinished: list[Group] = []
+        """What DCP's saves have sealed here and what is not known to be whole, oldest first."""
         self._planned: list[PlannedSave] = []
         self._item_bytes = 0
         self._provisional = itertools.count()
@@ -266,6 +268,25 @@ class Session:
         if torn:
             log.info("%s: steps %s were left out by some rank, given up", self.job, sorted(steps))
             self.node.store.forget(self.job, sorted(torn))
+
+    def forget_unfinished(self) -> None:
+        """Give up what DCP's saves sealed and never finished, but for the last: it takes the slots of what could be.
+
+        For a process that has just heard which version is the newest whole one. A version of this incarnation that is
+        newer than that one was left by a save that some rank failed.
+        """
+        mine, whole = self.incarnation, self.committed
+        torn = [
+            group
+            for group in self.unfinished
+            if mine is not None
+            and (group.epoch, group.incarnation) == (mine.epoch, mine.name)
+            and not (whole is not None and whole >= group)
+        ]
+        given_up, self.unfinished = torn[:-1], torn[-1:]
+        if given_up:
+            log.warning("%s: versions %s are torn, given up", self.job, [group.version for group in given_up])
+            self.node.store.forget(self.job, given_up)
 
     def _of_this_incarnation(self) -> list[ShardFact]:
         if self.incarnation is None:

@@ -120,6 +120,7 @@ class TieredWriter(Stager, StorageWriter):
                     len(plans),
                     table if part == self._rank else None,
                     whole,
+                    self._step,
                 ),
             )
             for part, plan in enumerate(plans)
@@ -185,6 +186,8 @@ class TieredWriter(Stager, StorageWriter):
         items = work.item_bytes(staged.layout)
         record = session.seal(staged, key, items, durable=self._becomes_durable(session), table=note.table)
         self._end_staging()
+        if self._collectives:
+            session.unfinished.append(record.key.group)
         self._remember(session, staged, note, planner)
         session.observe(
             saves=1,
@@ -218,6 +221,8 @@ class TieredWriter(Stager, StorageWriter):
             session.adopt(Incarnation(note.epoch, note.incarnation), note.parts)
             if note.whole is not None:
                 session.commit(note.whole)
+            if note.step == self._step:
+                session.forget_unfinished()
         elif session.incarnation is None or session.parts != note.parts:
             # A cached plan that was made for another job: the same parts, but not this job's incarnation.
             session.adopt(_agree_incarnation(session, note.parts), note.parts)

@@ -116,8 +116,8 @@ def we_save(steps, how=None, **more):
     return save(ours(**more)[0], steps, **(how or {}))
 
 
-def we_load(**more):
-    return outcome(ours(**more)[1]())
+def we_load(step=None, **more):
+    return outcome(ours(**more)[1](step))
 
 
 # -- servers --------------------------------------------------------------------------------------------------
@@ -371,13 +371,23 @@ def test_k_a_namespace_of_another_size(on, server, agent_dir):
 # -- l, m: what is kept ---------------------------------------------------------------------------------------
 
 
+def we_save_through_failures():
+    """And the next good one finds a slot."""
+    make, read = ours()
+    save(make, [1])
+    save(make, [2, 3, 4], planner=Fails)
+    assert outcome(read())[0] == 1
+    save(make, [2, 3, 4], planner=Fails)
+    save(make, [5])
+
+
 def test_l_failed_saves_do_not_evict_the_last_good_step(on, server, agent_dir):
     on(2, aws_saves, [1], server.url)
     on(2, aws_saves, [2, 3, 4], server.url, how={"planner": Fails})
     failed(on(2, aws_loads, server.url))
-    on(2, we_save, [1])
-    on(2, we_save, [2, 3, 4], how={"planner": Fails})
-    is_step(on(2, we_load), 1)
+    on(2, we_save_through_failures)
+    is_step(on(2, we_load, step=1), 1)
+    is_step(on(2, we_load), 5)
 
 
 def save_a_view(which, url):

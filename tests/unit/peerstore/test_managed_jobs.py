@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from peerstore.arena import MemfdArena
-from peerstore.errors import ArenaBusyError
+from peerstore.errors import ArenaBusyError, RequestError
 from peerstore.records import ShardKey
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
@@ -74,3 +74,12 @@ def test_whose_it_is_is_known_before_anything_is_written(store: NodeStore) -> No
     assert store.epoch("managed") == 1
     store.manage("managed", 1, "owner")
     assert store.epoch("managed") == 1
+
+
+def test_nobody_else_may_call_a_job_so(store: NodeStore) -> None:
+    store.manage("managed", 1, "owner")
+    with pytest.raises(RequestError, match="this agent's own"):
+        store.claim("managed", "trainer")
+    with pytest.raises(RequestError, match="this agent's own"):
+        store.lease(ShardKey("managed", 1, 2, "trainer", 0, 0), 100, 1)
+    keep(store, "managed", 1)

@@ -1,0 +1,112 @@
+"""The memory service as an agent is told of it: what cannot be is said before anything listens, and HTTPS."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import shutil
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peerstore.arena import MemfdArena
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore
+from tests.support.memory_servers import ask_on
+from tests.support.tls import Authority
+from tieredckpt.agent.memory_service.configured import memory_service
+from tieredckpt.agent.memory_service.options import MemoryServiceOptions
+from tieredckpt.errors import UsageError
+
+HERE = "127.0.0.1:0"
+
+
+@pytest.fixture
+def store() -> Iterator[NodeStore]:
+    with contextlib.closing(NodeStore(MemfdArena(), StoreSettings(budget="64MiB"))) as made:
+        yield made
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> tuple[Authority, Path]:
+    """An authority, and a folder with what a server needs."""
+    authority, folder = Authority(tmp_path), tmp_path / "server"
+    folder.mkdir()
+    for found, name in zip(authority.issue("server"), ("tls.crt", "tls.key"), strict=True):
+        shutil.copy(found, folder / name)
+    return authority, folder
+
+
+def talk(address: str, context: ssl.SSLContext) -> None:
+    """Put a shard of several records and pieces, get all of it and some of it."""
+    body = bytes(range(251)) * 40_000
+    with contextlib.closing(http.client.HTTPSConnection(address, timeout=60, context=context)) as connection:
+        assert ask_on(connection, "POST", "/v1/cp/namespaces/a?num_ranks=1").status == 200
+        assert ask_on(connection, "POST", "/v1/cp/checkpoints/a/0/1", body).status == 200
+        assert ask_on(connection, "GET", "/v1/cp/checkpoints/a/0/1").body == body
+        part = ask_on(connection, "GET", "/v1/cp/checkpoints/a/0/1", headers={"Range": "bytes=9000000-9500000"})
+        assert part.body == body[9_000_000:9_500_001]
+
+
+def test_over_tls(store: NodeStore, certificates: tuple[Authority, Path], tmp_path: Path) -> None:
+    authority, folder = certificates
+    options = MemoryServiceOptions(HERE, "off", tls=str(folder))
+    with memory_service(store, options, "n1", tmp_path, None):
+        address = (tmp_path / "memory-service").read_text()
+        talk(address, ssl.create_default_context(cafile=str(authority.trusted)))
+        with (
+            contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as plain,
+            pytest.raises((http.client.HTTPException, ConnectionError)),
+        ):
+            ask_on(plain, "GET", "/health")
+
+
+def test_clients_show_certificates(store: NodeStore, certificates: tuple[Authority, Path], tmp_path: Path) -> None:
+    authority, folder = certificates
+    shutil.copy(authority.trusted, folder / "ca.crt")
+    options = MemoryServiceOptions(HERE, "off", tls=str(folder))
+    with memory_service(store, options, "n1", tmp_path, None):
+        address = (tmp_path / "memory-service").read_text()
+        context = ssl.create_default_context(cafile=str(authority.trusted))
+        with (
+            contextlib.closing(http.client.HTTPSConnection(address, timeout=60, context=context)) as stranger,
+            pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)),
+        ):
+            ask_on(stranger, "GET", "/health")
+        context.load_cert_chain(*authority.issue("client"))
+        talk(address, context)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (MemoryServiceOptions("0.0.0.0:0", "off"), "memory_service_auth=open"),
+        (MemoryServiceOptions("nowhere", "off"), "neither HOST:PORT nor off"),
+        (MemoryServiceOptions("192.0.2.1:1", "open"), "cannot be served"),
+        (MemoryServiceOptions(HERE, tls="/nowhere"), "memory_service_tls"),
+        (MemoryServiceOptions(HERE, token="file:/nowhere"), "memory_service_token"),
+        (MemoryServiceOptions(HERE, nodes="static:n1=h:1", secret="file:/nowhere"), "memory_service_secret"),
+    ],
+)
+def test_what_cannot_be_is_said_at_the_start(
+    store: NodeStore, tmp_path: Path, options: MemoryServiceOptions, problem: str
+) -> None:
+    with pytest.raises(UsageError, match=problem), memory_service(store, options, "n1", tmp_path, None):
+        pass
+
+
+def test_nodes_that_cannot_reach_this_one_are_no_help(store: NodeStore, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("x" * 32)
+    options = MemoryServiceOptions(HERE, nodes="static:n1=h:1", secret=f"file:{secret}")
+    with pytest.raises(UsageError, match=r"agent.peers is off"), memory_service(store, options, "n1", tmp_path, None):
+        pass
+
+
+def test_off_is_off(store: NodeStore, tmp_path: Path) -> None:
+    with memory_service(store, MemoryServiceOptions(), "n1", tmp_path, None) as reporting:
+        assert reporting is None
+    assert store.jobs() == []
