@@ -25,12 +25,12 @@ $(TOX): requirements/tox.txt
 env: $(TOX)
 	@$(TOX) -q -e py --notest
 
-# What computes runs in two workers. What waits for processes runs one after the other: it has limits of time, and each
-# of these tests has processes for all cores. With ARGS: only what they name, in one worker.
+# In two workers: what computes test by test, what waits for processes file by file, so that what a file starts for all its
+# tests is started once. With ARGS: only what they name, in one worker.
 test: $(TOX)
 ifeq ($(strip $(ARGS)),)
 	$(TOX) -e py -- -n 2 --dist worksteal --ignore tests/e2e --ignore tests/scenario
-	$(TOX) -e py -- tests/e2e tests/scenario
+	$(TOX) -e py -- -n 2 --dist loadfile tests/e2e tests/scenario
 else
 	$(TOX) -e py -- $(ARGS)
 endif
