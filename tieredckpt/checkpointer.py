@@ -481,15 +481,15 @@ class Checkpointer:
         if not self.settings.enabled:
             return self._restoring.restore_plain(state, step)
         self._join(restoring=True)
-        report = self._restoring.restore(state, step)
-        if report is None:
+        restored, report = self._restoring.restore(state, step)
+        if restored < 0:
             self.session.base = -1
         else:
             self.last_restore = report
             self._board = self._board or board_for(self.session)
             account(self.session)
         self._prepare(state)
-        return -1 if report is None else report.step
+        return restored
 
     def _prepare(self, state: State) -> None:
         """Have slots populated and mapped while the first step computes."""

@@ -40,8 +40,11 @@ class Restoring:
         self._settings = settings
         self._together = together
 
-    def restore(self, state: State, step: int | None) -> RestoreReport | None:
-        """Fill ``state``; what was read, or None where every tier was asked and there is nothing."""
+    def restore(self, state: State, step: int | None) -> tuple[int, RestoreReport | None]:
+        """Fill ``state``: with which step, or -1 where every tier was asked and there is nothing; and what was read.
+
+        Of a plain checkpoint nothing is known but its step.
+        """
         held = keeper()
         given = None if held is None else held.hydrations.get(self._job)
         fresh = given is not None  # what was given was not there a moment ago
@@ -50,7 +53,7 @@ class Restoring:
             reader = TieredReader(self._job, step, settings=self._settings)
             reader.fresh = fresh
             if not self._anything(reader, step):
-                return None
+                return -1, None
             _make_moments(state, reader)
             _tell_saved(state, reader)
             try:
@@ -65,22 +68,20 @@ class Restoring:
                     raise error from failure
                 log.error("restore of %s: %s; trying the next older step", self._job, error)
                 continue
-            report = reader.report
-            assert report is not None  # noqa: S101 - a load that succeeded has one
-            self._hydrated(report, given)
+            self._hydrated(reader.report, given)
             if reader.unused:
                 log.warning(
                     "%s step %d: %d entries were saved but are not in the state to be restored, so left out: %s",
                     *(self._job, reader.restored_step, len(reader.unused), _some(reader.unused)),
                 )
-            return report
+            return reader.restored_step, reader.report
         if isinstance(error, PeersLostError):  # unknown, not damaged
             raise error
         raise CheckpointDamagedError(f"{self._job}: {_MAX_FALLBACKS} steps were tried and none could be loaded")
 
-    def _hydrated(self, report: RestoreReport, found: Hydration | None) -> None:
+    def _hydrated(self, report: RestoreReport | None, found: Hydration | None) -> None:
         """Say what the fault before this world has cost, where there was one."""
-        if found is None:
+        if report is None or found is None:
             return
         report.mode = "live" if found.mode == "live" and found.step == report.step else "snapshot"
         report.lost = max(0, found.reached - report.step)

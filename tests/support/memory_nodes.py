@@ -20,6 +20,7 @@ from peerstore.records import ShardFact
 from peerstore.settings import AgentPlace
 from tests.support.agents import end_agent
 from tests.support.leaks import own_name
+from tests.support.neighbours import until
 from tieredckpt.agent.memory_service.names import JOB
 from tieredckpt.agent_node import agent_command
 from tieredckpt.settings import settings_from
@@ -45,6 +46,7 @@ class MemoryNode:
 
     @property
     def address(self) -> str:
+        until((self.directory / "memory-service").exists, f"{self.name} serves")
         return (self.directory / "memory-service").read_text()
 
     @property

@@ -142,6 +142,7 @@ def undisturbed(tmp_path_factory):
     """What one rank alone learns with the fixed tree, in more steps than any story has."""
     folder = tmp_path_factory.mktemp("quiet")
     one = Story(folder, "quiet", "tree", 24)
+    one.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(folder / "agent")  # of a job with one node: not the user's own
     try:
         one.finished(one.begin(1))
         return committed(one)

@@ -48,6 +48,8 @@ def run(place: AgentPlace, args: argparse.Namespace) -> None:
 
     @contextlib.contextmanager
     def extend(store: NodeStore) -> Iterator[Extras]:
+        for told in ("http", JOB):  # where an agent that was killed was to be found
+            (place.directory / told).unlink(missing_ok=True)
         with contextlib.ExitStack() as cleanup:
             neighbourhood = _neighbourhood(store, args)
             options = options_of(args)
