@@ -152,6 +152,8 @@ def agent():
     with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
         patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")  # the agent asks S3 with what it was started with
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         open_session("first", load_settings())
         close_sessions()
         yield
