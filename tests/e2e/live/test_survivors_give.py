@@ -37,7 +37,10 @@ def started(zygote, store, size, kind, optimizer, at, environs):
             running.append(zygote.start(train, bridge.address_of(seat), *args, environ=environ))
 
         try:
-            for seat, environ in zip(seats, environs, strict=True):
+            for number, (seat, environ) in enumerate(zip(seats, environs, strict=True)):
+                if number == size:  # else one that is to wait could be the first to be there, and be given a place
+                    for one in running:
+                        one.wait_lines(1)
                 start(seat, **environ)
             yield plane, running, start
         finally:
