@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from peerstore.client import Client, connect
@@ -42,7 +43,10 @@ class MemoryNode:
         quick = "tests.support.quick_agent"
         command = [quick if word == "tieredckpt.agent" else word for word in agent_command(settings)]
         environ = {**os.environ, "PYTHONPATH": str(_ROOT)}
-        connect_or_launch(AgentPlace(self.directory), command, environ=environ, timeout_s=_PATIENCE_S).close()
+        place = AgentPlace(self.directory)
+        launch = partial(connect_or_launch, place, command, environ=environ, timeout_s=_PATIENCE_S)
+        with contextlib.closing(Client(launch)) as client:
+            client.inventory(JOB)  # one that was just killed may still take a connection, but answers nothing
 
     @property
     def address(self) -> str:
