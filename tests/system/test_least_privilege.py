@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 
@@ -48,7 +49,11 @@ def test_a_directory_of_roots_becomes_the_agents_and_it_serves_from_there(agent_
     user = confined(agent, pod)
     assert agent["securityContext"]["readOnlyRootFilesystem"] is True
     alone = ["unshare", "--mount", "--propagation=private"]
-    closed = [*alone, "sh", "-c", 'mount -o remount,bind,ro / && exec "$@"', "sh"]
+    packages = tmp_path / "packages"  # those of this environment, which may be where nobody else gets in
+    packages.mkdir()
+    env["PYTHONPATH"] += f":{packages}"
+    mounted = f"mount --bind {sysconfig.get_paths()['purelib']} {packages} && mount -o remount,bind,ro /"
+    closed = [*alone, "sh", "-c", f'{mounted} && exec "$@"', "sh"]
     assert subprocess.run([*closed, "touch", str(tmp_path / "x")], capture_output=True, timeout=60).returncode != 0
     process = subprocess.Popen(
         [*closed, *user, *agent_command(agent_dir, config, tmp_path / "labels")],
