@@ -65,9 +65,9 @@ def test_a_directory_of_roots_becomes_the_agents_and_it_serves_from_there(agent_
         assert any(" serves " in line for line in process.stderr)
         assert agent_pid(agent_dir) == process.pid
         looking = [sys.executable, "-m", "tieredckpt", "ls", "--json", "--agent-dir", str(agent_dir)]
-        ours = subprocess.run([*user, *looking], capture_output=True, text=True, env=env, timeout=60)
+        ours = subprocess.run([*closed, *user, *looking], capture_output=True, text=True, env=env, timeout=60)
         assert json.loads(ours.stdout) == {"jobs": [], "agent": True}
-        other = ["setpriv", "--reuid=10002", "--regid=10002", "--clear-groups", *looking]
+        other = [*closed, "setpriv", "--reuid=10002", "--regid=10002", "--clear-groups", *looking]
         theirs = subprocess.run(other, capture_output=True, text=True, env=env, timeout=60)
         assert theirs.returncode != 0
         process.send_signal(signal.SIGTERM)
