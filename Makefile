@@ -25,12 +25,16 @@ $(TOX): requirements/tox.txt
 env: $(TOX)
 	@$(TOX) -q -e py --notest
 
-# In two workers: what computes test by test, what waits for processes file by file, so that what a file starts for all its
-# tests is started once. With ARGS: only what they name, in one worker.
+# In two workers: what computes test by test, what starts processes file by file, so that what a file starts for all its
+# tests is started once. What waits for copies on other nodes runs alone: it has limits of time. With ARGS: only what they
+# name, in one worker.
+ALONE := tests/e2e/peers tests/e2e/hyperpod tests/scenario
+
 test: $(TOX)
 ifeq ($(strip $(ARGS)),)
 	$(TOX) -e py -- -n 2 --dist worksteal --ignore tests/e2e --ignore tests/scenario
-	$(TOX) -e py -- -n 2 --dist loadfile tests/e2e tests/scenario
+	$(TOX) -e py -- -n 2 --dist loadfile tests/e2e $(patsubst tests/e2e/%,--ignore tests/e2e/%,$(filter tests/e2e/%,$(ALONE)))
+	$(TOX) -e py -- $(ALONE)
 else
 	$(TOX) -e py -- $(ARGS)
 endif
