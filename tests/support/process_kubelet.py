@@ -239,6 +239,8 @@ def _kill(container: Container) -> None:
                 os.kill(pid, signal.SIGKILL)
         if container.process is not None:
             container.process.wait()
+    if container.process is not None:  # one that ended by itself has no mark any more, and is there until it is asked
+        container.process.wait()
 
 
 def _marked(uid: str) -> list[int]:
