@@ -23,7 +23,7 @@ from tests.support.hyperpod_processes import ACT, JOB, LIMIT
 from tests.support.leaks import own_name
 from tests.support.neighbours import until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.soak]
 
 TOTAL = 24
 FAR = 1_000
