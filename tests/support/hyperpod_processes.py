@@ -72,7 +72,7 @@ def ours(folder: Path, total: int) -> None:
         place: dict[str, Any] = {"rank": world.rank, "size": world.size, "restarts": world.restarts}
         loader = ElasticDataLoader(golden.Numbers(), PlanShares(plan, world.rank), seed=golden.SEED)
         state = {"model": bare, "optim": optimizer, "data": loader}
-        with Checkpointer(JOB) as ckpt, loader:
+        with Checkpointer(JOB, on_busy="wait") as ckpt, loader:
             first = ckpt.restore(state) + 1
             tiers = ckpt.last_restore.bytes_by_tier if ckpt.last_restore else {}
             diary.write("world", first=first, tiers=sorted(tiers), **place)
@@ -121,9 +121,13 @@ def asking(folder: Path, act: str) -> None:
         one = torch.ones(1)
         dist.all_reduce(one)
         assert int(next(loader)) == step * step
-        begun.touch()
+        if not begun.exists():
+            begun.with_suffix(".tmp").write_text(str(beside.pid))
+            begun.with_suffix(".tmp").replace(begun)
         step += 1
     survived = int(next(loader)) == step * step
+    while not (folder / f"{act}-end").exists():  # the agent signals one rank after the other: all have been by then
+        time.sleep(0.01)
     beside.communicate(b"end\n")
     said = {"step": step, "loader": survived, "beside": beside.returncode}
     (folder / f"{act}-ended-{dist.get_rank()}.tmp").write_text(json.dumps(said))

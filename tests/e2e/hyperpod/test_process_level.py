@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.support.hyperpod_processes import ACT, JOB, LIMIT
 from tests.support.leaks import own_name
 from tests.support.neighbours import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak]
+pytestmark = pytest.mark.e2e
 
 TOTAL = 24
 FAR = 1_000
@@ -211,12 +211,18 @@ def test_every_step_is_that_of_an_undisturbed_run(job, story, tmp_path):
 # -- loops that ask ---------------------------------------------------------------------------------------------------
 
 
-def stopped(job: Job, act: str) -> list[dict[str, Any]]:
-    """One agent is asked to stop gracefully, and is ready: how the ranks of both ended, as they say themselves."""
+def stopped(job: Job, act: str, signalled: Callable[[list[int]], bool]) -> list[dict[str, Any]]:
+    """One agent is asked to stop gracefully, and is ready: how the ranks of both ended, as they say themselves.
+
+    ``signalled`` is asked about the children of the asked agent's ranks: ranks wait for that before they end.
+    """
     job.say(ACT, act)
     start(job.pods)
-    until(lambda: len(list(job.folder.glob(f"{act}-begun-*"))) == 4, "all ranks are in their loop", 120)
+    until(lambda: len(list(job.folder.glob(f"{act}-begun-?"))) == 4, "all ranks are in their loop", 120)
+    children = [int((job.folder / f"{act}-begun-{rank}").read_text()) for rank in (0, 1)]
     job.pods[0].stop(graceful=True, timeout_s=100)
+    until(lambda: signalled(children), "both ranks of the agent have been signalled", 60)
+    job.say(f"{act}-end", "")
     wait(job.pods[:1], "ready")
     return until(lambda: len(found := endings(job, act)) == 4 and found, "all ranks have stopped", 60)
 
@@ -225,13 +231,19 @@ def endings(job: Job, act: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(job.folder.glob(f"{act}-ended-?"))]
 
 
+def dead(pid: int) -> bool:
+    """Ended, whether or not its parent has asked how."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def heard(job: Job, act: str) -> list[str]:
     """The ranks whose own handler was called."""
     return sorted(path.name[-1] for path in job.folder.glob(f"{act}-heard-?"))
 
 
 def test_loops_that_ask_stop_at_one_step_with_all_their_children(job):
-    ended = stopped(job, "asking")
+    ended = stopped(job, "asking", lambda _children: heard(job, "asking") == ["0", "1"])
     assert len({one["step"] for one in ended}) == 1
     assert [one["loader"] for one in ended] == [True] * 4
     assert [one["beside"] for one in ended] == [0] * 4
@@ -243,7 +255,7 @@ def test_loops_that_ask_stop_at_one_step_with_all_their_children(job):
 
 
 def test_the_shipped_one_reports_an_agent_that_nobody_asked_as_completed_and_loses_children(job):
-    ended = stopped(job, "shipped")
+    ended = stopped(job, "shipped", lambda children: all(map(dead, children)))
     wait(job.pods[1:], "completed")
     job.pods[1].stop(graceful=True, timeout_s=100)
     wait(job.pods, "ready")
