@@ -91,6 +91,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int) -> None
 
     @recoverable(policy=Policy(settle_s=settle_s))
     def train(world: World) -> None:
+        carried = Size.of("self")  # over from other worlds; what this one has comes later
         bare = bare_model()
         model = wrapped(bare, how, world)
         optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3)
@@ -104,7 +105,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int) -> None
             first = ckpt.restore(state) + 1
             found = ckpt.last_restore
             tiers = found.bytes_by_tier if found else {}
-            diary.write("world", first=first, tiers=tiers, reason=world.reason, **place, **Size.of("self"))
+            diary.write("world", first=first, tiers=tiers, reason=world.reason, **place, **carried)
             for step in world.steps(first, total, checkpoint=(ckpt, state)):
                 work = next(iter(loader))
                 mine = [batch.data for batch in work]
