@@ -2,9 +2,11 @@
 
 import contextlib
 
+import msgspec
 import pytest
 
 from peerstore.cluster.members import MembershipSettings
+from peerstore.cluster.roster import roster_of
 from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError
 from tests.support.neighbours import JOB, neighbours, until
 from tests.support.stores import MIB, content, fill, key
@@ -299,3 +301,18 @@ def test_an_agent_that_starts_again_does_not_take_nodes_for_dead_that_it_has_not
         nodes.settle(2)
         assert nodes.holders(key(2)) == {"n1", "n2"}
         assert n1.team.taken_over == 0
+
+
+def test_nodes_that_are_together_again_settle_without_waiting_for_the_next_period():
+    """A period here is longer than any test: what is settled is settled by nodes that have met at once."""
+    slow = MembershipSettings(heartbeat_s=3600.0)
+    with neighbours("n1", "n2", membership=slow) as nodes:
+        without = nodes.plan()
+        alone = msgspec.structs.replace(without, roster=roster_of(without.roster.version, [nodes["n1"].node]))
+        for node in nodes:
+            node.join(alone)
+        assert nodes["n1"].sees("n1")
+        nodes.meet()
+        nodes["n1"].write(key(1, 0), parts=2)
+        nodes["n2"].write(key(1, 1), parts=2)
+        nodes.settle(1)
