@@ -123,9 +123,9 @@ class Supervisor:
         until = self._clock() + (self.settings.grace_s if grace_s is None else grace_s)
         self._post(partial(self.seats.asked_back, until, reason))
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, over: Over = Over.STOPPED) -> None:
         """End at once."""
-        self._post(partial(self._kill_all, reason))
+        self._post(partial(self._kill_all, reason, over))
 
     def _post(self, call: Callable[[], None]) -> None:
         self._inbox.put(call)
