@@ -141,11 +141,11 @@ def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:
         heartbeat_s=task.heartbeat_s,
         environ=task.environ,
     )
-    supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer)
+    agent = NodeAgent({**os.environ, **task.environ})
+    supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, cutting=agent.cut_off)
     signal.signal(signal.SIGTERM, lambda *_: supervisor.ask_back(f"node {task.node} was asked back (SIGTERM)"))
     signal.signal(signal.SIGINT, lambda *_: supervisor.kill("interrupted"))
     signal.signal(signal.SIGUSR1, lambda *_: supervisor.kill("the job has finished", Over.FINISHED))
-    agent = NodeAgent({**os.environ, **task.environ})
     starting = threading.Thread(target=agent.start, name="elastic-agent", daemon=True)
     if task.agent:
         starting.start()

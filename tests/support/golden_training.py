@@ -101,7 +101,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int) -> None
         place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
         loader = ElasticDataLoader(Numbers(), PlanShares(plan, world.rank), seed=SEED)
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
-        with Checkpointer("tiered://golden", every=every) as ckpt, loader:
+        with Checkpointer("tiered://golden", every=every, on_busy="wait") as ckpt, loader:  # a fault may be in any save
             first = ckpt.restore(state) + 1
             found = ckpt.last_restore
             tiers = found.bytes_by_tier if found else {}

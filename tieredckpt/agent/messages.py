@@ -13,6 +13,7 @@ DAMAGED = "damaged."
 """Prefixes of the blobs this package keeps beside a job's shards."""
 
 MAX_WAIT_S = 120.0
+MAX_CUT_S = 3600.0
 """The longest the agent keeps one request waiting; a client that wants longer asks again."""
 
 
@@ -57,6 +58,10 @@ class WaitDurable(msgspec.Struct, frozen=True):
 class Join(msgspec.Struct, frozen=True):
     job: str
     plan: TeamPlan
+
+
+class CutOff(msgspec.Struct, frozen=True):
+    seconds: float
 
 
 class Nothing(msgspec.Struct, frozen=True):
