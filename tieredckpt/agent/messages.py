@@ -13,8 +13,9 @@ DAMAGED = "damaged."
 """Prefixes of the blobs this package keeps beside a job's shards."""
 
 MAX_WAIT_S = 120.0
-MAX_CUT_S = 3600.0
 """The longest the agent keeps one request waiting; a client that wants longer asks again."""
+MAX_CUT_S = 3600.0
+"""The longest it stays away from other nodes because somebody wants to see what happens then."""
 
 
 class Configure(msgspec.Struct, frozen=True):
