@@ -10,7 +10,15 @@ KIND = "HyperPodPyTorchJob"
 JOB_LABEL = "HPJob"
 REPLICA_SPEC_LABEL = "HPReplicaSpec"
 INDEX_LABEL = "HPReplicaIndex"
-KUEUE_PREFIX = "kueue.x-k8s.io/"
+WORKLOAD_LABEL = "HPWorkload"
+"""Which of the job's Workloads a pod runs for; the one name here that is ours."""
+
+KUEUE_GROUP = "kueue.x-k8s.io"
+KUEUE_VERSIONS = ("v1beta2", "v1beta1")
+"""Those that are spoken here, best first."""
+KUEUE_PREFIX = f"{KUEUE_GROUP}/"
+QUEUE_LABEL = f"{KUEUE_PREFIX}queue-name"
+PRIORITY_LABEL = f"{KUEUE_PREFIX}priority-class"
 
 HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
 UNHEALTHY = ("Unschedulable", "UnschedulablePendingReboot", "UnschedulablePendingReplacement")
