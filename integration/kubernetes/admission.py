@@ -110,11 +110,15 @@ def given_back(workload: Object, now_s: float) -> dict[str, Any]:
     return {"admission": None, "conditions": _with(workload, *changed)}
 
 
-def finished(workloads: Sequence[Object], now_s: float, *, succeeded: bool) -> list[tuple[Object, Object]]:
-    """What is to be written once a job is over: whatever its Workloads hold, or wait for, is free."""
+def finished(
+    workloads: Sequence[Object], pods: Sequence[Object], now_s: float, *, succeeded: bool
+) -> list[tuple[Object, Object]]:
+    """What is to be written once a job is over: whatever its Workloads wait for, or hold without pods, is free."""
     reason = "Succeeded" if succeeded else "Failed"
     said = _condition("Finished", True, reason, f"the job has {reason.lower()}", now_s)
-    return [(one, {"conditions": _with(one, said)}) for one in workloads if not says(one, "Finished")]
+    held = {workload_of(pod) for pod in pods if _is_there(pod, now_s)}
+    free = [one for one in workloads if not says(one, "Finished") and one["metadata"]["name"] not in held]
+    return [(one, {"conditions": _with(one, said)}) for one in free]
 
 
 def placed(

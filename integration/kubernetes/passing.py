@@ -134,9 +134,10 @@ class Passing:
             raise ConflictError(f"job {meta['name']} has changed since it was read")
         self._tell_people(job, decision)
         if decision.finished:
-            if queued is not None:
-                queued.finish(now_s, succeeded=decision.state.phase is Phase.SUCCEEDED)
-            return self._tidy(job, spec, decision.state, pods)
+            succeeded = decision.state.phase is Phase.SUCCEEDED
+            free = queued is None or queued.finish(pods, now_s, succeeded=succeeded)
+            outcome = self._tidy(job, spec, decision.state, pods)
+            return outcome if free else Outcome(self._every_s)
         self._act(decision, pods, addresses)
         self._create(job, decision, with_room, queued)
         if queued is not None and not decision.state.phase.over:

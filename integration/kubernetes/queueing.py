@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from integration.hyperpod.operator import JobSpec
-from integration.kubernetes.admission import Object, Plan, finished, plan_for, workload_of
+from integration.kubernetes.admission import Object, Plan, finished, plan_for, says, workload_of
 from integration.kubernetes.cluster import Cluster
 from integration.kubernetes.errors import AbsentError, ConflictError, RefusedError
 from integration.kubernetes.grants import Grant, flavors_of, grant_for
@@ -42,10 +42,12 @@ class Queued:
         for step in self.plan.create:
             self._create(job, step)
 
-    def finish(self, now_s: float, *, succeeded: bool) -> None:
-        """The job is over: nothing of it waits or holds anything any more."""
-        for workload, status in finished(self.workloads, now_s, succeeded=succeeded):
+    def finish(self, pods: Sequence[Object], now_s: float, *, succeeded: bool) -> bool:
+        """The job is over: nothing of it waits or holds anything any more. Whether that is true of all of it now."""
+        free = finished(self.workloads, pods, now_s, succeeded=succeeded)
+        for workload, status in free:
             self.kueue.write_workload_status(workload, status)
+        return len(free) == sum(not says(one, "Finished") for one in self.workloads)
 
     def grant(self, workload: Object, replica_spec: str) -> Grant:
         names = flavors_of(workload, replica_spec)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +102,11 @@ class RunningJob:
             },
         }
 
-    def create(self, **spec: Any) -> None:
-        self.kube.create(JOBS, self.resource(**spec))
+    def create(self, *, labels: Mapping[str, str] | None = None, **spec: Any) -> None:
+        resource = self.resource(**spec)
+        if labels is not None:
+            resource["metadata"]["labels"] = dict(labels)
+        self.kube.create(JOBS, resource)
 
     def status(self) -> dict[str, Any]:
         return self.kube.get(self.path).get("status") or {}

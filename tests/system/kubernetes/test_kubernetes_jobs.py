@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.support.kube_jobs import ControllerProcess, RunningJob
-from tests.support.kube_server import Kube, add_node
-from tests.support.process_kubelet import ProcessKubelet
-from tests.support.s3 import free_port
+from tests.support.kube_jobs import RunningJob
+from tests.support.kube_server import Kube
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -20,40 +14,7 @@ ELASTIC = {
     "minReplicas": 1, "maxReplicas": 3, "scalingTimeoutInSeconds": 120, "gracefulShutdownTimeoutInSeconds": 120,
     "faultyScaleDownTimeoutInSeconds": 120,
 }  # fmt: skip
-PATIENT, QUICK = "--silent=120", "--silent=25"
-
-
-@pytest.fixture(scope="module")
-def nodes(kube: Kube) -> list[str]:
-    names = [f"node-{number}" for number in range(4)]
-    for name in names:
-        add_node(kube, name)
-    return names
-
-
-@pytest.fixture
-def kubelet(kube: Kube, nodes: list[str], tmp_path: Path) -> Iterator[ProcessKubelet]:
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PATH": str(Path(sys.executable).parent), "HOME": "/root"}
-    paths = {"PYTHONPATH": str(Path(__file__).parents[3]), "no_proxy": "*"}
-    with ProcessKubelet(kube, tmp_path / "pods", environ={**quiet, **paths}).started() as kubelet:
-        yield kubelet
-
-
-@pytest.fixture
-def controller(request: pytest.FixtureRequest, controllers_config: Path, tmp_path: Path) -> Iterator[ControllerProcess]:
-    first = free_port()
-    ports = f"--master-ports={first}-{min(first + 40, 65535)}"
-    silent = getattr(request, "param", PATIENT)
-    with ControllerProcess(tmp_path, controllers_config, ports, silent).started() as controller:
-        yield controller
-
-
-@pytest.fixture
-def job(kube: Kube, kubelet: ProcessKubelet, controller: ControllerProcess, tmp_path: Path) -> Iterator[RunningJob]:
-    job = RunningJob(kube, kubelet, controller, tmp_path / "job", "llama")
-    yield job
-    kube.delete(job.path)
-    job.until(lambda: not job.pods() and kube.find(job.path) is None, "the job's pods go with it")
+QUICK = "--silent=25"
 
 
 def test_from_a_resource_to_its_end_with_faults_sizes_and_controllers_that_come_and_go(

@@ -71,6 +71,7 @@ class Waiting:
         for name, count in used.items():
             assert name in self.kueue.names(), "its pods are there yet"
             assert self.kueue.holds(name, "QuotaReserved"), "given back while it has pods"
+            assert not self.kueue.holds(name, "Finished"), "given up while it has pods"
             assert count <= self.kueue.pods(name)
 
     @property
