@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from integration.hyperpod.operator import JobSpec
-from integration.kubernetes.names import WORKLOAD_LABEL
+from integration.kubernetes.names import CONTENT_ANNOTATION, WORKLOAD_LABEL
 from integration.kubernetes.pods import Seat, seat_of
 from integration.kubernetes.seeing import has_ended, is_leaving
-from integration.kubernetes.workloads import CONTENT, Step, content_of, queue_of, steps_for
+from integration.kubernetes.workloads import Step, content_of, queue_of, steps_for
 
 Object = Mapping[str, Any]
 
@@ -154,7 +154,7 @@ def _assigned(workload: Object) -> dict[str, int]:
 def _is_of_no_use(job: Object, workload: Object, step: Step | None) -> bool:
     if step is None or says(workload, "Finished"):
         return True
-    content = (workload["metadata"].get("annotations") or {}).get(CONTENT)
+    content = (workload["metadata"].get("annotations") or {}).get(CONTENT_ANNOTATION)
     return not says(workload, "QuotaReserved") and content != content_of(job, step)
 
 

@@ -17,6 +17,7 @@ from elastic.world.policy import ScalingPolicy
 from integration.hyperpod.operator import JobSpec
 from integration.hyperpod.operator.sizing import shares
 from integration.kubernetes.names import (
+    CONTENT_ANNOTATION,
     GROUP,
     JOB_LABEL,
     KIND,
@@ -28,9 +29,6 @@ from integration.kubernetes.names import (
 )
 
 Object = Mapping[str, Any]
-
-CONTENT = "HPWorkloadContent"
-"""An annotation: a digest of what was asked for. A server fills in defaults, so contents cannot be compared."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def workload_for(
             "name": step.name,
             "namespace": meta["namespace"],
             "labels": {JOB_LABEL: meta["name"], f"{KUEUE_PREFIX}job-uid": meta["uid"]},
-            "annotations": {CONTENT: content_of(job, step)},
+            "annotations": {CONTENT_ANNOTATION: content_of(job, step)},
             "ownerReferences": [
                 {
                     "apiVersion": f"{GROUP}/{VERSION}",
