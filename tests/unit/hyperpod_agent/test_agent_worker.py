@@ -22,6 +22,7 @@ from integration.hyperpod.agent.words import RestartMode
 from integration.hyperpod.agent.worker import Worker, start_in, wait_rank
 from tests.support.hyperpod_socket import listening
 from tests.support.neighbours import until
+from tests.support.planes import at_once
 
 PATIENCE_S = 60.0
 
@@ -75,6 +76,27 @@ def test_a_start_that_a_fault_overtook_is_not_begun(both):
     assert found[0][1] == 1
 
 
+def test_a_start_that_is_said_again_to_another_user_of_the_connection_is_begun_once(both):
+    """Else who was at fault in it begins it again, says so, and the agent forgets the fault."""
+    worker, agent = both
+    other = worker._connection.channel(words.CHECKPOINTS)
+    begun = at_once(lambda: worker.barrier(timeout_s=PATIENCE_S))
+    assert [agent.hear()["type"] for _ in range(2)] == [words.INIT, words.AT_BARRIER]
+    start(agent, count=1)
+    assert begun[0].result(PATIENCE_S)[0].count == 1
+    assert agent.hear()["type"] == words.PAST_BARRIER
+    agent.say(words.START, client_id=other.client, worker_envs=envs(1), aggregate_worker_data={"rank_ips": []})
+    agent.say(words.RANK_INFO, worker_envs=envs(2))
+    until(lambda: worker.rank_info().count == 2)
+    worker.fault(8, RestartMode.PROCESS, "WorkerFault")
+    again = at_once(lambda: worker.barrier(timeout_s=PATIENCE_S))
+    assert [agent.hear()["type"] for _ in range(2)] == [words.FAULT, words.AT_BARRIER]
+    assert not again[0].done()
+    agent.say(words.FAULT, restart_count=1)
+    start(agent, count=1)  # by an operator that does not count: after a fault it is another one
+    assert again[0].result(PATIENCE_S)[1] == 1
+
+
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(["start", "fault", "info"]), max_size=8))
 def test_what_is_begun_is_the_newest_start_that_no_fault_came_after(said):
@@ -114,6 +136,24 @@ def test_who_waits_hears_that_the_agent_is_gone(both):
     going.join()
     until(lambda: told)
     assert "lost" in told[0]
+
+
+def test_who_waits_for_an_agent_that_does_not_read_ends_with_words(both, monkeypatch):
+    worker, agent = both
+    monkeypatch.setattr(worker_module, "DEAF_S", 0.2)
+    with pytest.raises(ControlLostError, match=r"has not read for 0\.2 s"):
+        worker.barrier(timeout_s=PATIENCE_S)
+    assert agent.hear()["type"] == words.AT_BARRIER
+
+
+def test_an_agent_that_has_read_and_says_nothing_is_waited_for(both, monkeypatch):
+    worker, agent = both
+    with pytest.raises(DeadlineError):
+        worker.barrier(timeout_s=0.01)
+    assert agent.hear()["type"] == words.AT_BARRIER
+    monkeypatch.setattr(worker_module, "DEAF_S", 0.1)
+    with pytest.raises(DeadlineError):
+        worker.barrier(timeout_s=0.5)
 
 
 def test_a_fault_carries_what_it_asks_for_and_is_on_its_way_when_it_returns(both):
