@@ -26,6 +26,7 @@ from integration.hyperpod.operator.client import AgentClient
 from integration.hyperpod.operator.command import _PORTS
 from integration.hyperpod.operator.local_pods import LocalPods
 from integration.hyperpod.operator.operating import Operating
+from integration.hyperpod.operator.seen import Answer
 from integration.hyperpod.operator.sim_place import SimPlace
 from integration.hyperpod.operator.spec import read_job
 from integration.hyperpod.operator.state import JobState
@@ -116,10 +117,33 @@ class Operated:
         """How often the pod's agent was asked that."""
         return (self.pod(name) / "agent.log").read_text(errors="replace").count(f'"POST {path} HTTP')
 
+    def answer(self, name: str) -> Answer:
+        """What the pod's agent said last."""
+        kept = self.place.kept()
+        found = [one.answer for one in kept.seen.pods if one.name == name] if kept else []
+        assert found and found[0] is not None, self.report()
+        return found[0]
+
+    def node(self, name: str) -> str:
+        return str(self._pod(name)["node"])
+
+    def ranks(self, name: str) -> set[int]:
+        """Pids of a pod's processes but its agent."""
+        mark = f"HYPERPOD_SIM_POD={self.pod(name)}".encode()
+        found = set()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    found.add(int(path.parent.name))
+        return found - {self.agent(name)}
+
     def agent(self, name: str) -> int:
         """The pid of a pod's agent."""
+        return int(self._pod(name)["pid"])
+
+    def _pod(self, name: str) -> dict[str, Any]:
         pods = msgspec.json.decode((self.place.folder / "pods.json").read_bytes())
-        return int(next(pod["pid"] for pod in pods if pod["name"] == name))
+        return next(pod for pod in pods if pod["name"] == name)
 
     def report(self) -> str:
         told = "\n".join(f"{one.reason}: {one.message}" for one in self.events)
