@@ -121,7 +121,8 @@ class Operated:
         """What the pod's agent said last."""
         kept = self.place.kept()
         found = [one.answer for one in kept.seen.pods if one.name == name] if kept else []
-        assert found and found[0] is not None, self.report()
+        assert found, self.report()
+        assert found[0] is not None, self.report()
         return found[0]
 
     def node(self, name: str) -> str:

@@ -67,7 +67,7 @@ class Connection:
 
     @property
     def unread(self) -> int:
-        """How much of what was said the agent has not taken from its socket, in the kernel's own measure; 0 for none."""
+        """How much of what was said the agent has not taken from its socket, in the kernel's own measure."""
         with contextlib.suppress(OSError, ValueError):  # it is closed
             (size,) = struct.unpack("i", fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4)))
             return int(size)

@@ -58,6 +58,9 @@ class Start(msgspec.Struct, frozen=True):
 
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PORTS = 1 << 16
+_SHOWN = 60
+_DIGITS = 9
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", COUNT)
 
 
@@ -69,8 +72,11 @@ def start_in(message: Message) -> Start:
     if missing:
         raise DamagedFrameError(f"{message['type']} without {', '.join(missing)}")
     for name in _NUMBERS:
-        if not environ.get(name, "0").isdecimal():
-            raise DamagedFrameError(f"{message['type']} with {name}={environ[name]!r}, which is no number")
+        if not environ.get(name, "0").isdecimal() or len(environ.get(name, "0")) > _DIGITS:
+            raise DamagedFrameError(f"{message['type']} with {name}={environ[name][:_SHOWN]!r}, which is no number")
+    rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= size or not 0 < port < _PORTS:
+        raise DamagedFrameError(f"{message['type']} with rank {rank} of {size} and port {port}, which cannot be")
     return Start(environ, message.get("aggregate_worker_data"))
 
 
@@ -166,7 +172,7 @@ class Worker:
             self._channel.say(words.AT_BARRIER)
 
     def _wait(self, happened: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        """A worker that nobody hears would wait for ever; one that ends with an error is seen, whoever has stopped reading."""
+        """Who is not heard any more ends with an error: that is seen, while who waits would wait for ever."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         unread, since = 0, time.monotonic()
         while not happened():

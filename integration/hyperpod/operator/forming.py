@@ -47,7 +47,7 @@ def forming(turn: Turn) -> None:
 
 
 def arranged(turn: Turn) -> None:
-    """``/update`` to processes that wait for their ranks, and to spares that take a place; then all are ready, and start."""
+    """``/update`` to processes that wait for their ranks, and to spares that take a place; then all start."""
     spares = [pod for pod in turn.members if _is_still_spare(turn, pod)]
     waiting = [pod for pod in turn.members if _wants_rank(turn, pod, {AgentState.INIT})]
     turn.do(*(placing.update(turn, pod) for pod in (*waiting, *spares)))
@@ -64,7 +64,11 @@ def arranged(turn: Turn) -> None:
 
 
 def tell_spares(turn: Turn) -> None:
-    """Theirs come behind the last one; a spare that began anew has forgotten it."""
+    """Theirs come behind the last one; a spare that began anew has forgotten it. One may come after the world began."""
+    kept = [name for name in turn.state.spares if name in turn.pods and name not in turn.state.replaced]
+    placed = {*turn.state.members, *kept}
+    late = [pod.name for pod in sizing.candidates(turn) if pod.name not in placed]
+    turn.set(spares=(*kept, *late[: max(0, turn.spec.spares - len(kept))]))
     spares = (turn.pods[name] for name in turn.state.spares if name in turn.pods)
     turn.do(*(placing.update(turn, pod) for pod in spares if _wants_rank(turn, pod, _IDLE)))
 

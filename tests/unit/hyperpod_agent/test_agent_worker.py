@@ -16,7 +16,7 @@ from integration.hyperpod.agent import words
 from integration.hyperpod.agent import worker as worker_module
 from integration.hyperpod.agent.connection import Connection
 from integration.hyperpod.agent.escalating import OFFENDER, health_labels, restart_mode
-from integration.hyperpod.agent.frames import DamagedFrameError
+from integration.hyperpod.agent.frames import DamagedFrameError, encode
 from integration.hyperpod.agent.modes import MODE, SOCKET, Mode, mode_of
 from integration.hyperpod.agent.words import RestartMode
 from integration.hyperpod.agent.worker import Worker, start_in, wait_rank
@@ -113,6 +113,34 @@ def test_what_is_begun_is_the_newest_start_that_no_fault_came_after(said):
         assert (begun.count, faults) == (len(said), said.count("fault"))
         worker.close()
         agent.close()
+
+
+def test_what_comes_out_of_order_or_unasked_disturbs_nobody(both):
+    worker, agent = both
+    asking = worker._connection.channel(words.CHECKPOINTS)
+    assert agent.hear()["type"] == words.INIT
+    agent.say(words.RANK_INFO, worker_envs=envs(7))  # for a start that comes first
+    agent.say(words.CHECKPOINT_GET, client_id="another's", path="of another's question")
+    agent.say(words.FAULT, restart_count=["no number"], client_id={"no": "name"})
+    agent.say(words.INVALID, client_id=asking.client)
+    start(agent, count=1)
+    agent.say(words.PAST_BARRIER)
+    agent.say(words.AT_BARRIER, client_id=asking.client)
+    until(lambda: worker._known is not None and worker._known.count == 1)
+    begun, faults = worker.barrier(timeout_s=PATIENCE_S)
+    assert (begun.count, faults) == (1, 1)
+    assert asking.take(words.INVALID, timeout_s=PATIENCE_S)["client_id"] == asking.client
+
+
+def test_an_agent_that_goes_in_the_middle_of_a_frame_is_lost_with_words(both):
+    worker, agent = both
+    whole = encode({"type": words.START, "worker_envs": envs(3)})
+    waiting = at_once(lambda: worker.barrier(timeout_s=PATIENCE_S))
+    assert agent.hear()["type"] == words.AT_BARRIER
+    agent.sock.sendall(whole[:-5])
+    agent.close()
+    with pytest.raises(ControlLostError, match="within a frame"):
+        waiting[0].result(PATIENCE_S)
 
 
 def test_every_fault_is_told_and_none_twice(both):
@@ -256,7 +284,21 @@ def test_a_mode_that_cannot_be_known_is_no_guess(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "said", [{}, {"worker_envs": None}, {"worker_envs": [1]}, {"worker_envs": {"RANK": 0}}, {"worker_envs": envs("x")}]
+    "said",
+    [
+        {},
+        {"worker_envs": None},
+        {"worker_envs": [1]},
+        {"worker_envs": {"RANK": 0}},
+        {"worker_envs": envs("x")},
+        {"worker_envs": envs(rank=[8])},
+        {"worker_envs": envs(rank={"of": 8})},
+        {"worker_envs": envs(rank=-1)},
+        {"worker_envs": envs(rank=16)},
+        {"worker_envs": envs(rank="8" * 5000)},
+        {"worker_envs": {**envs(), "MASTER_PORT": 0}},
+        {"worker_envs": {**envs(), "MASTER_PORT": 65536}},
+    ],
 )
 def test_a_start_that_names_no_place_is_damaged(said):
     with pytest.raises(DamagedFrameError, match="job_start with"):

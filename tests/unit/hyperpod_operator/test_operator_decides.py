@@ -162,6 +162,18 @@ def test_in_process_spares_know_their_rank_and_wait():
     assert not cluster.agents[spare].starts
 
 
+def test_a_spare_that_comes_later_is_one_too():
+    cluster = Cluster(job(2, spares=1), in_process=True)
+    cluster.room = 2
+    cluster.until(lambda: cluster.runs(2))
+    assert cluster.state.spares == ()
+    cluster.room = None
+    cluster.until(lambda: cluster.state.spares)
+    (name,) = cluster.state.spares
+    cluster.until(lambda: cluster.agents[name].state is READY)
+    assert [(body.rank, body.spare) for _, body in cluster.agents[name].updates] == [(2, True)]
+
+
 def test_an_in_process_spare_is_told_its_place_before_it_is_started():
     cluster = running(job(2, spares=1), 2, in_process=True)
     (name,) = cluster.state.spares
