@@ -30,6 +30,8 @@ _WITHIN_S = 60.0
 _AGAIN_S = 0.2
 _HEARD_S = 5.0
 """After that it is known without being told."""
+_UNHEARD_S = 5.0
+"""Beyond what a node may take to end: who is still there then was cut off when the job was over."""
 INTERRUPTED = 130
 
 
@@ -56,6 +58,7 @@ class Launcher:
         self._leader: Running | None = None
         self._status: int | None = None
         """How the coordinator ended."""
+        self._over_at: float | None = None
         self._restarts: collections.deque[float] = collections.deque()
         self._address = nodes[0].coordinator if nodes else ""
         self._interrupts = 0
@@ -119,7 +122,7 @@ class Launcher:
         """The ranks do not notice: it is started again, where it was, and learns the job from the nodes."""
         self._leader = None
         if status in STATUS.values() or self._coordinator is None or not self._address or self._ending.is_set():
-            self._status = status
+            self._status, self._over_at = status, time.monotonic()
             return
         now = time.monotonic()
         self._restarts.append(now)
@@ -138,8 +141,18 @@ class Launcher:
         try:
             happened = self._inbox.get(timeout=_AGAIN_S)
         except queue.Empty:
+            self._tell_unheard()
             return
         happened()
+
+    def _tell_unheard(self) -> None:
+        """Nodes that were cut off when the coordinator ended for good would wait for it much longer."""
+        longest_s = max((task.end_s for task in self._nodes), default=0.0)
+        if self._over_at is None or time.monotonic() - self._over_at < longest_s + _UNHEARD_S:
+            return
+        self._over_at = None
+        for running in self._running.values():
+            running.signal(signal.SIGINT if self._status else signal.SIGUSR1)
 
     def _is_done(self) -> bool:
         if self._coordinator is None:

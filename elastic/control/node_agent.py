@@ -15,6 +15,7 @@ from peerstore.errors import PeerStoreError
 from peerstore.launch import connect_or_launch
 from peerstore.owners import started_at
 from peerstore.settings import AgentPlace
+from tieredckpt.agent.messages import CutOff
 from tieredckpt.agent_node import agent_command
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.settings import load_settings
@@ -51,6 +52,16 @@ class NodeAgent:
             self._mine = place
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.warning("the node agent was not started: %s", error)
+
+    def cut_off(self, seconds: float) -> None:
+        """Have it reach no other node's agent for so long. One that other jobs use as well is left alone."""
+        needing = self._needing
+        if needing is None or not self._environ.get("TIEREDCKPT_AGENT_DIRECTORY"):
+            return
+        try:
+            needing.call("cut_off", CutOff(seconds), type(None))
+        except PeerStoreError as error:
+            log.warning("the node agent was not cut off: %s", error)
 
     def end(self) -> None:
         """The job has succeeded: nobody will ask for its memory again."""

@@ -10,6 +10,7 @@ import os
 import queue
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Supervisor:
         *,
         spawn: Spawn = Running,
         terminal: IO[bytes] | None = None,
+        cutting: Callable[[float], None] = lambda _seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
@@ -85,7 +87,7 @@ class Supervisor:
             new_life=self._new_life,
             wanted_spares=settings.spares,
         )
-        self._spawn, self._terminal, self._clock = spawn, terminal, clock
+        self._spawn, self._terminal, self._cutting, self._clock = spawn, terminal, cutting, clock
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Any] = {}
         self._lines: dict[str, Line] = {}
@@ -123,9 +125,9 @@ class Supervisor:
         until = self._clock() + (self.settings.grace_s if grace_s is None else grace_s)
         self._post(partial(self.seats.asked_back, until, reason))
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, over: Over = Over.STOPPED) -> None:
         """End at once."""
-        self._post(partial(self._kill_all, reason))
+        self._post(partial(self._kill_all, reason, over))
 
     def _post(self, call: Callable[[], None]) -> None:
         self._inbox.put(call)
@@ -213,6 +215,7 @@ class Supervisor:
                 self._running[effect.token].signal(signal.SIGKILL)
             elif isinstance(effect, Cut):
                 self._link.cut(effect.seconds)
+                threading.Thread(target=self._cutting, args=(effect.seconds,), name="elastic-cut", daemon=True).start()
             elif isinstance(effect, Inject):
                 self._inject(effect.injection)
 

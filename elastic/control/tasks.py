@@ -122,7 +122,7 @@ def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
 
 
 def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:
-    """Be a node's supervisor. SIGTERM: this machine is asked back. SIGINT: end now."""
+    """Be a node's supervisor. SIGTERM: this machine is asked back. SIGINT: end now. SIGUSR1: the job has finished."""
     from elastic.control.node_agent import NodeAgent
     from elastic.control.supervisor import Supervisor, SupervisorSettings
 
@@ -141,10 +141,11 @@ def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:
         heartbeat_s=task.heartbeat_s,
         environ=task.environ,
     )
-    supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer)
+    agent = NodeAgent({**os.environ, **task.environ})
+    supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, cutting=agent.cut_off)
     signal.signal(signal.SIGTERM, lambda *_: supervisor.ask_back(f"node {task.node} was asked back (SIGTERM)"))
     signal.signal(signal.SIGINT, lambda *_: supervisor.kill("interrupted"))
-    agent = NodeAgent({**os.environ, **task.environ})
+    signal.signal(signal.SIGUSR1, lambda *_: supervisor.kill("the job has finished", Over.FINISHED))
     starting = threading.Thread(target=agent.start, name="elastic-agent", daemon=True)
     if task.agent:
         starting.start()

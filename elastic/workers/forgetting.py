@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,6 +57,30 @@ def forget_world(*, fault: bool) -> None:
     gc.collect()  # modules and their hooks are cycles: their memory is wanted for the next world
 
 
+def forget_frames(error: BaseException) -> None:
+    """Keep what an error and those before it say, also where they were raised, but nothing that was at hand there.
+
+    A model, say, with its groups and their threads. Frames that are only cleared would still hold their functions, and
+    these what they close over.
+    """
+    known: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is None or id(one) in known:
+            continue
+        known.add(id(one))
+        left += [one.__cause__, one.__context__]
+        if one.__traceback__ is not None:
+            traceback.clear_frames(one.__traceback__)  # somebody else may have kept it
+            note = getattr(one, "add_note", None)  # not before Python 3.11
+            if note is not None:
+                note(
+                    "".join(["It was raised here (most recent call last):\n", *traceback.format_tb(one.__traceback__)])
+                )
+            one.__traceback__ = None
+
+
 def forget_meshes() -> None:
     """Have DTensor compute every sharding anew, with the meshes of the next world."""
     api: Any = sys.modules.get(f"{_TENSOR}_api")
@@ -72,6 +97,8 @@ def forget_meshes() -> None:
         ("_collective_utils", ("MeshTopoInfo", "build_from_mesh")),
     ):
         _clear(sys.modules.get(_TENSOR + module), path)
+    # Their keys hold the mesh weakly, their values hold it, and all its groups with their threads, for good.
+    getattr(sys.modules.get(f"{_TENSOR}_redistribute"), "clear_redistribute_planner_cache", _nothing)()
     _on_every_thread(getattr(sys.modules["torch"]._C, "_clear_DTensor_sharding_propagator_cache", _nothing))
 
 

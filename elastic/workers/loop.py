@@ -6,7 +6,6 @@ import enum
 import functools
 import logging
 import os
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from elastic.control.plane import Assignment, ControlPlane, Dismissed, Notice, W
 from elastic.errors import ElasticError, GaveUpError, NonFiniteLossError, UnhealthyError, WorldChanged
 from elastic.inject.arming import Arming, armed
 from elastic.workers.blame import may_be_a_consequence
-from elastic.workers.forgetting import forget_world, only_what_worlds_made
+from elastic.workers.forgetting import forget_frames, forget_world, only_what_worlds_made
 from elastic.workers.gate import Gate
 from elastic.workers.groups import Groups, NoGroups, address_of, groups_of
 from elastic.workers.health import DeviceHealth, Health
@@ -257,7 +256,7 @@ class _Rank(Generic[T]):
             log.info("epoch %d has ended: %s", place.epoch, change)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - a user's callback; torch derives the latter from BaseException
             well = self._failed(world, gate, error)
-            traceback.clear_frames(error.__traceback__)  # else what they hold, a model say, stays beside the next one
+            forget_frames(error)  # else what they hold, a model say, stays beside the next one
         finally:
             self._faults.leave()
             self._steps = max(self._steps, world.completed)

@@ -98,6 +98,19 @@ class Membership:
             pings.append(Ping(member.node, self.gossip_for(name)))
         return tuple(pings)
 
+    def meet(self, now: float) -> tuple[Ping, ...]:
+        """Whom to ping at once, since the roster is new: the next ones on the ring that nobody has seen.
+
+        Until they answer there may be no quorum, and nobody knows whether they live: that need not take a period.
+        """
+        now = self._arrive(now)
+        unseen = [name for name in self._ring if self._members[name].rumour is None and name not in self._sent]
+        pings = []
+        for name in unseen[: self.settings.neighbours + 1]:
+            self._sent[name] = _Sent(now, believed=False)
+            pings.append(Ping(self._members[name].node, self.gossip_for(name)))
+        return tuple(pings)
+
     def gossip_for(self, node: NodeId) -> Gossip:
         """What to tell ``node``: about this node, what is said about itself, and the latest."""
         told = [self._me]

@@ -22,6 +22,7 @@ from peerstore.peers.team import Team
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore
 from peerstore.transport.seam import Listener, Transport
+from peerstore.transport.severable import Severable
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Neighbourhood(SealListener):
     ) -> None:
         self._store = store
         self._identity = identity
-        self._transport = transport
+        self._transport = Severable(transport)
         self._blobs_of = blobs_of
         self._lock = threading.RLock()
         self._teams: dict[str, Team] = {}
@@ -96,6 +97,11 @@ class Neighbourhood(SealListener):
             team.close()
         self.desk.close()
         self._transport.close()
+
+    def cut_off(self, seconds: float) -> None:
+        """Have this node reach no other, and no other this one, for so long: a partition on purpose."""
+        log.warning("cut off from all other nodes for %g s, on purpose", seconds)
+        self._transport.cut(seconds)
 
     # -- who I am -----------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from peerstore.cluster.discovery import Discovery
@@ -171,6 +172,9 @@ class Tending:
                 self._newcomers.announce(self._clock(), roster, self._members.living)
         if news:
             log.info("job %s: roster %d has %d nodes", self._pass.job, roster.version, len(roster.nodes))
+            with self._lock:
+                pings = self._members.meet(self._clock())
+            self._send(pings)
             self._noticed()
 
     def pinged(self, sender: NodeId, ping: Ping) -> Ping:
@@ -211,10 +215,7 @@ class Tending:
             before = self._members.changes
             with self._lock:
                 pings = self._members.tick(self._clock())
-            for ping in pings:
-                if self._stop.is_set():
-                    return
-                self._pool.submit(self._ping, ping)
+            self._send(pings)
             waited, self._waited = self._waited, self._newcomers.met(self._clock(), self._members.living)
             if self._members.changes != before or waited != self._waited:
                 self._noticed()
@@ -233,6 +234,11 @@ class Tending:
             self.set_roster(discovery.roster())
         except PeerStoreError as error:
             log.warning("job %s: who belongs to it could not be found out: %s", self._pass.job, error)
+
+    def _send(self, pings: Iterable[PingOut]) -> None:
+        with contextlib.suppress(RuntimeError):  # it is closed meanwhile, and nobody waits for an answer any more
+            for ping in pings:
+                self._pool.submit(self._ping, ping)
 
     def _ping(self, ping: PingOut) -> None:
         node, before = ping.node.id, self._members.changes

@@ -1,4 +1,7 @@
-"""One suite over every transport: between two ends in this process, by memory, TCP, and TCP with TLS."""
+"""One suite over every transport: between two ends in this process, by memory, TCP, and TCP with TLS.
+
+``severable`` is memory that can be cut off and is not.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from peerstore.transport.seam import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, FileSl
 from tests.support.wires import PATIENCE_S, wire, without_nixl
 
 MIB = 1 << 20
-KINDS = ["memory", "tcp", "tls", *([] if without_nixl() else ["nixl"])]
+KINDS = ["memory", "severable", "tcp", "tls", *([] if without_nixl() else ["nixl"])]
 MORE_THAN_BUFFERS = 64 * MIB
 
 

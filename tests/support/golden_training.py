@@ -91,6 +91,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int) -> None
 
     @recoverable(policy=Policy(settle_s=settle_s))
     def train(world: World) -> None:
+        carried = Size.of("self")  # over from other worlds; what this one has comes later
         bare = bare_model()
         model = wrapped(bare, how, world)
         optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3)
@@ -100,11 +101,11 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int) -> None
         place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
         loader = ElasticDataLoader(Numbers(), PlanShares(plan, world.rank), seed=SEED)
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
-        with Checkpointer("tiered://golden", every=every) as ckpt, loader:
+        with Checkpointer("tiered://golden", every=every, on_busy="wait") as ckpt, loader:  # a fault may be in any save
             first = ckpt.restore(state) + 1
             found = ckpt.last_restore
             tiers = found.bytes_by_tier if found else {}
-            diary.write("world", first=first, tiers=tiers, reason=world.reason, **place, **Size.of("self"))
+            diary.write("world", first=first, tiers=tiers, reason=world.reason, **place, **carried)
             for step in world.steps(first, total, checkpoint=(ckpt, state)):
                 work = next(iter(loader))
                 mine = [batch.data for batch in work]

@@ -15,6 +15,7 @@ import pytest
 from peerstore.transport.memory import MemoryNetwork
 from peerstore.transport.nixl import NixlTransport
 from peerstore.transport.seam import Channel, Listener, Transport
+from peerstore.transport.severable import Severable
 from peerstore.transport.tcp import TcpTransport
 from tests.support.tls import node_files
 
@@ -84,10 +85,11 @@ def nixl_wire(timeout_s: float) -> Iterator[Wire]:
 
 @contextlib.contextmanager
 def wire(kind: str, directory: Path, *, timeout_s: float = PATIENCE_S) -> Iterator[Wire]:
-    """``memory``, ``tcp``, ``tls`` or ``nixl``, both ends of which wait ``timeout_s`` in the middle of a message."""
-    if kind == "memory":
+    """One of a kind of the contract suite, both ends of which wait ``timeout_s`` in the middle of a message."""
+    if kind in ("memory", "severable"):
         network = MemoryNetwork()
-        made = Wire(network.transport("n1", timeout_s=timeout_s), network.transport("n2", timeout_s=timeout_s), "n2:0")
+        ends: list[Transport] = [network.transport(name, timeout_s=timeout_s) for name in ("n1", "n2")]
+        made = Wire(*(map(Severable, ends) if kind == "severable" else ends), "n2:0")
     elif kind == "nixl":
         with nixl_wire(timeout_s) as made, contextlib.closing(made):
             yield made

@@ -14,6 +14,8 @@ DAMAGED = "damaged."
 
 MAX_WAIT_S = 120.0
 """The longest the agent keeps one request waiting; a client that wants longer asks again."""
+MAX_CUT_S = 3600.0
+"""The longest it stays away from other nodes because somebody wants to see what happens then."""
 
 
 class Configure(msgspec.Struct, frozen=True):
@@ -57,6 +59,10 @@ class WaitDurable(msgspec.Struct, frozen=True):
 class Join(msgspec.Struct, frozen=True):
     job: str
     plan: TeamPlan
+
+
+class CutOff(msgspec.Struct, frozen=True):
+    seconds: float
 
 
 class Nothing(msgspec.Struct, frozen=True):

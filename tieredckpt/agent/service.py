@@ -28,6 +28,7 @@ from tieredckpt.agent.messages import (
     DAMAGED,
     DURABLE,
     LAYOUT,
+    MAX_CUT_S,
     MAX_WAIT_S,
     QUARANTINE,
     RESTORED,
@@ -35,6 +36,7 @@ from tieredckpt.agent.messages import (
     AskDurability,
     AskSurvey,
     Configure,
+    CutOff,
     Describe,
     Join,
     Nothing,
@@ -231,6 +233,9 @@ class NodeService(SealListener):
 
     def join(self, job: str, plan: TeamPlan) -> None:
         self._neighbourhood().join(job, plan)
+
+    def cut_off(self, seconds: float) -> None:
+        self._neighbourhood().cut_off(seconds)
 
     def me(self) -> PeerNode | None:
         return self.others.neighbourhood.me if self.others is not None else None
@@ -474,6 +479,7 @@ def node_operations(node: NodeService) -> dict[str, Operation]:
         "quarantine": Operation(Quarantine, none, lambda a, _: node.quarantine(a.job, a.group, a.reason)),
         "restored": Operation(Restored, none, lambda a, _: node.restored(a.job, a.group, a.rank)),
         "join": Operation(Join, none, lambda a, _: node.join(a.job, a.plan)),
+        "cut_off": Operation(CutOff, none, lambda a, _: node.cut_off(min(max(a.seconds, 0.0), MAX_CUT_S))),
         "me": Operation(Nothing, PeerNode | None, lambda *_: node.me()),
         "acquaintance": Operation(OfJob, Acquaintance | None, lambda a, _: node.acquaintance(a.job)),
         "passport": Operation(OfJob, Passport | None, lambda a, _: node.passport(a.job)),

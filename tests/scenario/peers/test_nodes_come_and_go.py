@@ -2,9 +2,11 @@
 
 import contextlib
 
+import msgspec
 import pytest
 
 from peerstore.cluster.members import MembershipSettings
+from peerstore.cluster.roster import roster_of
 from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError
 from tests.support.neighbours import JOB, neighbours, until
 from tests.support.stores import MIB, content, fill, key
@@ -299,3 +301,33 @@ def test_an_agent_that_starts_again_does_not_take_nodes_for_dead_that_it_has_not
         nodes.settle(2)
         assert nodes.holders(key(2)) == {"n1", "n2"}
         assert n1.team.taken_over == 0
+
+
+def test_a_node_that_was_cut_off_on_purpose_catches_up():
+    with neighbours("n1", "n2", "n3") as nodes:
+        save(nodes, 1)
+        nodes.settle(1)
+        nodes["n1"].neighbourhood.cut_off(3600.0)
+        until(lambda: not nodes["n1"].team.tending.quorum, "n1 is alone")
+        until(lambda: nodes["n2"].sees("n2", "n3"), "n2 does without n1")
+        keys = save(nodes, 2)
+        until(lambda: nodes["n3"].holds(keys[1]), "those that see each other go on")
+        assert [node.settled for node in nodes] == [1, 1, 1]
+        nodes["n1"].neighbourhood.cut_off(0.0)
+        nodes.settle(2)
+        expect(nodes, keys, copies=2)
+
+
+def test_nodes_that_are_together_again_settle_without_waiting_for_the_next_period():
+    """A period here is longer than any test: what is settled is settled by nodes that have met at once."""
+    slow = MembershipSettings(heartbeat_s=3600.0)
+    with neighbours("n1", "n2", membership=slow) as nodes:
+        without = nodes.plan()
+        alone = msgspec.structs.replace(without, roster=roster_of(without.roster.version, [nodes["n1"].node]))
+        for node in nodes:
+            node.join(alone)
+        assert nodes["n1"].sees("n1")
+        nodes.meet()
+        nodes["n1"].write(key(1, 0), parts=2)
+        nodes["n2"].write(key(1, 1), parts=2)
+        nodes.settle(1)

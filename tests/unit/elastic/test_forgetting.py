@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 import weakref
 
 import pytest
@@ -10,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastic.workers.forgetting import forget_world, only_what_worlds_made
+from elastic.workers.forgetting import forget_frames, forget_world, only_what_worlds_made
 from tieredckpt.session import open_session
 from tieredckpt.settings import Settings
 from tieredckpt.testing import memory_node
@@ -49,6 +50,63 @@ def test_without_forgetting_it_would_not():
     assert rows_of(3) == [6] * 4
     assert rows_of(1) != [2] * 4
     forget_world(fault=False)
+
+
+def test_groups_of_a_world_are_gone_with_it():
+    """Each has threads and descriptors: held by one cached plan of a redistribution they would stay to the end."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    mesh = init_device_mesh("cpu", (4,))
+    group, gone = weakref.ref(dist.group.WORLD), weakref.ref(mesh)
+    like_no_other = torch.ones(2, 17)
+    DTensor.from_local(like_no_other, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+    del mesh
+    dist.destroy_process_group()
+    forget_world(fault=False)
+    assert gone() is None
+    assert group() is None
+
+
+class Model:
+    """As torch calls a module: by a function that closes over it."""
+
+    def __call__(self, deep):
+        def inner():
+            return self.forward(deep)
+
+        return inner()
+
+    def forward(self, deep):
+        try:
+            raise ValueError("bad sample")
+        except ValueError as error:
+            if deep:
+                raise KeyError("no such row") from error
+            raise
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_an_error_that_is_kept_holds_nothing_but_words(deep):
+    model = Model()
+    gone = weakref.ref(model)
+    with pytest.raises((ValueError, KeyError)) as caught:
+        model(deep)
+    kept = caught.value
+    del model, caught
+    gc.collect()
+    assert gone() is not None
+    forget_frames(kept)
+    gc.collect()
+    assert gone() is None
+    said = "".join(traceback.format_exception(kept))
+    assert "bad sample" in said
+    assert said.count("in forward") == 1 + deep
+    assert ("no such row" in said) is deep
+
+
+def test_an_error_that_is_its_own_context_is_forgotten_too():
+    first, second = ValueError("first"), ValueError("second")
+    first.__context__, second.__context__ = second, first
+    forget_frames(first)
 
 
 def test_plans_of_dcp_are_forgotten():

@@ -44,6 +44,37 @@ def periods(member: Membership, count: int, *, start: float, answers=frozenset()
     return start
 
 
+# -- meeting ---------------------------------------------------------------------------------------------------------
+
+
+def test_who_was_not_seen_yet_is_pinged_when_the_roster_is_new():
+    member = view(sees=[N3])
+    met = {ping.node.id for ping in member.meet(0.0)}
+    assert met == {N2.id, N4.id, N5.id}
+    assert member.meet(0.0) == ()  # they have not answered yet
+    assert not {ping.node.id for ping in member.tick(0.5)} & met
+    for name in met:
+        member.answered(0.6, name)
+        member.heard(0.6, name, says(lives(node(name))))
+    assert member.quorum
+    assert member.meet(0.7) == ()
+
+
+def test_in_a_large_job_only_the_next_ones_are():
+    many = nodes(1000)
+    member = Membership(many[0], 1, MembershipSettings(neighbours=4), seed=1)
+    member.set_roster(0.0, roster_of(1, many))
+    assert len(member.meet(0.0)) == 5
+
+
+def test_who_does_not_answer_at_once_is_asked_again_with_the_periods():
+    member = view(roster=roster_of(1, [N1, N2]))
+    (ping,) = member.meet(0.0)
+    member.failed(0.1, ping.node.id)
+    assert member.standing(N2.id) is DEAD
+    assert [ping.node.id for ping in member.tick(1.0)] == [N2.id]
+
+
 # -- suspicion and death ----------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,22 @@
+"""A node that is cut off while the job ends hears of it all the same: whoever started it waits for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.inject import Faults, Phase
+from tests.support.golden_runs import assert_all_happened_once, golden
+
+pytestmark = pytest.mark.e2e
+
+__all__ = ["golden"]
+
+
+@pytest.mark.timeout(300)
+def test_the_run_ends_with_the_job(golden) -> None:
+    job = golden("fsdp", Faults().at(step=4, phase=Phase.FORWARD, rank=1).partition(600))
+    run = job.begin()
+    job.see_through(run, 240)
+    assert_all_happened_once(job)
+    assert "cannot be reached" in job.output()
+    assert not job.pids()
