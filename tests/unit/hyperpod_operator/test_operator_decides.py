@@ -20,7 +20,7 @@ from integration.hyperpod.operator import (
     status_of,
 )
 from integration.hyperpod.operator.seen import Situation
-from tests.support.imagined_agents import COMPLETED, FAULTED, READY, Cluster
+from tests.support.imagined_agents import COMPLETED, FAULTED, INIT, READY, STOPPING, Cluster
 
 ELASTIC = {"minReplicas": 1, "maxReplicas": 4, "gracefulShutdownTimeoutInSeconds": 30, "scalingTimeoutInSeconds": 10}
 
@@ -188,6 +188,27 @@ def test_an_in_process_spare_is_told_its_place_before_it_is_started():
     assert told[0][1:] == (2, True)
     assert [(state, body.rank) for state, body in spare.starts] == [(READY, 0)]
     assert spare.updates[-1][1].version == spare.starts[0][1].version
+
+
+def test_an_agent_that_is_never_ready_again_gives_its_place_to_a_spare():
+    """One that hears its processes no more."""
+    spec = job(2, spares=1)
+    spec = msgspec.structs.replace(spec, policy=msgspec.structs.replace(spec.policy, restart_timeout_s=20.0))
+    cluster = running(spec, 2, in_process=True)
+    (spare,) = cluster.state.spares
+    deaf = cluster.members[0]
+
+    def begin_anew() -> None:
+        if deaf.state is STOPPING:
+            deaf.to(INIT)
+        deaf.ranked, deaf.version = False, None
+
+    deaf.pass_time = begin_anew
+    deaf.fail()
+    cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
+    assert [one.name for one in cluster.members] == [spare, "p1"]
+    assert "StartTimeout" in cluster.events
+    assert deaf.gone
 
 
 def test_a_spare_that_takes_no_word_is_started_all_the_same():
