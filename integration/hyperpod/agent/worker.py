@@ -75,9 +75,11 @@ def start_in(message: Message) -> Start:
         if not environ.get(name, "0").isdecimal() or len(environ.get(name, "0")) > _DIGITS:
             raise DamagedFrameError(f"{message['type']} with {name}={environ[name][:_SHOWN]!r}, which is no number")
     rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if rank >= size or not 0 < port < _PORTS:
+    start = Start(environ, message.get("aggregate_worker_data"))
+    behind = message["type"] == words.RANK_INFO or start.is_spare  # spares are numbered on
+    if (rank >= size and not behind) or not 0 < port < _PORTS:
         raise DamagedFrameError(f"{message['type']} with rank {rank} of {size} and port {port}, which cannot be")
-    return Start(environ, message.get("aggregate_worker_data"))
+    return start
 
 
 class Worker:

@@ -305,6 +305,11 @@ def test_a_start_that_names_no_place_is_damaged(said):
         start_in({"type": words.START, **said})
 
 
+def test_a_spares_rank_is_behind_the_last_one():
+    assert start_in({"type": words.RANK_INFO, "worker_envs": envs(rank=16)}).environ["RANK"] == "16"
+    assert start_in({"type": words.START, "worker_envs": {**envs(rank=17), "SPARE": "True"}}).is_spare
+
+
 def test_what_is_asked_for_becomes_more_with_every_start_that_did_not_help():
     policy = ScalingPolicy(num_restart_before_full_job_restart=3, eval_period_s=100)
     asked = [restart_mode(policy, range(count), 10.0) for count in range(5)]
