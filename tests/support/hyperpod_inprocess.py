@@ -153,9 +153,12 @@ def done(lines: list[list[str]]) -> dict[tuple[int, int], str]:
 
 
 def main() -> None:
-    """Every second rank asks who it is before it does anything else, as scripts for HyperPod do."""
+    """Every second rank asks who it is before it does anything else, as scripts for HyperPod do.
+
+    It imports what it needs after that, one after the other: not where processes are started anew again and again.
+    """
     folder = os.environ["STORY"]
-    if os.environ["LOCAL_RANK"] == "1":
+    if os.environ["LOCAL_RANK"] == "1" and "STORY_BUDGET" not in os.environ:
         from integration.hyperpod.agent import wait_rank
 
         wait_rank()

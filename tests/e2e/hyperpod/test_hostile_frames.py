@@ -135,6 +135,7 @@ def test_the_agent_hears_nobody_after_these_and_our_rank_does_not_wait_for_ever(
     frame: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "DEAF_S", 0.3)
+    monkeypatch.setattr(worker_module, "_LOOK_S", 0.05)
     with listening(tmp_path) as (path, pipe):
         assert hears(path)
         with send(path, frame):
