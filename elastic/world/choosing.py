@@ -38,6 +38,16 @@ def arranged(chosen: Sequence[Member], places: Sequence[str]) -> tuple[str, ...]
     return (*(node for node in filled if node is not None), *new)
 
 
+def witnesses(world: World) -> list[Member]:
+    """Who was in the newest world that anybody here was in: what the job has in memory is found through them.
+
+    A node that was in none knows of no other that keeps anything; a world of such nodes alone would begin anew.
+    """
+    here = usable(world)
+    newest = max((member.epoch for member in here), default=-1)
+    return [member for member in here if member.epoch == newest >= 0]
+
+
 def expendable(world: World, count: int, avoid: Collection[str] = ()) -> tuple[str, ...]:
     """Whom to give back where the cluster leaves the choice: who has no rank, then offenders, then the last ranks."""
     standby = [member for member in usable(world) if not member.placed]

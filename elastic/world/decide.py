@@ -3,6 +3,9 @@
 On a loss, in this order: a spare takes the place (a warm process of the node, a node that stands by), a process is
 started anew where it was, a replacement is waited for, the world becomes smaller, the job stops. A change that was
 wanted (more nodes, nodes asked back) first lets all ranks come to one step and seal.
+
+The job's memory is found through the nodes that were in a world before. So one of them at least is in the next, and
+is waited for while its ranks are started anew, also where others are ready; unless all of them are to be avoided.
 """
 
 from __future__ import annotations

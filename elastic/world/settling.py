@@ -222,7 +222,13 @@ def _form(turn: Turn, ready: list[Member], *, at_least: int) -> bool:
         size = turn.policy.at_most(min(goal, len(ready)))
     if size == 0 or size < at_least:
         return False
-    turn.form(choosing.best(ready, turn.world, avoid)[:size])
+    chosen = choosing.best(ready, turn.world, avoid)[:size]
+    witnesses = [member for member in choosing.witnesses(turn.world) if member.node not in avoid]
+    if not any(member in chosen for member in witnesses):
+        if any(member.placed and not member.ready for member in witnesses):
+            return False  # its ranks are started anew; it is lost when they do not come
+        chosen[len(chosen) - 1 :] = witnesses[:1] or chosen[-1:]
+    turn.form(chosen)
     return True
 
 

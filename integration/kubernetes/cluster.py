@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from integration.kubernetes.errors import AbsentError, ClusterError, ConflictError, RefusedError, UnreachableError
-from integration.kubernetes.names import GROUP, JOB_LABEL, KIND, PLURAL, VERSION
+from integration.kubernetes.kueue import Kueue
+from integration.kubernetes.names import GROUP, JOB_LABEL, KIND, KUEUE_GROUP, KUEUE_VERSIONS, PLURAL, VERSION
 
 _TIMEOUT_S = 30.0
 _REPORTER = "hyperpod-controller"
@@ -21,25 +22,25 @@ class Cluster:
         self._client = client
 
     def job(self, namespace: str, name: str) -> dict[str, Any]:
-        return self._ask("GET", _job(namespace, name))
+        return self.ask("GET", _job(namespace, name))
 
     def write_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
         """Replace what ``status`` names, if nobody has written since ``job`` was read: two controllers cannot both."""
         meta = job["metadata"]
         body = {"metadata": {"resourceVersion": meta["resourceVersion"]}, "status": dict(status)}
-        return self._ask("PATCH", f"{_job(meta['namespace'], meta['name'])}/status", body)
+        return self.ask("PATCH", f"{_job(meta['namespace'], meta['name'])}/status", body)
 
     def delete_job(self, job: Mapping[str, Any]) -> None:
         meta = job["metadata"]
-        self._ask("DELETE", _job(meta["namespace"], meta["name"]), _this(meta["uid"]))
+        self.ask("DELETE", _job(meta["namespace"], meta["name"]), _this(meta["uid"]))
 
     def pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
         path = f"/api/v1/namespaces/{namespace}/pods"
-        return self._ask("GET", path, query={"labelSelector": f"{JOB_LABEL}={job}"})["items"]
+        return self.ask("GET", path, query={"labelSelector": f"{JOB_LABEL}={job}"})["items"]
 
     def create_pod(self, pod: Mapping[str, Any]) -> None:
         """:class:`ConflictError` where one of that name is there."""
-        self._ask("POST", f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods", dict(pod))
+        self.ask("POST", f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods", dict(pod))
 
     def delete_pod(self, pod: Mapping[str, Any], *, grace_s: int | None = None) -> None:
         """This very pod. One that is gone already is as it should be, and so is another of its name."""
@@ -48,7 +49,7 @@ class Cluster:
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
         try:
-            self._ask("DELETE", f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}", body)
+            self.ask("DELETE", f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}", body)
         except (AbsentError, ConflictError):
             return
 
@@ -70,11 +71,21 @@ class Cluster:
             "lastTimestamp": moment,
             "count": 1,
         }
-        self._ask("POST", f"/api/v1/namespaces/{meta['namespace']}/events", event)
+        self.ask("POST", f"/api/v1/namespaces/{meta['namespace']}/events", event)
 
-    def _ask(
+    def kueue(self) -> Kueue | None:
+        """Its objects, where it is installed in a version that is known here."""
+        try:
+            group = self.ask("GET", f"/apis/{KUEUE_GROUP}")
+        except AbsentError:
+            return None
+        served = {one["version"] for one in group.get("versions") or ()}
+        return next((Kueue(self.ask, version) for version in KUEUE_VERSIONS if version in served), None)
+
+    def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, query: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
+        """One request; every answer but a good one is a :class:`ClusterError`."""
         import urllib3
         from kubernetes.client.exceptions import ApiException
 

@@ -1,4 +1,4 @@
-"""What things are called in the cluster. All of it is HyperPod's, so that what knows HyperPod's jobs knows these."""
+"""What things are called in the cluster: HyperPod's and Kueue's names, so that what knows those knows these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ KIND = "HyperPodPyTorchJob"
 JOB_LABEL = "HPJob"
 REPLICA_SPEC_LABEL = "HPReplicaSpec"
 INDEX_LABEL = "HPReplicaIndex"
-KUEUE_PREFIX = "kueue.x-k8s.io/"
+WORKLOAD_LABEL = "HPWorkload"
+"""Which of the job's Workloads a pod runs for. Ours, as the next one is."""
+CONTENT_ANNOTATION = "HPWorkloadContent"
+"""A digest of what a Workload asks for. A server fills in defaults, so contents themselves cannot be compared."""
+
+KUEUE_GROUP = "kueue.x-k8s.io"
+KUEUE_VERSIONS = ("v1beta2", "v1beta1")
+"""Those that are spoken here, best first."""
+KUEUE_PREFIX = f"{KUEUE_GROUP}/"
+QUEUE_LABEL = f"{KUEUE_PREFIX}queue-name"
+PRIORITY_LABEL = f"{KUEUE_PREFIX}priority-class"
 
 HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
 UNHEALTHY = ("Unschedulable", "UnschedulablePendingReboot", "UnschedulablePendingReplacement")

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from integration.hyperpod.operator import (
     Action,
+    Answer,
     Decision,
     JobSpec,
     JobSpecError,
@@ -22,13 +23,16 @@ from integration.hyperpod.operator import (
     Phase,
     Release,
     Replace,
+    Situation,
     decide,
     read_job,
 )
 from integration.hyperpod.operator.client import Heard
+from integration.kubernetes.admission import placed
 from integration.kubernetes.cluster import Cluster
 from integration.kubernetes.errors import AbsentError, ClusterError, ConflictError, RefusedError
 from integration.kubernetes.pods import Seat, belongs_to, pod_for, port_of
+from integration.kubernetes.queueing import Queued, Queueing
 from integration.kubernetes.seeing import address_of, has_ended, is_leaving, missing_seats, situation_of
 from integration.kubernetes.status import (
     DamagedStateError,
@@ -36,6 +40,7 @@ from integration.kubernetes.status import (
     says_invalid,
     status_for,
     stored_state,
+    with_admission,
     with_invalid_spec,
 )
 
@@ -81,7 +86,8 @@ class Passing:
         self._clock = clock
         self._every_s = every_s
         self._settings = dict(settings or {})
-        self._complaints: dict[str, str] = {}
+        self._queueing = Queueing(cluster, clock)
+        self._complaints: dict[tuple[str, str], str] = {}
 
     def once(self, namespace: str, name: str) -> Outcome:
         """Raises :class:`ClusterError` where the API server does not answer or refuses."""
@@ -111,20 +117,54 @@ class Passing:
         now_s = max(self._clock(), state.since_s)
         heard = self._agents.ask_all(addresses)
         answers = {name: one.answer for name, one in heard.items()}
-        situation = situation_of(pods, answers, self._health, capacity=job["spec"].get("replicas"))
+        queued = self._queueing.look(job, spec, pods, now_s)
+        situation = self._situation(job, pods, answers, queued)
         decision = decide(spec, state, situation, now_s)
         missing = missing_seats(meta["name"], decision.wanted, decision.state, every_pod)
-        status = status_for(spec, decision.state, situation, pods)
+        with_room: Sequence[tuple[Seat, Object | None]] = [(seat, None) for seat in missing]
+        said: list[Object] = []
+        if queued is not None:
+            with_room = placed(queued.plan, missing, pods, decision.state.replaced)
+            said = with_admission(job, decision.state, queued.plan.waits, queued.plan.capacity, now_s)
+        status = status_for(spec, decision.state, situation, pods, said)
+        idle = not (with_room or decision.actions) and (queued is None or queued.plan.is_settled)
         if differs(job, status):
             job = self._cluster.write_status(job, status)  # whoever is second to write does nothing of this
-        elif (missing or decision.actions) and self._cluster.job(meta["namespace"], meta["name"])["metadata"] != meta:
+        elif not idle and self._cluster.job(meta["namespace"], meta["name"])["metadata"] != meta:
             raise ConflictError(f"job {meta['name']} has changed since it was read")
         self._tell_people(job, decision)
         if decision.finished:
-            return self._tidy(job, spec, decision.state, pods)
+            succeeded = decision.state.phase is Phase.SUCCEEDED
+            free = queued is None or queued.finish(pods, now_s, succeeded=succeeded)
+            outcome = self._tidy(job, spec, decision.state, pods)
+            return outcome if free else Outcome(self._every_s)
         self._act(decision, pods, addresses)
-        self._create(job, decision, missing)
+        self._create(job, decision, with_room, queued)
+        if queued is not None and not decision.state.phase.over:
+            self._settle(job, queued, decision, pods)
         return Outcome(self._every_s)
+
+    def _situation(
+        self, job: Object, pods: Sequence[Object], answers: Mapping[str, Answer | None], queued: Queued | None
+    ) -> Situation:
+        by_hand = job["spec"].get("replicas")
+        if queued is None:
+            return situation_of(pods, answers, self._health, capacity=by_hand)
+        admitted = queued.plan.capacity
+        capacity = admitted if by_hand is None else min(admitted, by_hand)
+        return situation_of(pods, answers, self._health, capacity=capacity, asked_back=queued.plan.asked_back)
+
+    def _settle(self, job: Object, queued: Queued, decision: Decision, pods: Sequence[Object]) -> None:
+        """Pods that are asked back go once they have no rank any more; then Workloads are told."""
+        for pod in pods:
+            name = pod["metadata"]["name"]
+            if name in queued.plan.asked_back and name not in decision.state.members and not is_leaving(pod):
+                _log.info("pod %s goes: its workload is not admitted any more", name)
+                self._cluster.delete_pod(pod)
+        try:
+            queued.settle(job)
+        except RefusedError as refused:  # a priority class that is not there, or a queue's name that is none
+            self._complain(job, "WorkloadRefused", str(refused))
 
     def _act(self, decision: Decision, pods: Sequence[Object], addresses: Mapping[str, str]) -> None:
         for name, problem in self._agents.tell_all(decision.actions, addresses).items():
@@ -136,22 +176,26 @@ class Passing:
                 # One that is lost has nothing to say goodbye to.
                 self._cluster.delete_pod(pod, grace_s=1 if isinstance(action, Replace) else None)
 
-    def _create(self, job: Object, decision: Decision, missing: Sequence[Seat]) -> None:
+    def _create(
+        self, job: Object, decision: Decision, seats: Sequence[tuple[Seat, Object | None]], queued: Queued | None
+    ) -> None:
         nodes = max(1, len(decision.state.members) or sum(decision.wanted.pods.values()))
-        for seat in missing:
-            pod = pod_for(job, seat, nodes=nodes, avoid=decision.wanted.avoid)
+        for seat, workload in seats:
             try:
+                grant = None if queued is None or workload is None else queued.grant(workload, seat.replica_spec)
+                pod = pod_for(job, seat, nodes=nodes, avoid=decision.wanted.avoid, grant=grant)
                 self._cluster.create_pod(pod)
             except ConflictError:
-                _log.info("pod %s is there already", pod["metadata"]["name"])  # the next pass sees it
+                _log.info("pod %s is there already", seat.pod_name(job["metadata"]["name"]))  # the next pass sees it
             except RefusedError as refused:  # a quota, or a template that is none
                 self._complain(job, "PodRefused", str(refused))
                 return
 
     def _complain(self, job: Object, reason: str, problem: str) -> None:
         """Once, as long as it stays the same."""
-        if self._complaints.get(job["metadata"]["uid"]) != problem:
-            self._complaints[job["metadata"]["uid"]] = problem
+        about = job["metadata"]["uid"], reason
+        if self._complaints.get(about) != problem:
+            self._complaints[about] = problem
             _log.warning("job %s: %s", job["metadata"]["name"], problem)
             self._cluster.say(job, reason, problem, warning=True)
 

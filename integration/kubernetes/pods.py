@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from integration.kubernetes.grants import Grant
 from integration.kubernetes.names import (
     GROUP,
     HEALTH_LABEL,
@@ -68,11 +69,14 @@ def port_of(pod: Object) -> int:
     return 8080
 
 
-def pod_for(job: Object, seat: Seat, *, nodes: int, avoid: Sequence[str] = ()) -> dict[str, Any]:
+def pod_for(
+    job: Object, seat: Seat, *, nodes: int, avoid: Sequence[str] = (), grant: Grant | None = None
+) -> dict[str, Any]:
     """The pod for a seat of ``job``, in a job of so many nodes, on none of the machines to ``avoid``.
 
-    It is never started again where it was (``restartPolicy: Never``): whether a node gets another process, or the job
-    another node, is decided for the job as a whole.
+    With a ``grant`` it is admitted already, and says nothing that would have it wait in a queue by itself. It is never
+    started again where it was (``restartPolicy: Never``): whether a node gets another process, or the job another node,
+    is decided for the job as a whole.
     """
     meta = job["metadata"]
     (spec,) = (one for one in job["spec"]["replicaSpecs"] if one["name"] == seat.replica_spec)
@@ -85,12 +89,17 @@ def pod_for(job: Object, seat: Seat, *, nodes: int, avoid: Sequence[str] = ()) -
     ]
     pod["affinity"] = _keeping_away(pod.get("affinity") or {}, avoid)
     labels = {
-        **_for_kueue(meta.get("labels")),
-        **(about.get("labels") or {}),
+        **_carried(meta.get("labels"), about.get("labels"), grant),
         JOB_LABEL: meta["name"],
         REPLICA_SPEC_LABEL: seat.replica_spec,
         INDEX_LABEL: str(seat.index),
     }
+    annotations = _carried(meta.get("annotations"), about.get("annotations"), grant)
+    if grant is not None:
+        labels |= grant.labels
+        annotations |= grant.annotations
+        pod["nodeSelector"] = {**(pod.get("nodeSelector") or {}), **grant.node_selector}
+        pod["tolerations"] = [*(pod.get("tolerations") or ()), *grant.tolerations]
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -98,7 +107,7 @@ def pod_for(job: Object, seat: Seat, *, nodes: int, avoid: Sequence[str] = ()) -
             "name": seat.pod_name(meta["name"]),
             "namespace": meta["namespace"],
             "labels": labels,
-            "annotations": {**_for_kueue(meta.get("annotations")), **(about.get("annotations") or {})},
+            "annotations": annotations,
             "ownerReferences": [
                 {
                     "apiVersion": f"{GROUP}/{VERSION}",
@@ -114,9 +123,12 @@ def pod_for(job: Object, seat: Seat, *, nodes: int, avoid: Sequence[str] = ()) -
     }
 
 
-def _for_kueue(said: Object | None) -> dict[str, str]:
-    """A job's queue, priority and topology are its pods', each of which is admitted, or asked back, by itself."""
-    return {name: value for name, value in (said or {}).items() if name.startswith(KUEUE_PREFIX)}
+def _carried(of_job: Object | None, of_template: Object | None, grant: Grant | None) -> dict[str, str]:
+    """A job's queue, priority and topology are its pods' where each of them is admitted, or asked back, by itself."""
+    if grant is not None:
+        return {name: value for name, value in (of_template or {}).items() if not name.startswith(KUEUE_PREFIX)}
+    for_kueue = {name: value for name, value in (of_job or {}).items() if name.startswith(KUEUE_PREFIX)}
+    return {**for_kueue, **(of_template or {})}
 
 
 def _with_environment(container: Object, nproc: str, nodes: int) -> dict[str, Any]:

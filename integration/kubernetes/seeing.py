@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,8 +23,9 @@ def has_ended(pod: Object) -> bool:
     return (pod.get("status") or {}).get("phase") in _ENDED
 
 
-def is_leaving(pod: Object) -> bool:
-    return bool(pod["metadata"].get("deletionTimestamp"))
+def is_leaving(thing: Object) -> bool:
+    """It is being deleted."""
+    return bool(thing["metadata"].get("deletionTimestamp"))
 
 
 def address_of(pod: Object) -> str:
@@ -37,10 +38,14 @@ def situation_of(
     health: Mapping[str, str],
     *,
     capacity: int | None = None,
+    asked_back: Collection[str] = (),
 ) -> Situation:
-    """``answers`` by pod's name; ``health``: what the label of each node says. Pods that have ended are no pods."""
+    """``answers`` and ``asked_back`` by pod's name; ``health``: what the label of each node says.
+
+    Pods that have ended are no pods.
+    """
     return Situation(
-        pods=tuple(_seen(pod, answers, health) for pod in pods if not has_ended(pod)),
+        pods=tuple(_seen(pod, answers, health, asked_back) for pod in pods if not has_ended(pod)),
         capacity=capacity,
         can_replace=True,
     )
@@ -78,7 +83,9 @@ def _indices(job_name: str, group: str, text: str) -> Iterator[int]:
         yield int(found[1])
 
 
-def _seen(pod: Object, answers: Mapping[str, Answer | None], health: Mapping[str, str]) -> Pod:
+def _seen(
+    pod: Object, answers: Mapping[str, Answer | None], health: Mapping[str, str], asked_back: Collection[str]
+) -> Pod:
     name, node = pod["metadata"]["name"], pod["spec"].get("nodeName") or ""
     said = health.get(node, "")
     return Pod(
@@ -88,5 +95,5 @@ def _seen(pod: Object, answers: Mapping[str, Answer | None], health: Mapping[str
         ip=address_of(pod),
         answer=answers.get(name),
         node_fault="" if said in _HEALTHY else said,
-        leaving=is_leaving(pod),
+        leaving=is_leaving(pod) or name in asked_back,
     )

@@ -19,6 +19,7 @@ Object = Mapping[str, Any]
 
 STATE_CONDITION = "OperatorState"
 INVALID_CONDITION = "InvalidSpec"
+ADMITTED_CONDITION = "Admitted"
 TOTAL = "total"
 
 
@@ -41,15 +42,17 @@ def stored_state(job: Object) -> JobState | None:
     return None
 
 
-def status_for(spec: JobSpec, state: JobState, seen: Situation, pods: Sequence[Object]) -> dict[str, Any]:
-    """The whole status that belongs to ``state``, for a merge patch."""
+def status_for(
+    spec: JobSpec, state: JobState, seen: Situation, pods: Sequence[Object], more: Sequence[Object] = ()
+) -> dict[str, Any]:
+    """The whole status that belongs to ``state``, for a merge patch; with ``more`` conditions."""
     status = status_of(spec, state, seen)
     stored = Condition(STATE_CONDITION, False, "Stored", msgspec.json.encode(state).decode(), state.since_s)
     scaling = status.get("elasticScalingStatus", {})
     targets = {**scaling.get("targetReplicas", {}), TOTAL: len(state.members)}
     return {
         **status,
-        "conditions": [*status["conditions"], {**_condition(stored), "status": "Unknown"}],
+        "conditions": [*status["conditions"], *more, {**_condition(stored), "status": "Unknown"}],
         "jobPods": [_reference(pod) for pod in pods],
         "elasticScalingStatus": {**scaling, "targetReplicas": targets},
     }
@@ -64,6 +67,17 @@ def with_invalid_spec(job: Object, problem: str, now_s: float) -> dict[str, Any]
 
 def says_invalid(job: Object, problem: str) -> bool:
     return any(one.get("type") == INVALID_CONDITION and one.get("message") == problem for one in _conditions(job))
+
+
+def with_admission(job: Object, state: JobState, waits: str, capacity: int, now_s: float) -> list[Object]:
+    """Whether a queue lets the job run: what it ``waits`` for, or how much it has. At its end that stays as it was."""
+    old = [one for one in _conditions(job) if one.get("type") == ADMITTED_CONDITION]
+    if state.phase.over:
+        return old
+    reason, message = ("Pending", waits) if waits else ("Admitted", f"{capacity} replicas are admitted")
+    found = _condition(Condition(ADMITTED_CONDITION, not waits, reason, message, now_s))
+    same = bool(old) and old[0].get("status") == found["status"]
+    return [{**found, "lastTransitionTime": old[0]["lastTransitionTime"]} if same else found]
 
 
 def differs(job: Object, status: Object) -> bool:

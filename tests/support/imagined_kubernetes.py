@@ -52,6 +52,8 @@ class ImaginedKubernetes:
         self._agents: dict[str, _Agent] = {}
         self.unreachable = False
         self.refusal = ""
+        self.queue: Any = None
+        """Kueue, where it is installed (:mod:`tests.support.imagined_kueue`)."""
 
     # -- what tests do ------------------------------------------------------------------------------------------------
 
@@ -71,6 +73,9 @@ class ImaginedKubernetes:
         return sorted(
             name for name, pod in self._pods.items() if not running or pod["status"].get("phase") == "Running"
         )
+
+    def pods_now(self) -> list[dict[str, Any]]:
+        return list(self._pods.values())
 
     def node_of(self, pod: str) -> str:
         return self._pods[pod]["spec"]["nodeName"]
@@ -110,7 +115,7 @@ class ImaginedKubernetes:
     # -- the API server -----------------------------------------------------------------------------------------------
 
     def job(self, namespace: str, name: str) -> dict[str, Any]:
-        self._reach()
+        self.reach()
         if self._job is None:
             raise AbsentError(name)
         return copy.deepcopy(self._job)
@@ -119,20 +124,20 @@ class ImaginedKubernetes:
         def write() -> None:
             if self._job is None or self._job["metadata"]["resourceVersion"] != job["metadata"]["resourceVersion"]:
                 raise ConflictError("the object has been modified")
-            self._job["status"] = _merged(self._job.get("status", {}), status)
+            self._job["status"] = merged(self._job.get("status", {}), status)
             self._touch()
 
-        self._write(write)
+        self.write(write)
         return self.job("", "")
 
     def delete_job(self, job: Mapping[str, Any]) -> None:
         def delete() -> None:
             self._job = None
 
-        self._write(delete)
+        self.write(delete)
 
     def pods(self, namespace: str, job: str) -> list[dict[str, Any]]:
-        self._reach()
+        self.reach()
         return copy.deepcopy(list(self._pods.values()))
 
     def create_pod(self, pod: Mapping[str, Any]) -> None:
@@ -147,7 +152,7 @@ class ImaginedKubernetes:
             made["status"] = {"phase": "Pending"}
             self._pods[name] = made
 
-        self._write(create)
+        self.write(create)
 
     def delete_pod(self, pod: Mapping[str, Any], *, grace_s: int | None = None) -> None:
         def delete() -> None:
@@ -155,7 +160,11 @@ class ImaginedKubernetes:
             if found is not None and found["metadata"]["uid"] == pod["metadata"]["uid"]:
                 found["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
 
-        self._write(delete)
+        self.write(delete)
+
+    def kueue(self) -> Any:
+        self.reach()
+        return self.queue if self.queue is not None and self.queue.is_installed else None
 
     def say(self, job: Mapping[str, Any], reason: str, message: str, *, warning: bool = False) -> None:
         self.events.append(reason)
@@ -168,7 +177,7 @@ class ImaginedKubernetes:
     def tell_all(self, actions: Iterable[Action], addresses: Mapping[str, str]) -> dict[str, str]:
         for action in actions:
             if action.pod in self._agents and not isinstance(action, (Replace, Release)):
-                self._write(lambda action=action: self._tell(action))
+                self.write(lambda action=action: self._tell(action))
         return {}
 
     def _tell(self, action: Action) -> None:
@@ -198,8 +207,8 @@ class ImaginedKubernetes:
                 self._agents[name] = _Agent()
                 return
 
-    def _write(self, what: Any) -> None:
-        self._reach()
+    def write(self, what: Any) -> None:
+        self.reach()
         cut, self.writes = self.cut_at == self.writes, self.writes + 1
         if cut and not self.cut_after:
             raise Killed
@@ -207,7 +216,7 @@ class ImaginedKubernetes:
         if cut:
             raise Killed
 
-    def _reach(self) -> None:
+    def reach(self) -> None:
         if self.unreachable:
             raise UnreachableError("nobody answers")
 
@@ -237,13 +246,13 @@ class _Agent:
             self.state = AgentState.STOPPING
 
 
-def _merged(there: Any, patch: Any) -> Any:
+def merged(there: Any, patch: Any) -> Any:
     if not isinstance(patch, Mapping):
         return copy.deepcopy(patch)
-    merged = dict(there) if isinstance(there, Mapping) else {}
+    found = dict(there) if isinstance(there, Mapping) else {}
     for name, value in patch.items():
         if value is None:
-            merged.pop(name, None)
+            found.pop(name, None)
         else:
-            merged[name] = _merged(merged.get(name), value)
-    return merged
+            found[name] = merged(found.get(name), value)
+    return found

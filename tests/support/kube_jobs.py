@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,11 @@ class ControllerProcess:
 
 
 class RunningJob:
-    """A job whose ranks run :mod:`tests.support.kube_training` in ``folder``."""
+    """A job whose ranks run :mod:`tests.support.kube_training`, or another script, in ``folder``."""
+
+    script = ROOT / "tests" / "support" / "kube_training.py"
+    options: Sequence[str] = ()
+    """More of them, for the agent."""
 
     def __init__(
         self, kube: Kube, kubelet: ProcessKubelet, controller: ControllerProcess, folder: Path, name: str
@@ -87,7 +91,7 @@ class RunningJob:
             sys.executable, "-m", "integration.hyperpod.launching", "--server-host=$(POD_IP)",
             "--resource-config-dir=$(POD_FOLDER)/config", "--server-log-level=warning", "--monitor-interval=0.1",
             "--nnodes=$(NNODES)", "--nproc-per-node=1", "--log-dir=$(POD_FOLDER)/logs", "--redirects=3",
-            "--shutdown-timeout=5", str(ROOT / "tests" / "support" / "kube_training.py"), str(self.folder),
+            "--shutdown-timeout=5", *self.options, str(self.script), str(self.folder),
         ]  # fmt: skip
         container = {"name": "pytorch", "image": "none", "command": command}
         template = {"spec": {"containers": [container], "terminationGracePeriodSeconds": 5}}
@@ -102,8 +106,11 @@ class RunningJob:
             },
         }
 
-    def create(self, **spec: Any) -> None:
-        self.kube.create(JOBS, self.resource(**spec))
+    def create(self, *, labels: Mapping[str, str] | None = None, **spec: Any) -> None:
+        resource = self.resource(**spec)
+        if labels is not None:
+            resource["metadata"]["labels"] = dict(labels)
+        self.kube.create(JOBS, resource)
 
     def status(self) -> dict[str, Any]:
         return self.kube.get(self.path).get("status") or {}

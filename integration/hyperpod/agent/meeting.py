@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
 _REACH_S = 2.0
+_TAKEN_S = 5.0
+"""So long a store that somebody else keeps may not answer yet."""
 _FAREWELL_S = 10.0
 
 
@@ -62,14 +64,22 @@ class Meeting:
         self._is_over = is_over
 
     def plane(self, until: float | None) -> StorePlane:
-        """What the ranks say to each other. Who cannot be reached yet is waited for."""
-        if self._place.rank == 0:
+        """What the ranks say to each other. Who cannot be reached yet is waited for.
+
+        Where the first rank cannot keep a store, and nobody does, there never will be one: another start is needed,
+        which has another address.
+        """
+        first = self._place.rank == 0
+        if first:
             self._servers.serve(self._place.store)
+        taken_until = time.monotonic() + _TAKEN_S
         while not self._answers():
             if self._is_over():
                 raise StaleEpochError("the start was taken back")
             if until is not None and time.monotonic() > until:
                 raise DeadlineError(f"no store answers at {self._place.store}, where the first rank is to keep one")
+            if first and not self._servers.is_kept and time.monotonic() > taken_until:
+                raise ControlLostError(f"{self._place.store} is taken, and no store answers there")
             time.sleep(_LOOK_S)
         try:
             return StorePlane(self._connect, self._place, last=False)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from integration.hyperpod.operator import restarts
 from integration.hyperpod.operator.actions import Wanted
 from integration.hyperpod.operator.seen import AgentState, Pod, RestartMode
+from integration.hyperpod.operator.spec import ReplicaGroup
 from integration.hyperpod.operator.state import Phase
 from integration.hyperpod.operator.turn import Turn, state_of
 
@@ -57,17 +60,26 @@ def wanted(turn: Turn) -> Wanted:
     """So many there should be; nobody takes a pod away because of it, only because of an action."""
     if turn.state.phase.over or turn.state.phase is Phase.SUSPENDED:
         return Wanted(dict.fromkeys((group.name for group in turn.spec.groups), 0))
-    left = limit(turn) or turn.spec.policy.least
-    counts = {}
+    counts = shares(turn.spec.groups, limit(turn) or turn.spec.policy.least)
     for group in turn.spec.groups:
+        counts[group.name] += group.spares
+    return Wanted(counts, restarts.avoided(turn.state, turn.spec.policy, turn.now_s))
+
+
+def shares(groups: Sequence[ReplicaGroup], size: int) -> dict[str, int]:
+    """How many of so many replicas are whose: first what each spec begins with, then what it may grow to.
+
+    With a greater size no spec has fewer of them.
+    """
+    counts, left = {}, size
+    for group in groups:
         counts[group.name] = min(group.replicas, left)
         left -= counts[group.name]
-    for group in turn.spec.groups:
+    for group in groups:
         more = min(group.max_replicas - counts[group.name], left)
         counts[group.name] += more
         left -= more
-        counts[group.name] += group.spares
-    return Wanted(counts, restarts.avoided(turn.state, turn.spec.policy, turn.now_s))
+    return counts
 
 
 def surplus(turn: Turn) -> list[Pod]:

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.support.kube_jobs import ROOT
-from tests.support.kube_server import Kube, control_plane, why_not
+from tests.support.kube_jobs import ROOT, ControllerProcess, RunningJob
+from tests.support.kube_server import Kube, add_node, control_plane, why_not
+from tests.support.process_kubelet import ProcessKubelet
 
+PATIENT = "--silent=120"
 _OURS = ROOT / "integration" / "kubernetes" / "manifests"
 
 
@@ -41,3 +45,36 @@ def controllers_config(kube: Kube, tmp_path: Path) -> Path:
         return account.kubeconfig(tmp_path / "kubeconfig")
     finally:
         account.close()
+
+
+@pytest.fixture(scope="session")
+def nodes(kube: Kube) -> list[str]:
+    names = [f"node-{number}" for number in range(4)]
+    for name in names:
+        add_node(kube, name)
+    return names
+
+
+@pytest.fixture
+def kubelet(kube: Kube, nodes: list[str], tmp_path: Path) -> Iterator[ProcessKubelet]:
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PATH": str(Path(sys.executable).parent), "HOME": "/root"}
+    paths = {"PYTHONPATH": str(ROOT), "no_proxy": "*"}
+    with ProcessKubelet(kube, tmp_path / "pods", environ={**quiet, **paths}).started() as kubelet:
+        yield kubelet
+
+
+@pytest.fixture
+def controller(request: pytest.FixtureRequest, controllers_config: Path, tmp_path: Path) -> Iterator[ControllerProcess]:
+    first = 20000 + os.getpid() % 250 * 40  # below those that connections to anywhere take for themselves
+    ports = f"--master-ports={first}-{first + 39}"
+    silent = getattr(request, "param", PATIENT)
+    with ControllerProcess(tmp_path, controllers_config, ports, silent).started() as controller:
+        yield controller
+
+
+@pytest.fixture
+def job(kube: Kube, kubelet: ProcessKubelet, controller: ControllerProcess, tmp_path: Path) -> Iterator[RunningJob]:
+    job = RunningJob(kube, kubelet, controller, tmp_path / "job", "llama")
+    yield job
+    kube.delete(job.path)
+    job.until(lambda: not job.pods() and kube.find(job.path) is None, "the job's pods go with it")

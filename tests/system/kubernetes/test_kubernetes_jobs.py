@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.kube_jobs import ControllerProcess, RunningJob
-from tests.support.kube_server import Kube, add_node
-from tests.support.process_kubelet import ProcessKubelet
-from tests.support.s3 import free_port
+from integration.hyperpod.operator import RestartMode
+from integration.kubernetes.status import stored_state
+from tests.support import kube_recoverable
+from tests.support.kube_jobs import RunningJob
+from tests.support.kube_server import Kube
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
@@ -20,40 +20,7 @@ ELASTIC = {
     "minReplicas": 1, "maxReplicas": 3, "scalingTimeoutInSeconds": 120, "gracefulShutdownTimeoutInSeconds": 120,
     "faultyScaleDownTimeoutInSeconds": 120,
 }  # fmt: skip
-PATIENT, QUICK = "--silent=120", "--silent=25"
-
-
-@pytest.fixture(scope="module")
-def nodes(kube: Kube) -> list[str]:
-    names = [f"node-{number}" for number in range(4)]
-    for name in names:
-        add_node(kube, name)
-    return names
-
-
-@pytest.fixture
-def kubelet(kube: Kube, nodes: list[str], tmp_path: Path) -> Iterator[ProcessKubelet]:
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PATH": str(Path(sys.executable).parent), "HOME": "/root"}
-    paths = {"PYTHONPATH": str(Path(__file__).parents[3]), "no_proxy": "*"}
-    with ProcessKubelet(kube, tmp_path / "pods", environ={**quiet, **paths}).started() as kubelet:
-        yield kubelet
-
-
-@pytest.fixture
-def controller(request: pytest.FixtureRequest, controllers_config: Path, tmp_path: Path) -> Iterator[ControllerProcess]:
-    first = free_port()
-    ports = f"--master-ports={first}-{min(first + 40, 65535)}"
-    silent = getattr(request, "param", PATIENT)
-    with ControllerProcess(tmp_path, controllers_config, ports, silent).started() as controller:
-        yield controller
-
-
-@pytest.fixture
-def job(kube: Kube, kubelet: ProcessKubelet, controller: ControllerProcess, tmp_path: Path) -> Iterator[RunningJob]:
-    job = RunningJob(kube, kubelet, controller, tmp_path / "job", "llama")
-    yield job
-    kube.delete(job.path)
-    job.until(lambda: not job.pods() and kube.find(job.path) is None, "the job's pods go with it")
+QUICK = "--silent=25"
 
 
 def test_from_a_resource_to_its_end_with_faults_sizes_and_controllers_that_come_and_go(
@@ -150,6 +117,53 @@ def test_suspended_it_has_no_pods_and_goes_on_where_it_was(job: RunningJob, kube
     job.until(lambda: kube.find(job.path) is None, "ttlSecondsAfterFinished")
     job.create()  # for the fixture, and proof that a new job of that name owes nothing to the old one
     job.until(job.pods, "pods of its own")
+
+
+def test_processes_that_stay_recover_where_they_are(job: RunningJob, kube: Kube) -> None:
+    """In-process agents: after a fault of a rank neither a pod nor a process is another one."""
+    job.script, job.options = Path(kube_recoverable.__file__), ("--inprocess-restart", "--inprocess-timeout=120")
+    job.create()
+    job.until_world(2, restarts=0)
+    first = job.worlds()[-1]
+    pods = _lives(job)
+
+    job.say("raise-1")
+    job.until_world(2, restarts=1)
+    assert _who(job.worlds()[-1]) == _who(first)
+    state = stored_state(kube.get(job.path))
+    assert state is not None
+    assert state.last_fault is not None
+    assert state.last_fault.mode is RestartMode.IN_PROCESS
+    assert "ZeroDivisionError" in state.last_fault.message
+    assert "1" in job.status()["latestFaultyPodInstanceList"]["faultyRankList"]
+
+    # And where there is no controller for a while: the next one hears of it.
+    job.controller.kill()
+    job.say("raise-0")
+    job.until(lambda: not (job.folder / "raise-0").exists(), "rank 0 fails")
+    job.controller.start()
+    job.until_world(2, restarts=2)
+    assert _who(job.worlds()[-1]) == _who(first)
+    assert _lives(job) == pods
+    begins = [world[0]["step"] for world in job.worlds()]
+    assert begins == sorted(begins)
+    job.say("finish")
+    job.until(lambda: job.holds("Succeeded"), "the job is done")
+
+
+def _who(world: list[dict[str, Any]]) -> list[tuple[int, str, int]]:
+    return [(note["rank"], note["pod"], note["pid"]) for note in world]
+
+
+def _lives(job: RunningJob) -> set[tuple[str, int]]:
+    """Pods, and the processes of their agents."""
+    found = set()
+    for pod in job.pods():
+        process = job.kubelet.container(pod["metadata"]["name"]).process
+        assert process is not None
+        assert process.poll() is None
+        found.add((pod["metadata"]["uid"], process.pid))
+    return found
 
 
 def _cordon(kube: Kube, nodes: list[str], *, on: bool = True) -> None:

@@ -127,6 +127,43 @@ def test_a_node_that_stands_by_is_faster_than_a_new_process():
     assert job.world.standby == ("b",)
 
 
+TWO = ScalingPolicy(max_replicas=2, scaling_timeout_s=5, restart_timeout_s=100, faulty_scale_down_timeout_s=30)
+
+
+def test_a_node_that_knows_where_the_memory_is_is_waited_for():
+    """Those that stand by were in no world: they would find nothing, and begin anew."""
+    job = Told(TWO, "ab")
+    job.joins("c")
+    job.tell(rank_lost("a"))
+    job.tell(lost("b"))
+    job.joins("b", life=2)
+    assert job.world.phase is not Phase.RUNNING
+    job.ready("a")
+    assert job.did(Form).nodes == ("a", "c")
+
+
+def test_when_it_does_not_come_in_time_those_that_are_here_begin_without():
+    job = Told(TWO, "ab")
+    job.joins("c")
+    job.tell(rank_lost("a"))
+    job.tell(lost("b"))
+    job.joins("b", life=2)
+    while job.world.phase is not Phase.RUNNING:
+        job.tick()
+    assert set(job.did(Form).nodes) == {"b", "c"}
+    assert job.now_s >= TWO.restart_timeout_s
+    assert "a" not in job.world.members
+
+
+def test_the_only_node_of_a_job_is_not_left_for_one_that_stands_by():
+    job = Told(ScalingPolicy(max_replicas=1), "a")
+    job.joins("b")
+    job.tell(rank_lost("a"))
+    assert job.world.phase is not Phase.RUNNING
+    job.ready("a")
+    assert job.did(Form).nodes == ("a",)
+
+
 def test_healthy_ranks_are_waited_for_also_where_others_stand_by():
     job = Told(FOUR, "abcd")
     job.joins("e")

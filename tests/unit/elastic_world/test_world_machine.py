@@ -31,6 +31,7 @@ from elastic.world.events import (
     Tick,
 )
 from elastic.world.members import Phase, World
+from elastic.world.offences import avoided
 from elastic.world.policy import ScalingPolicy
 
 NODES = st.sampled_from("abcde")
@@ -122,6 +123,9 @@ class AnyWorld(RuleBasedStateMachine):
             stay = [node for node in before.places if node in action.nodes]
             assert stay == [node for node in action.nodes if node in before.places]
             self.epoch, self.runs = action.epoch, True
+            if all(node not in before.members or before.members[node].epoch < 0 for node in action.nodes):
+                left = {one.node for one in self.world.members.values() if one.epoch >= 0} - set(action.nodes)
+                assert left <= avoided(self.world, self.policy, self.now_s), "who knows the job is left behind"
         elif isinstance(action, Break):
             assert (self.runs, action.epoch) == (True, self.epoch)
             self.runs = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from elastic.control.plane import Want
 from elastic.errors import ControlLostError, DeadlineError, GaveUpError, StaleEpochError
 from elastic.world.policy import ScalingPolicy
-from integration.hyperpod.agent import words
+from integration.hyperpod.agent import meeting, words
 from integration.hyperpod.agent.in_process import AgentPlane
 from integration.hyperpod.agent.meeting import Servers
 from integration.hyperpod.agent.worker import Worker
@@ -46,8 +47,6 @@ def alone():
 
 @pytest.fixture
 def port():
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
@@ -224,3 +223,19 @@ def test_a_place_that_is_taken_is_met_at_all_the_same(port):
     second.serve(f"127.0.0.1:{port}")
     assert second.is_kept
     second.close()
+
+
+def test_a_place_that_somebody_has_who_keeps_no_store_is_left_for_another(alone, port, monkeypatch):
+    """Any connection that goes out may have that port; waiting for it would be waiting for ever."""
+    monkeypatch.setattr(meeting, "_TAKEN_S", 0.2)
+    plane, agent, _ = alone
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        (coming,) = begin(plane, agent, other.getsockname()[1])
+        told = agent.hear()
+        assert (told["type"], told["restart_mode"]) == (words.FAULT, "in_process_restart")
+        assert "is taken" in told["message"]
+        agent.say(words.FAULT, restart_count=0)
+        assert agent.hear()["type"] == words.AT_BARRIER
+        agent.say(words.START, worker_envs=envs(0, 1, port, 1))
+        assert coming.result(PATIENCE_S).restarts == 1

@@ -1,0 +1,131 @@
+"""Plays Kueue for one queue on a real API server: gives quota, asks it back, and waits until it is given back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tests.support.kube_server import Kube, Refused
+
+WORKLOADS = "/apis/kueue.x-k8s.io/v1beta2/namespaces/default/workloads"
+_PODS = "/api/v1/namespaces/default/pods?labelSelector=HPWorkload"
+_BEAT_S = 0.2
+
+
+class QueueManager:
+    """Whoever came first is admitted first; when there is less quota, who came last is evicted first."""
+
+    def __init__(self, kube: Kube, queue: str, *, flavor: str) -> None:
+        self._kube, self._queue, self._flavor = kube, queue, flavor
+        self.quota = 0
+        self.overdrawn: list[str] = []
+        """Whenever there were more pods than their Workloads had quota for."""
+        self._ending = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="queue-manager")
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[QueueManager]:
+        self._thread.start()
+        try:
+            yield self
+        finally:
+            self._ending.set()
+            self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def workloads(self) -> list[dict[str, Any]]:
+        """Of its queue, least sizes first."""
+        found = [one for one in self._kube.list(WORKLOADS) if one["spec"].get("queueName") == self._queue]
+        return sorted(found, key=lambda one: int(one["metadata"]["name"].split("-")[-2]))
+
+    def used(self) -> int:
+        return sum(_size(one) for one in self.workloads() if _holds(one))
+
+    def _run(self) -> None:
+        try:
+            while not self._ending.wait(_BEAT_S):
+                self._beat()
+        except BaseException as failure:  # raised again where the test ends
+            self._failure = failure
+
+    def _beat(self) -> None:
+        self._look_after_pods()
+        there = self.workloads()
+        used = sum(_size(one) for one in there if _holds(one))
+        leaving = sum(_size(one) for one in there if _holds(one) and says(one, "Evicted"))
+        for one in reversed(there):
+            if used - leaving > self.quota and _holds(one) and not says(one, "Evicted"):
+                leaving += _size(one)
+                self._say(one, "Preempted", "another one is more important", Evicted=True, Preempted=True)
+        for one in there:
+            waits = not (_holds(one) or says(one, "Finished")) and one["spec"].get("active", True)
+            if waits and used + _size(one) <= self.quota:
+                used += _size(one)
+                self._admit(one)
+            elif waits and "status" not in one:
+                self._say(one, "Pending", "insufficient unused quota", QuotaReserved=False)
+
+    def _look_after_pods(self) -> None:
+        held = {one["metadata"]["name"]: _size(one) for one in self.workloads() if _holds(one)}
+        for name, uids in self._uids().items():
+            if len(uids) > held.get(name, 0) and self._is_still_so(name, uids):
+                self.overdrawn.append(f"{name}: {len(uids)} pods, quota for {held.get(name, 0)}")
+
+    def _is_still_so(self, name: str, uids: set[str]) -> bool:
+        """What was listed first may have been admitted by the time that the other was; after the second it is not."""
+        held = sum(_size(one) for one in self.workloads() if _holds(one) and one["metadata"]["name"] == name)
+        return len(uids) > held and self._uids().get(name, set()) >= uids
+
+    def _uids(self) -> dict[str, set[str]]:
+        """By Workload, the pods that use something of it."""
+        found: dict[str, set[str]] = {}
+        for pod in self._kube.list(_PODS):
+            if pod["status"].get("phase") not in ("Succeeded", "Failed"):
+                found.setdefault(pod["metadata"]["labels"]["HPWorkload"], set()).add(pod["metadata"]["uid"])
+        return found
+
+    def _admit(self, workload: dict[str, Any]) -> None:
+        given = [
+            {"name": one["name"], "count": one["count"], "flavors": {"cpu": self._flavor}}
+            for one in workload["spec"]["podSets"]
+        ]
+        admission = {"clusterQueue": "all", "podSetAssignments": given}
+        self._say(
+            workload, "Admitted", "there is room", admission, QuotaReserved=True, Admitted=True, Evicted=False
+        )  # fmt: skip
+
+    def _say(self, workload: dict[str, Any], reason: str, message: str, admission: Any = None, **said: bool) -> None:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        old = workload.get("status", {}).get("conditions", [])
+        new = [
+            {"type": kind, "status": str(value), "reason": reason, "message": message, "lastTransitionTime": moment}
+            for kind, value in said.items()
+        ]
+        status: dict[str, Any] = {"conditions": [*(one for one in old if one["type"] not in said), *new]}
+        if admission is not None:
+            status["admission"] = admission
+        meta = workload["metadata"]
+        body = {"metadata": {"resourceVersion": meta["resourceVersion"]}, "status": status}
+        try:
+            self._kube.patch(f"{WORKLOADS}/{meta['name']}/status", body)
+        except Refused as refused:
+            if refused.status not in (404, 409):  # the controller was first: the next beat reads what it wrote
+                raise
+
+
+def says(workload: dict[str, Any], kind: str) -> bool:
+    found = workload.get("status", {}).get("conditions", [])
+    return any(one["type"] == kind and one["status"] == "True" for one in found)
+
+
+def _holds(workload: dict[str, Any]) -> bool:
+    return says(workload, "QuotaReserved") and not says(workload, "Finished")
+
+
+def _size(workload: dict[str, Any]) -> int:
+    return sum(one["count"] for one in workload["spec"]["podSets"])

@@ -1,0 +1,136 @@
+"""Jobs in a queue on a real API server: a stand-in gives and takes quota as Kueue does, real agents do the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from integration.hyperpod.operator import read_job
+from integration.kubernetes.workloads import PriorityClass, steps_for, workload_for
+from tests.support.kube_jobs import ControllerProcess, RunningJob
+from tests.support.kube_objects import job_object
+from tests.support.kube_server import Kube, Refused
+from tests.support.kueue_definitions import install
+from tests.support.queue_manager import WORKLOADS, QueueManager, says
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+QUEUE = {"kueue.x-k8s.io/queue-name": "team-a"}
+ELASTIC = {
+    "minReplicas": 1, "maxReplicas": 2, "scalingTimeoutInSeconds": 120, "gracefulShutdownTimeoutInSeconds": 120,
+    "faultyScaleDownTimeoutInSeconds": 120,
+}  # fmt: skip
+FLAVOR = {
+    "apiVersion": "kueue.x-k8s.io/v1beta2",
+    "kind": "ResourceFlavor",
+    "metadata": {"name": "reserved"},
+    "spec": {"nodeLabels": {"pool": "reserved"}},
+}
+CLASS = {
+    "apiVersion": "kueue.x-k8s.io/v1beta2",
+    "kind": "WorkloadPriorityClass",
+    "metadata": {"name": "high"},
+    "value": 1000,
+}
+
+
+@pytest.fixture(scope="module")
+def kueue(kube: Kube) -> Kube:
+    install(kube)
+    kube.create("/apis/kueue.x-k8s.io/v1beta2/resourceflavors", FLAVOR)
+    kube.create("/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses", CLASS)
+    return kube
+
+
+@pytest.fixture
+def manager(kueue: Kube, nodes: list[str]) -> Iterator[QueueManager]:
+    for node in nodes[1:]:
+        kueue.patch(f"/api/v1/nodes/{node}", {"metadata": {"labels": {"pool": "reserved"}}})
+    with QueueManager(kueue, "team-a", flavor="reserved").started() as manager:
+        yield manager
+
+
+def test_it_waits_runs_grows_gives_back_and_leaves_nothing_behind(
+    manager: QueueManager, job: RunningJob, controller: ControllerProcess, nodes: list[str]
+) -> None:
+    job.create(labels={**QUEUE, "kueue.x-k8s.io/priority-class": "high"}, elasticPolicy=ELASTIC)
+    job.until(lambda: "insufficient unused quota" in _admitted(job).get("message", ""), "it says why it waits")
+    assert not job.pods()
+    (first,) = manager.workloads()
+    assert first["spec"]["priority"] == 1000
+    assert first["metadata"]["ownerReferences"][0]["uid"] == job.kube.get(job.path)["metadata"]["uid"]
+
+    # Admitted: it runs, where its quota is. The controller is killed as soon as there is a pod.
+    manager.quota = 1
+    job.until(job.pods, "a pod")
+    controller.restart()
+    job.until_world(1, restarts=0)
+    assert _admitted(job)["status"] == "True"
+    assert job.nodes() <= set(nodes[1:])
+    job.until(lambda: len(manager.workloads()) == 2, "it asks for more")
+
+    # Another step is admitted: it grows.
+    manager.quota = 2
+    job.until_world(2, restarts=0)
+    for pod in job.pods():
+        assert not [label for label in pod["metadata"]["labels"] if label.startswith("kueue.x-k8s.io/")]
+    job.until(lambda: all(says(one, "PodsReady") for one in manager.workloads()), "Kueue hears that they run")
+
+    # Evicted while there is no controller: the next one shrinks the job, and only then gives the quota back.
+    controller.kill()
+    manager.quota = 1
+    job.until(lambda: says(manager.workloads()[1], "Evicted"), "the second step is evicted")
+    controller.start()
+    job.until_world(1, restarts=0)
+    stops = [note for note in job.notes("stops") if note["restart"] == job.worlds()[-2][0]["restart"]]
+    assert len(stops) == 2, "both ranks were asked to stop and did so themselves"
+    assert len({note["step"] for note in stops}) == 1
+    job.until(lambda: not says(manager.workloads()[1], "QuotaReserved"), "its quota is given back")
+    assert manager.workloads()[1]["status"].get("admission") is None
+    assert {pod["metadata"]["labels"]["HPWorkload"] for pod in job.pods()} == {first["metadata"]["name"]}
+
+    job.say("finish")
+    job.until(lambda: job.holds("Succeeded"), "the job is done")
+    job.until(lambda: all(says(one, "Finished") for one in manager.workloads()), "what it held is free")
+    assert manager.used() == 0
+    assert manager.overdrawn == []
+
+
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+@pytest.mark.parametrize("of_kueue", [True, False])
+def test_its_workloads_are_what_either_version_takes(kube: Kube, version: str, of_kueue: bool) -> None:
+    group = f"{version}.example"
+    install(kube, version, group=group)
+    job = job_object(elasticPolicy={"minReplicas": 1, "maxReplicas": 2})
+    job["metadata"] |= {"labels": QUEUE}
+    (step,) = steps_for(job, read_job(job), ())
+    workload = workload_for(job, step, version, PriorityClass("high", of_kueue), 1000)
+    workload["apiVersion"] = f"{group}/{version}"
+    made = kube.create(f"/apis/{group}/{version}/namespaces/default/workloads", workload, dry_run=True)
+    for key, value in workload["spec"].items():
+        assert made["spec"][key] == value, "nothing of it was dropped or changed"
+
+
+def test_the_controller_may_write_of_workloads_only_what_it_has_to(kueue: Kube) -> None:
+    account = kueue.as_service_account("tieredckpt-system", "hyperpod-controller")
+    try:
+        for method, path in (
+            ("PATCH", f"{WORKLOADS}/any"),
+            ("GET", f"{WORKLOADS}/any"),
+            ("PUT", f"{WORKLOADS}/any/status"),
+            ("PATCH", "/apis/kueue.x-k8s.io/v1beta2/resourceflavors/reserved"),
+            ("GET", "/apis/kueue.x-k8s.io/v1beta2/workloadpriorityclasses"),
+        ):
+            with pytest.raises(Refused) as refused:
+                account.ask(method, path, {}, kind="application/merge-patch+json")
+            assert refused.value.status == 403, (method, path)
+        assert account.get("/apis/kueue.x-k8s.io/v1beta2/resourceflavors/reserved")["spec"] == FLAVOR["spec"]
+    finally:
+        account.close()
+
+
+def _admitted(job: RunningJob) -> dict[str, Any]:
+    found = [one for one in job.status().get("conditions", ()) if one["type"] == "Admitted"]
+    return found[0] if found else {}
