@@ -1,13 +1,15 @@
 """A small sharded model under whoever runs it; a test opens its steps one after the other, and breaks what it likes.
 
 In a folder, ``limit`` says how many steps may be done, ``break-KIND`` whom something happens to, once: ``RANK STEP``.
-What ranks have done is in a file for each process.
+What ranks have done is in a file for each process. ``STORY_BUDGET``: so many starts one process may go through, where
+that is not what it is by default; ``STORY_DEAF_S``: how long an agent may leave unread what it is told.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +23,23 @@ def trains(say: Callable[[str], None], folder: str) -> str:
     """Returns how it ended."""
     import elastic
 
-    return str(elastic.run(lambda world: _train(say, world, Path(folder))).how.value)
+    return str(elastic.run(lambda world: _train(say, world, Path(folder)), plane=_plane()).how.value)
+
+
+def _plane() -> Any:
+    """By default the one that a rank finds by itself."""
+    from integration.hyperpod.agent import worker
+
+    worker.DEAF_S = float(os.environ.get("STORY_DEAF_S", worker.DEAF_S))
+    if "STORY_BUDGET" not in os.environ:
+        return None
+    from elastic.world.policy import ScalingPolicy
+    from integration.hyperpod.agent.in_process import AgentPlane
+    from integration.hyperpod.progress import agents_account
+
+    agents_account()
+    budget = int(os.environ["STORY_BUDGET"])
+    return AgentPlane(worker.this_worker(), policy=ScalingPolicy(num_restart_before_full_job_restart=budget))
 
 
 def _train(say: Callable[[str], None], world: Any, folder: Path) -> None:
@@ -44,6 +62,7 @@ def _train(say: Callable[[str], None], world: Any, folder: Path) -> None:
             optimizer.zero_grad()
             loss.backward()
             _break(folder, world.rank, step)
+            world.check(loss * _factor(folder, world.rank, step))
             optimizer.step()
             whole = loss.detach().clone()
             dist.all_reduce(whole)
@@ -57,12 +76,18 @@ def _gate(folder: Path, step: int) -> None:
 
 
 def _break(folder: Path, rank: int, step: int) -> None:
-    for kind, deed in (("raise", _raise), ("kill", _kill), ("hang", _hang)):
+    for kind, deed in (("raise", _raise), ("kill", _kill), ("tear", _tear), ("hang", _hang)):
         path = folder / f"break-{kind}"
         with suppress(FileNotFoundError):
             if path.read_text() == f"{rank} {step}":
                 path.unlink()
                 deed()
+
+
+def _factor(folder: Path, rank: int, step: int) -> float:
+    """What the loss of one step is multiplied with, at every attempt."""
+    path = folder / "break-nan"
+    return float("nan") if path.exists() and path.read_text() == f"{rank} {step}" else 1.0
 
 
 def _raise() -> None:
@@ -71,6 +96,14 @@ def _raise() -> None:
 
 def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _tear() -> None:
+    """Killed while it speaks to its agent: the length and the beginning of a frame are on their way."""
+    from integration.hyperpod.agent.connection import shared_connection
+
+    shared_connection()._sock.sendall(struct.pack(">I", 4096) + b'{"type": "job_fault", "rank": ')
+    _kill()
 
 
 def _hang() -> None:
@@ -104,7 +137,7 @@ class Process(NamedTuple):
 def processes(folder: Path) -> list[Process]:
     found = []
     for path in sorted(folder.glob("said-*")):
-        _, pod, pid = path.name.split("-")
+        pod, _, pid = path.name.removeprefix("said-").rpartition("-")
         found.append(Process(int(pid), pod, [line.split() for line in path.read_text().splitlines()]))
     return found
 
@@ -120,9 +153,12 @@ def done(lines: list[list[str]]) -> dict[tuple[int, int], str]:
 
 
 def main() -> None:
-    """Every second rank asks who it is before it does anything else, as scripts for HyperPod do."""
+    """Every second rank asks who it is before it does anything else, as scripts for HyperPod do.
+
+    It imports what it needs after that, one after the other: not where processes are started anew again and again.
+    """
     folder = os.environ["STORY"]
-    if os.environ["LOCAL_RANK"] == "1":
+    if os.environ["LOCAL_RANK"] == "1" and "STORY_BUDGET" not in os.environ:
         from integration.hyperpod.agent import wait_rank
 
         wait_rank()

@@ -65,6 +65,7 @@ class Agent:
     nnodes: int = 0
     version: str | None = None
     fault_count: int | None = None
+    updates: list[Any] = field(default_factory=list)
     asks: RestartMode | None = None
     gone: bool = False
     """It does not exist any more."""
@@ -73,6 +74,8 @@ class Agent:
     leaving: bool = False
     stuck: bool = False
     """It never stops stopping."""
+    spare: bool = True
+    """In-process: it was not told anything else."""
     ranked: bool = False
     """In-process: its processes know their ranks."""
     step: int | None = None
@@ -104,6 +107,7 @@ class Agent:
     def restart(self) -> None:
         """The agent's own process is a new one."""
         self.state, self.rank, self.version, self.ranked, self.asks = INIT, None, None, False, None
+        self.spare = True
 
     def pass_time(self) -> None:
         """What it does of itself."""
@@ -123,6 +127,7 @@ class Agent:
             self.to(RUNNING)
             self._learn(action.body)
         elif isinstance(action, Update):
+            self.updates.append((self.state, action.body))
             self._learn(action.body)
         elif isinstance(action, Stop):
             self.stops.append((self.state, action.body))
@@ -134,7 +139,7 @@ class Agent:
 
     def _learn(self, body: Any) -> None:
         self.rank, self.nnodes, self.version = body.rank, body.nnodes, body.version
-        self.fault_count, self.ranked = body.fault_count, True
+        self.fault_count, self.ranked, self.spare = body.fault_count, True, body.spare
 
     def answer(self) -> Answer | None:
         if self.silent or self.gone:
@@ -144,7 +149,7 @@ class Agent:
         progress = {} if self.step is None else {"s3://b": Progress(f"s3://b/{self.step}", self.step)}
         return Answer(
             state=self.state, reason=self.reason, restart_mode=asked, version=self.version, rank=self.rank,
-            progress=progress,
+            progress=progress, spare=self.spare or not self.in_process,
         )  # fmt: skip
 
 

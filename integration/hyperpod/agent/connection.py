@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import logging
 import os
 import socket
+import struct
+import termios
 import threading
 import time
 import uuid
@@ -61,6 +64,14 @@ class Connection:
     def lost(self) -> str:
         """Why the agent cannot be spoken to any more; "" while it can."""
         return self._lost
+
+    @property
+    def unread(self) -> int:
+        """How much of what was said the agent has not taken from its socket, in the kernel's own measure."""
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            (size,) = struct.unpack("i", fcntl.ioctl(self._sock, termios.TIOCOUTQ, bytes(4)))
+            return int(size)
+        return 0
 
     def channel(self, kinds: Iterable[str]) -> Channel:
         """For a user of its own: it hears the messages of these types, also those that came before it."""

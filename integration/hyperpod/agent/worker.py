@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 COUNT = "JOB_RESTART_COUNT"
 SPARE = "SPARE"
+DEAF_S = 60.0
+"""An agent reads at once: one that has taken nothing for so long while a worker waits for it never will."""
+_LOOK_S = 1.0
 _SAID_S = 30.0
 _TEXT = 8 << 10
 """Of a reason or a message, what is passed on: for people, and kept in the job's status."""
@@ -55,6 +58,9 @@ class Start(msgspec.Struct, frozen=True):
 
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PORTS = 1 << 16
+_SHOWN = 60
+_DIGITS = 9
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", COUNT)
 
 
@@ -66,9 +72,14 @@ def start_in(message: Message) -> Start:
     if missing:
         raise DamagedFrameError(f"{message['type']} without {', '.join(missing)}")
     for name in _NUMBERS:
-        if not environ.get(name, "0").isdecimal():
-            raise DamagedFrameError(f"{message['type']} with {name}={environ[name]!r}, which is no number")
-    return Start(environ, message.get("aggregate_worker_data"))
+        if not environ.get(name, "0").isdecimal() or len(environ.get(name, "0")) > _DIGITS:
+            raise DamagedFrameError(f"{message['type']} with {name}={environ[name][:_SHOWN]!r}, which is no number")
+    rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    start = Start(environ, message.get("aggregate_worker_data"))
+    behind = message["type"] == words.RANK_INFO or start.is_spare  # spares are numbered on
+    if (rank >= size and not behind) or not 0 < port < _PORTS:
+        raise DamagedFrameError(f"{message['type']} with rank {rank} of {size} and port {port}, which cannot be")
+    return start
 
 
 class Worker:
@@ -80,6 +91,8 @@ class Worker:
         self._changed = threading.Condition()
         self._start: Start | None = None
         """Heard, and neither begun nor overtaken by a fault."""
+        self._begun: Start | None = None
+        """The one that this worker is in. The agent says it again to every other user of the connection."""
         self._known: Start | None = None
         """The newest place that this worker was told of."""
         self._waiting = False
@@ -126,6 +139,7 @@ class Worker:
                 self._arrive()
             self._wait(lambda: self._start is not None, timeout_s, "the agent did not start the job")
             start, self._start, self._waiting = self._start, None, False
+            self._begun = start
             assert start is not None  # noqa: S101 - what was waited for
             faults = self._faults
             self._channel.say(words.PAST_BARRIER)
@@ -160,14 +174,20 @@ class Worker:
             self._channel.say(words.AT_BARRIER)
 
     def _wait(self, happened: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        """Who is not heard any more ends with an error: that is seen, while who waits would wait for ever."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
+        unread, since = 0, time.monotonic()
         while not happened():
             if self._lost:
                 raise ControlLostError(self._lost)
-            left_s = None if until is None else until - time.monotonic()
-            if left_s is not None and left_s <= 0:
+            now, before, unread = time.monotonic(), unread, self._connection.unread
+            if not unread or unread < before:
+                since = now
+            elif now - since >= DEAF_S:
+                raise ControlLostError(f"the elastic agent has not read for {DEAF_S:g} s what this process has said")
+            if until is not None and now >= until:
                 raise DeadlineError(f"{what} within {timeout_s:g} s")
-            self._changed.wait(left_s)
+            self._changed.wait(_LOOK_S if until is None else min(_LOOK_S, until - now))
 
     # -- the worker's own thread --------------------------------------------------------------------------------------
 
@@ -188,14 +208,14 @@ class Worker:
     def _placed(self, message: Message) -> None:
         start = start_in(message)
         with self._changed:
-            if message["type"] == words.START:
+            if message["type"] == words.START and start != self._begun:
                 self._start = start
             self._known = start
             self._changed.notify_all()
 
     def _left(self, reason: str) -> None:
         with self._changed:
-            overtaken, self._start = self._start, None
+            overtaken, self._start, self._begun = self._start, None, None
             self._faults += 1
             if self._waiting and overtaken is not None:  # else the agent still counts it as being there
                 self._channel.say(words.AT_BARRIER)

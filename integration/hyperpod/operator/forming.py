@@ -10,6 +10,8 @@ from integration.hyperpod.operator.turn import Turn, state_of
 
 _IDLE = {AgentState.INIT, AgentState.READY}
 _RUNS = {AgentState.RUNNING, AgentState.COMPLETED}
+_HEARD_S = 10.0
+"""What a spare does not take in so long is left to ``/start``, which says the same."""
 
 
 def begin(turn: Turn) -> None:
@@ -45,10 +47,12 @@ def forming(turn: Turn) -> None:
 
 
 def arranged(turn: Turn) -> None:
-    """``/update`` to processes that wait for their ranks; then all are ready, and start."""
-    turn.do(*(placing.update(turn, pod) for pod in turn.members if _wants_rank(turn, pod, {AgentState.INIT})))
+    """``/update`` to processes that wait for their ranks, and to spares that take a place; then all start."""
+    spares = [pod for pod in turn.members if _is_still_spare(turn, pod)]
+    waiting = [pod for pod in turn.members if _wants_rank(turn, pod, {AgentState.INIT})]
+    turn.do(*(placing.update(turn, pod) for pod in (*waiting, *spares)))
     states = [state_of(pod) for pod in turn.members]
-    if all(state is AgentState.READY for state in states):
+    if all(state is AgentState.READY for state in states) and not spares:
         turn.enter(Phase.STARTING)
     elif any(state not in {*_IDLE, None} for state in states):
         turn.enter(Phase.FORMING, seats=turn.state.members, members=(), spares=())
@@ -60,7 +64,11 @@ def arranged(turn: Turn) -> None:
 
 
 def tell_spares(turn: Turn) -> None:
-    """Theirs come behind the last one; a spare that began anew has forgotten it."""
+    """Theirs come behind the last one; a spare that began anew has forgotten it. One may come after the world began."""
+    kept = [name for name in turn.state.spares if name in turn.pods and name not in turn.state.replaced]
+    placed = {*turn.state.members, *kept}
+    late = [pod.name for pod in sizing.candidates(turn) if pod.name not in placed]
+    turn.set(spares=(*kept, *late[: max(0, turn.spec.spares - len(kept))]))
     spares = (turn.pods[name] for name in turn.state.spares if name in turn.pods)
     turn.do(*(placing.update(turn, pod) for pod in spares if _wants_rank(turn, pod, _IDLE)))
 
@@ -70,6 +78,12 @@ def _wants_rank(turn: Turn, pod: Pod, states: set[AgentState]) -> bool:
     if answer is None or answer.restart_mode is not RestartMode.IN_PROCESS or answer.version == turn.state.version:
         return False
     return answer.state in states
+
+
+def _is_still_spare(turn: Turn, pod: Pod) -> bool:
+    """It has a rank, and its processes, which stand at the barrier, were told of another one or of none."""
+    spare = pod.answer is not None and pod.answer.spare
+    return spare and turn.in_phase_s < _HEARD_S and _wants_rank(turn, pod, {AgentState.READY})
 
 
 def _adopt(turn: Turn) -> bool:

@@ -83,7 +83,7 @@ class LocalPods:
         for group in self._spec.groups:
             here = sum(pod.group == group.name and pod.ends_by is None for pod in self._pods.values())
             for _ in range(wanted.pods.get(group.name, 0) - here):
-                node = self._free_node({*bad_nodes, *wanted.avoid})
+                node = self._free_node(set(bad_nodes), set(wanted.avoid))
                 if node is None:
                     return
                 self._start(group, node)
@@ -115,15 +115,13 @@ class LocalPods:
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
-    def _free_node(self, bad: set[str]) -> str | None:
+    def _free_node(self, bad: set[str], avoid: set[str]) -> str | None:
+        """One to avoid is taken where there is no other: a job that waits for a better one may wait for ever."""
         taken = {pod.node for pod in self._pods.values()}
+        free = [node for node in self._nodes if node not in taken and node not in bad]
+        better = [node for node in free if node not in avoid]
         now = time.time()
-        free = (
-            node
-            for node in self._nodes
-            if node not in taken and node not in bad and self._not_before.get(node, 0.0) <= now
-        )
-        return next(free, None)
+        return next((node for node in better or free if self._not_before.get(node, 0.0) <= now), None)
 
     def _start(self, group: ReplicaGroup, node: str) -> None:
         name = f"{self._spec.name}-{group.name}-{self._born}"

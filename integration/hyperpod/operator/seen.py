@@ -53,6 +53,8 @@ class Answer(msgspec.Struct, frozen=True):
     version: str | None = None
     """The ``ipVersion`` of the last ``/start`` or ``/update`` that arrived."""
     rank: int | None = None
+    spare: bool = False
+    """It takes itself for one: in-process agents do before they are told anything, others always."""
     since: Mapping[str, str] = {}
     """When it came into each state, by the state's name in capitals."""
     progress: Mapping[str, Progress] = {}
@@ -107,6 +109,7 @@ class _Status(msgspec.Struct):
     version: str | None = msgspec.field(default=None, name="ipversion")
     progress: dict[str, _Data] | None = None
     assigned_rank: str | int | None = None
+    spare: str | bool | None = None
 
 
 def _answer(said: _Status) -> Answer:
@@ -127,6 +130,7 @@ def _answer(said: _Status) -> Answer:
         restart_mode=_mode(said.restart_mode),
         version=said.version,
         rank=rank,
+        spare=str(said.spare).lower() == "true",
         since=said.transitions,
         progress=progress,
         worker_data=tuple(said.worker_data or ()),

@@ -30,7 +30,7 @@ def broken(turn: Turn, fault: Fault) -> None:
     turn.condition("Running", False, fault.reason, fault.message.strip())
     turn.set(fault=fault)
     if beyond:
-        ending.fail(turn, "RestartLimitExceeded", f"after {fault.reason}: more than {beyond}")
+        ending.fail(turn, "RestartLimitExceeded", f"gave up after {fault.reason}: more than {beyond}")
         return
     if before.cause is Cause.SCALE and before.phase is not Phase.RUNNING:
         turn.set(scaling=msgspec.structs.replace(before.scaling, failures=before.scaling.failures + 1))

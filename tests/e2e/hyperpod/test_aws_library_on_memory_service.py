@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import base64
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +17,34 @@ from tests.support.memory_servers import ask, ours, their_file, theirs
 from tests.support.ranks import RankPool
 
 pytest.importorskip("amzn_sagemaker_checkpointing")
+
+_THEIR_PORTS = (29500, 29501)
+"""Where the ranks of their file meet."""
+_BESIDE_THEIR_FILE = '''
+"""Stands where their file looks for a server of its own and for the client's address."""
+
+import logging
+import os
+from unittest import mock
+
+
+def start_membrain_server():
+    return mock.Mock()  # it runs
+
+
+def patch_membrain_client():
+    from amzn_sagemaker_checkpointing.checkpointing.filesystem import storage_base
+    from amzn_sagemaker_checkpointing.config.in_memory_client import InMemoryClientConfig
+    from amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client import InMemoryCheckpointClient
+
+    made = InMemoryCheckpointClient.__init__
+
+    def make(self, *args, config=None, **kwargs):
+        made(self, *args, config=InMemoryClientConfig(base_url=os.environ["OUR_SERVICE"]), **kwargs)
+
+    InMemoryCheckpointClient.__init__ = make
+    storage_base._TieredStorageBase._setup_logger = staticmethod(lambda *_: logging.getLogger("aws"))
+'''
 
 
 def test_what_a_lost_node_took_is_loaded_from_another(ranks: RankPool) -> None:
@@ -85,3 +118,35 @@ def test_their_live_client_script_passes_with_a_token(capsys: pytest.CaptureFixt
         assert "http://localhost:9201" in script
         exec(script.replace("http://localhost:9201", f"http://any:{token}@{n1.address}"), {"__name__": "script"})
         assert "All tests passed!" in capsys.readouterr().out
+
+
+def test_their_own_two_rank_test_passes_unchanged(tmp_path: Path) -> None:
+    """Their file as they publish it; what stands beside it gives it the address of our service, with its token."""
+    for port in _THEIR_PORTS:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                pytest.skip(f"their file needs port {port}, which is taken")
+    package = tmp_path / "tests" / "local_tests"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    name = "test_distributed_checkpoint.py"
+    (package / name).write_text(their_file(f"tests/local_tests/{name}"))
+    (package / "common.py").write_text(_BESIDE_THEIR_FILE)
+    with memory_nodes("n1") as nodes:
+        n1 = nodes["n1"]
+        token = (n1.directory / "memory-service.token").read_text()
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", str(package / name)],
+            cwd=tmp_path,
+            env={**os.environ, "OUR_SERVICE": f"http://any:{token}@{n1.address}", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert "2 passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+        header = {"Authorization": f"Bearer {token}"}
+        for namespace, steps in (("test-single-checkpoint", [42]), ("test-multi-step", [30, 20, 10])):
+            found = ask(n1.address, "GET", f"/v1/cp/checkpoints/{namespace}/latest?limit=9", headers=header)
+            assert found.json == steps

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.support import hyperpod_inprocess
-from tests.support.agents import agent_directory
 from tests.support.hyperpod_agents import Pod, agents, start, stop, wait
-from tests.support.hyperpod_inprocess import TOTAL, Process, done, processes, trains
-from tests.support.launched import start_ranks
+from tests.support.hyperpod_inprocess import TOTAL, Process, done, processes
 from tests.support.neighbours import until
+from tests.support.operated_stories import undisturbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 PATIENCE_S = 240.0
@@ -92,22 +90,6 @@ class Story:
         start(self.pods, fault_count=self.count)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(zygote, tmp_path_factory):
-    """What every rank has after every step where nothing happens."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    (folder / "limit").write_text(str(TOTAL))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
-        patch.setenv("TIEREDCKPT_AGENT_BUDGET", "1GiB")
-        ended = [one.wait() for one in start_ranks(zygote, RANKS, store.port, trains, str(folder))]
-    assert [one.result for one in ended] == ["finished"] * RANKS
-    found = done([line.split() for one in ended for line in one.lines])
-    assert len(found) == RANKS * TOTAL
-    return found
-
-
 @contextlib.contextmanager
 def story(folder: Path, agent_dir: Path, **options: Any) -> Iterator[Story]:
     environ = {
@@ -125,7 +107,7 @@ def pids(found: list[Process], pod: str = "") -> set[int]:
     return {one.pid for one in found if pod in ("", one.pod)}
 
 
-def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, undisturbed):
+def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, zygote):
     with story(tmp_path, agent_dir, inprocess_timeout_s=25) as job:
         job.let(2)
         first = job.until_done(1)
@@ -179,4 +161,4 @@ def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, undisturbed)
         wait(job.pods, "completed", timeout_s=PATIENCE_S)
         said = [line for one in processes(tmp_path) for line in one.lines]
     assert said.count(["ended", "finished"]) == RANKS
-    assert done(said) == undisturbed
+    assert done(said) == undisturbed(zygote)

@@ -16,12 +16,13 @@ from integration.hyperpod.agent import words
 from integration.hyperpod.agent import worker as worker_module
 from integration.hyperpod.agent.connection import Connection
 from integration.hyperpod.agent.escalating import OFFENDER, health_labels, restart_mode
-from integration.hyperpod.agent.frames import DamagedFrameError
+from integration.hyperpod.agent.frames import DamagedFrameError, encode
 from integration.hyperpod.agent.modes import MODE, SOCKET, Mode, mode_of
 from integration.hyperpod.agent.words import RestartMode
 from integration.hyperpod.agent.worker import Worker, start_in, wait_rank
 from tests.support.hyperpod_socket import listening
 from tests.support.neighbours import until
+from tests.support.planes import at_once
 
 PATIENCE_S = 60.0
 
@@ -75,6 +76,27 @@ def test_a_start_that_a_fault_overtook_is_not_begun(both):
     assert found[0][1] == 1
 
 
+def test_a_start_that_is_said_again_to_another_user_of_the_connection_is_begun_once(both):
+    """Else who was at fault in it begins it again, says so, and the agent forgets the fault."""
+    worker, agent = both
+    other = worker._connection.channel(words.CHECKPOINTS)
+    begun = at_once(lambda: worker.barrier(timeout_s=PATIENCE_S))
+    assert [agent.hear()["type"] for _ in range(2)] == [words.INIT, words.AT_BARRIER]
+    start(agent, count=1)
+    assert begun[0].result(PATIENCE_S)[0].count == 1
+    assert agent.hear()["type"] == words.PAST_BARRIER
+    agent.say(words.START, client_id=other.client, worker_envs=envs(1), aggregate_worker_data={"rank_ips": []})
+    agent.say(words.RANK_INFO, worker_envs=envs(2))
+    until(lambda: worker.rank_info().count == 2)
+    worker.fault(8, RestartMode.PROCESS, "WorkerFault")
+    again = at_once(lambda: worker.barrier(timeout_s=PATIENCE_S))
+    assert [agent.hear()["type"] for _ in range(2)] == [words.FAULT, words.AT_BARRIER]
+    assert not again[0].done()
+    agent.say(words.FAULT, restart_count=1)
+    start(agent, count=1)  # by an operator that does not count: after a fault it is another one
+    assert again[0].result(PATIENCE_S)[1] == 1
+
+
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(["start", "fault", "info"]), max_size=8))
 def test_what_is_begun_is_the_newest_start_that_no_fault_came_after(said):
@@ -91,6 +113,34 @@ def test_what_is_begun_is_the_newest_start_that_no_fault_came_after(said):
         assert (begun.count, faults) == (len(said), said.count("fault"))
         worker.close()
         agent.close()
+
+
+def test_what_comes_out_of_order_or_unasked_disturbs_nobody(both):
+    worker, agent = both
+    asking = worker._connection.channel(words.CHECKPOINTS)
+    assert agent.hear()["type"] == words.INIT
+    agent.say(words.RANK_INFO, worker_envs=envs(7))  # for a start that comes first
+    agent.say(words.CHECKPOINT_GET, client_id="another's", path="of another's question")
+    agent.say(words.FAULT, restart_count=["no number"], client_id={"no": "name"})
+    agent.say(words.INVALID, client_id=asking.client)
+    start(agent, count=1)
+    agent.say(words.PAST_BARRIER)
+    agent.say(words.AT_BARRIER, client_id=asking.client)
+    until(lambda: worker._known is not None and worker._known.count == 1)
+    begun, faults = worker.barrier(timeout_s=PATIENCE_S)
+    assert (begun.count, faults) == (1, 1)
+    assert asking.take(words.INVALID, timeout_s=PATIENCE_S)["client_id"] == asking.client
+
+
+def test_an_agent_that_goes_in_the_middle_of_a_frame_is_lost_with_words(both):
+    worker, agent = both
+    whole = encode({"type": words.START, "worker_envs": envs(3)})
+    waiting = at_once(lambda: worker.barrier(timeout_s=PATIENCE_S))
+    assert agent.hear()["type"] == words.AT_BARRIER
+    agent.sock.sendall(whole[:-5])
+    agent.close()
+    with pytest.raises(ControlLostError, match="within a frame"):
+        waiting[0].result(PATIENCE_S)
 
 
 def test_every_fault_is_told_and_none_twice(both):
@@ -114,6 +164,24 @@ def test_who_waits_hears_that_the_agent_is_gone(both):
     going.join()
     until(lambda: told)
     assert "lost" in told[0]
+
+
+def test_who_waits_for_an_agent_that_does_not_read_ends_with_words(both, monkeypatch):
+    worker, agent = both
+    monkeypatch.setattr(worker_module, "DEAF_S", 0.2)
+    with pytest.raises(ControlLostError, match=r"has not read for 0\.2 s"):
+        worker.barrier(timeout_s=PATIENCE_S)
+    assert agent.hear()["type"] == words.AT_BARRIER
+
+
+def test_an_agent_that_has_read_and_says_nothing_is_waited_for(both, monkeypatch):
+    worker, agent = both
+    with pytest.raises(DeadlineError):
+        worker.barrier(timeout_s=0.01)
+    assert agent.hear()["type"] == words.AT_BARRIER
+    monkeypatch.setattr(worker_module, "DEAF_S", 0.1)
+    with pytest.raises(DeadlineError):
+        worker.barrier(timeout_s=0.5)
 
 
 def test_a_fault_carries_what_it_asks_for_and_is_on_its_way_when_it_returns(both):
@@ -216,11 +284,30 @@ def test_a_mode_that_cannot_be_known_is_no_guess(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "said", [{}, {"worker_envs": None}, {"worker_envs": [1]}, {"worker_envs": {"RANK": 0}}, {"worker_envs": envs("x")}]
+    "said",
+    [
+        {},
+        {"worker_envs": None},
+        {"worker_envs": [1]},
+        {"worker_envs": {"RANK": 0}},
+        {"worker_envs": envs("x")},
+        {"worker_envs": envs(rank=[8])},
+        {"worker_envs": envs(rank={"of": 8})},
+        {"worker_envs": envs(rank=-1)},
+        {"worker_envs": envs(rank=16)},
+        {"worker_envs": envs(rank="8" * 5000)},
+        {"worker_envs": {**envs(), "MASTER_PORT": 0}},
+        {"worker_envs": {**envs(), "MASTER_PORT": 65536}},
+    ],
 )
 def test_a_start_that_names_no_place_is_damaged(said):
     with pytest.raises(DamagedFrameError, match="job_start with"):
         start_in({"type": words.START, **said})
+
+
+def test_a_spares_rank_is_behind_the_last_one():
+    assert start_in({"type": words.RANK_INFO, "worker_envs": envs(rank=16)}).environ["RANK"] == "16"
+    assert start_in({"type": words.START, "worker_envs": {**envs(rank=17), "SPARE": "True"}}).is_spare
 
 
 def test_what_is_asked_for_becomes_more_with_every_start_that_did_not_help():

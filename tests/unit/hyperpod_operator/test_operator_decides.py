@@ -20,7 +20,7 @@ from integration.hyperpod.operator import (
     status_of,
 )
 from integration.hyperpod.operator.seen import Situation
-from tests.support.imagined_agents import COMPLETED, FAULTED, READY, Cluster
+from tests.support.imagined_agents import COMPLETED, FAULTED, INIT, READY, STOPPING, Cluster
 
 ELASTIC = {"minReplicas": 1, "maxReplicas": 4, "gracefulShutdownTimeoutInSeconds": 30, "scalingTimeoutInSeconds": 10}
 
@@ -162,6 +162,65 @@ def test_in_process_spares_know_their_rank_and_wait():
     assert not cluster.agents[spare].starts
 
 
+def test_a_spare_that_comes_later_is_one_too():
+    cluster = Cluster(job(2, spares=1), in_process=True)
+    cluster.room = 2
+    cluster.until(lambda: cluster.runs(2))
+    assert cluster.state.spares == ()
+    cluster.room = None
+    cluster.until(lambda: cluster.state.spares)
+    (name,) = cluster.state.spares
+    cluster.until(lambda: cluster.agents[name].state is READY)
+    assert [(body.rank, body.spare) for _, body in cluster.agents[name].updates] == [(2, True)]
+
+
+def test_an_in_process_spare_is_told_its_place_before_it_is_started():
+    cluster = running(job(2, spares=1), 2, in_process=True)
+    (name,) = cluster.state.spares
+    spare = cluster.agents[name]
+    cluster.turn()
+    cluster.members[0].silent = True
+    cluster.room = len(cluster.alive)
+    cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
+    assert cluster.state.members[0] == name
+    told = [(state, body.rank, body.spare) for state, body in spare.updates]
+    assert told[-1] == (READY, 0, False)
+    assert told[0][1:] == (2, True)
+    assert [(state, body.rank) for state, body in spare.starts] == [(READY, 0)]
+    assert spare.updates[-1][1].version == spare.starts[0][1].version
+
+
+def test_an_agent_that_is_never_ready_again_gives_its_place_to_a_spare():
+    """One that hears its processes no more."""
+    spec = job(2, spares=1)
+    spec = msgspec.structs.replace(spec, policy=msgspec.structs.replace(spec.policy, restart_timeout_s=20.0))
+    cluster = running(spec, 2, in_process=True)
+    (spare,) = cluster.state.spares
+    deaf = cluster.members[0]
+
+    def begin_anew() -> None:
+        if deaf.state is STOPPING:
+            deaf.to(INIT)
+        deaf.ranked, deaf.version = False, None
+
+    deaf.pass_time = begin_anew
+    deaf.fail()
+    cluster.until(lambda: cluster.runs(2) and cluster.state.restarts)
+    assert [one.name for one in cluster.members] == [spare, "p1"]
+    assert "StartTimeout" in cluster.events
+    assert deaf.gone
+
+
+def test_a_spare_that_takes_no_word_is_started_all_the_same():
+    cluster = Cluster(job(1), in_process=True)
+    cluster.turn()
+    (one,) = cluster.alive
+    one.obey = lambda action: None if isinstance(action, Update) else type(one).obey(one, action)
+    one.ranked = True
+    cluster.until(lambda: cluster.runs(1))
+    assert cluster.now_s - cluster.state.created_s >= 10
+
+
 def test_silence_for_a_while_is_no_fault():
     cluster = running(job(2), 2)
     cluster.members[0].silent = True
@@ -227,6 +286,7 @@ def test_after_so_many_restarts_all_pods_are_new_and_after_so_many_of_those_the_
     cluster.until(lambda: cluster.decision.finished)
     assert cluster.state.phase is Phase.FAILED
     assert "RestartLimitExceeded" in cluster.events
+    assert cluster.state.conditions[-1].message.startswith("gave up after WorkerCrash: more than 1 restarts")
     assert "maxFullJobRestarts" in cluster.state.conditions[-1].message
 
 

@@ -1,0 +1,199 @@
+"""What is no frame of a rank's on the real agent's socket: what the agent makes of it, and how a job goes on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic.errors import ControlLostError
+from integration.hyperpod.agent import worker as worker_module
+from integration.hyperpod.agent.connection import Connection
+from integration.hyperpod.agent.frames import Frames, encode
+from integration.hyperpod.agent.worker import Worker
+from integration.hyperpod.operator.sim_place import Wishes
+from tests.support.hyperpod_inprocess import TOTAL, done
+from tests.support.operated_stories import operated, undisturbed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytest.importorskip("hyperpod_elastic_agent")
+
+WAITS_S = 60.0
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + body
+
+
+def said(kind: str, **fields: object) -> bytes:
+    return encode({"type": kind, "client_id": "nobody", "local_rank": 0, **fields})
+
+
+HARMLESS = {
+    "no JSON": framed(b"{"),
+    "nothing": framed(b""),
+    "no type": framed(b"{}"),
+    "a type nobody knows": said("something new"),
+    "no rank": framed(b'{"type": "job_fault", "client_id": "x"}'),
+    "a length of 1 GiB": struct.pack(">I", 1 << 30) + b"{",
+    "half a length": b"\x00\x00",
+    "half a frame": said("job_fault", rank=0, reason="torn")[:-7],
+    "a whole frame and half of one": said("something new") + said("job_fault")[:9],
+}
+"""The agent goes on with everybody else, also while such a connection stays open."""
+
+DEAFENING = {
+    "no UTF-8": framed(b"\xff\xfe\x00\x00"),
+    "a list": framed(b"[]"),
+    "null": framed(b"null"),
+    "a number": framed(b"7"),
+    "a fault of no rank": said("job_fault", rank=None),
+    "past the barrier, of a rank that is none": said("past_rcb_barrier", local_rank=99),
+    "a checkpoint before its prefix": said("ckpt_info_update", step=1, path="p", checkpoint_type="model_checkpoint"),
+}
+"""Its only thread that listens ends: nobody is heard any more, and nobody is told."""
+
+
+def send(path: Path, frame: bytes) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(str(path))
+    sock.sendall(frame)
+    return sock
+
+
+def hears(path: Path) -> bool:
+    """Whether the agent answers what it answers at once."""
+    with send(path, said("init") + said("ckpt_info_get")) as sock:
+        sock.settimeout(WAITS_S)
+        frames = Frames()
+        while data := sock.recv(1 << 16):
+            for message in frames.feed(data):
+                return message["type"] == "ckpt_info_get"
+    return False
+
+
+def _serve(folder: str, pipe: multiprocessing.connection.Connection) -> None:
+    """The agent's own socket and what listens there, for two ranks; says when the thread that does has ended."""
+    tempfile.tempdir = folder
+    from hyperpod_elastic_agent.ipc import server as ipc
+    from hyperpod_elastic_agent.ipc.socket import HyperPodElasticAgentSocketServer as Socket
+
+    Socket._singleton_instance = None  # it was made with the import, in the process that this one was forked from
+    ipc.BaseIPCSocketServer.socket_server = Socket()
+    ended = threading.Event()
+    threading.excepthook = lambda _: ended.set()
+    ipc.CheckpointDiscoverySocketServer()
+    server = ipc.InProcessRestartSocketServer(2)
+    pipe.send(server.socket_server.server_address)
+    while True:
+        if ended.wait(0.05):
+            pipe.send("deaf")
+            pipe.recv()
+            return
+        if pipe.poll():
+            return
+
+
+@contextmanager
+def listening(folder: Path) -> Iterator[tuple[Path, multiprocessing.connection.Connection]]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["hyperpod_elastic_agent.ipc.server"])
+    ours, its = context.Pipe()
+    process = context.Process(target=_serve, args=(str(folder), its))
+    process.start()
+    try:
+        assert ours.poll(WAITS_S)
+        yield Path(ours.recv()), ours
+        ours.send("end")
+    finally:
+        process.join(10)
+        process.kill()
+        process.join()
+        ours.close()
+        its.close()
+
+
+def test_the_agent_goes_on_after_these(tmp_path: Path) -> None:
+    with listening(tmp_path) as (path, pipe):
+        kept = [send(path, frame) for frame in HARMLESS.values()]
+        assert hears(path)
+        for sock in kept:
+            sock.close()
+        assert hears(path)
+        assert not pipe.poll()
+
+
+@pytest.mark.parametrize("frame", DEAFENING.values(), ids=DEAFENING)
+def test_the_agent_hears_nobody_after_these_and_our_rank_does_not_wait_for_ever(
+    frame: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "DEAF_S", 0.3)
+    monkeypatch.setattr(worker_module, "_LOOK_S", 0.05)
+    with listening(tmp_path) as (path, pipe):
+        assert hears(path)
+        with send(path, frame):
+            assert pipe.poll(WAITS_S)
+            assert pipe.recv() == "deaf"
+            worker = Worker(Connection(path, 0))
+            try:
+                with pytest.raises(ControlLostError, match="has not read"):
+                    worker.barrier(timeout_s=WAITS_S)
+            finally:
+                worker.close()
+
+
+def socket_of(agent: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"hyperpod_elastic_agent_{agent}.sock"
+
+
+def test_a_job_goes_on_through_frames_that_are_none_torn_ones_and_a_deaf_agent(tmp_path: Path, zygote) -> None:
+    """A spare takes a place in the end, and hears of both places that it has by ``/update``."""
+    with operated(tmp_path, spares=1, environ={"STORY_DEAF_S": "3"}) as job:
+        job.let(2)
+        first = job.until_done(1, 1)
+        pods = job.state.members
+        (spare,) = job.until(lambda: job.state.spares, "there is a spare")
+        job.until(lambda: job.answer(spare).version == job.state.version, "the spare knows its place")
+        assert (job.answer(spare).rank, job.answer(spare).spare) == (2, True)
+        waiting = job.ranks(spare)
+
+        # Strangers speak to both agents, and stay connected.
+        sockets = [socket_of(job.agent(pod)) for pod in pods]
+        strangers = [send(path, frame) for path in sockets for frame in HARMLESS.values()]
+        job.let(3)
+        assert {one.pid for one in job.until_done(1, 2)} == {one.pid for one in first}
+
+        # A rank is killed in the middle of a frame: those of the other pod go on in their processes.
+        job.breaks("tear", rank=2, step=3)
+        second = job.until_done(2, 3)
+        assert {one.pid for one in second if one.pod == pods[0]} == {one.pid for one in first if one.pod == pods[0]}
+        for stranger in strangers:
+            stranger.close()
+
+        # An agent is made deaf. Its ranks train, until there is something to say; then they end with an error.
+        with send(sockets[0], DEAFENING["no UTF-8"]):
+            job.let(5)
+            assert {one.pid for one in job.until_done(2, 4)} == {one.pid for one in second}
+            job.breaks("raise", rank=1, step=5)
+            job.until(lambda: "has not read for 3 s" in job.printed(pods[0]), "its ranks have noticed")
+        if job.state.epoch == 2:  # what health monitoring says of a node; the operator's own limits take longer
+            job.place.wish(Wishes(bad_nodes={job.node(pods[0]): "UnschedulablePendingReplacement"}))
+        third = job.until_done(3, 5)
+        assert job.state.members == (spare, pods[1])
+        assert {one.pid for one in third if one.pod == spare} <= waiting
+        assert {one.pid for one in third if one.pod == pods[1]} == {one.pid for one in second if one.pod == pods[1]}
+        assert job.heard(spare, "/update") >= 2
+        assert job.heard(spare, "/start") == 1
+
+        job.let(TOTAL)
+        job.until(lambda: job.state.phase.over, "the job has ended")
+        lines = job.said()
+    assert job.state.phase.value == "Succeeded", job.events
+    assert done(lines) == undisturbed(zygote)
