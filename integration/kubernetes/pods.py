@@ -142,16 +142,28 @@ def _with_environment(container: Object, nproc: str, nodes: int) -> dict[str, An
     return {**container, "env": [one for one in ours if one["name"] not in known] + given}
 
 
+_HEAVIEST = 100
+"""Of the wishes that Kubernetes takes."""
+
+
 def _keeping_away(affinity: Object, avoid: Sequence[str]) -> dict[str, Any]:
-    """The same wishes, and no node that is said to be unhealthy. Terms are alternatives, so each of them says it."""
-    rules: list[dict[str, Any]] = [{"key": HEALTH_LABEL, "operator": "NotIn", "values": list(UNHEALTHY)}]
-    if avoid:
-        rules.append({"key": HOST_LABEL, "operator": "NotIn", "values": sorted(avoid)})
+    """The same wishes, and no node that is said to be unhealthy. Terms are alternatives, so each of them says it.
+
+    Nodes to avoid are taken where there is no other: one that failed twice is better than a job that waits for ever.
+    """
+    rule: dict[str, Any] = {"key": HEALTH_LABEL, "operator": "NotIn", "values": list(UNHEALTHY)}
     on_nodes = dict(affinity.get("nodeAffinity") or {})
     required = dict(on_nodes.get("requiredDuringSchedulingIgnoredDuringExecution") or {})
     terms = required.get("nodeSelectorTerms") or [{}]
     required["nodeSelectorTerms"] = [
-        {**term, "matchExpressions": [*term.get("matchExpressions", ()), *rules]} for term in terms
+        {**term, "matchExpressions": [*term.get("matchExpressions", ()), rule]} for term in terms
     ]
     on_nodes["requiredDuringSchedulingIgnoredDuringExecution"] = required
+    if avoid:
+        others = {"matchExpressions": [{"key": HOST_LABEL, "operator": "NotIn", "values": sorted(avoid)}]}
+        preferred = on_nodes.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
+        on_nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [
+            *preferred,
+            {"weight": _HEAVIEST, "preference": others},
+        ]
     return {**affinity, "nodeAffinity": on_nodes}

@@ -194,14 +194,13 @@ class ImaginedKubernetes:
     # -- within -------------------------------------------------------------------------------------------------------
 
     def _bind(self, name: str, pod: dict[str, Any]) -> None:
-        (term,) = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
-            "nodeSelectorTerms"
-        ]
-        avoided = [rule["values"] for rule in term["matchExpressions"] if rule["key"] == "kubernetes.io/hostname"]
+        wishes = pod["spec"]["affinity"]["nodeAffinity"].get("preferredDuringSchedulingIgnoredDuringExecution", [])
+        avoided = {
+            node for wish in wishes for rule in wish["preference"]["matchExpressions"] for node in rule["values"]
+        }
         taken = {one["spec"].get("nodeName") for one in self._pods.values() if one["status"]["phase"] == "Running"}
-        for node in self.nodes:
-            healthy = self.health.get(node, "Schedulable") == "Schedulable"
-            if node not in taken and healthy and not any(node in names for names in avoided):
+        for node in sorted(self.nodes, key=lambda node: node in avoided):
+            if node not in taken and self.health.get(node, "Schedulable") == "Schedulable":
                 pod["spec"]["nodeName"] = node
                 pod["status"] = {"phase": "Running", "podIP": f"10.0.0.{next(self._addresses)}"}
                 self._agents[name] = _Agent()

@@ -10,6 +10,7 @@ from integration.kubernetes.pods import Seat, belongs_to, pod_for, port_of, seat
 from tests.support.kube_objects import TEMPLATE, job_object
 
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+_PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
 def _with_template(**pod_spec: object) -> dict:
@@ -72,16 +73,21 @@ def test_kubernetes_never_starts_it_again_by_itself():
 def test_every_alternative_of_the_template_keeps_away_from_unhealthy_nodes():
     by_zone = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
     by_name = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n1"]}]}
-    affinity = {"nodeAffinity": {_REQUIRED: {"nodeSelectorTerms": [by_zone, by_name]}}, "podAffinity": {"kept": []}}
+    wish = {"weight": 1, "preference": by_zone}
+    on_nodes = {_REQUIRED: {"nodeSelectorTerms": [by_zone, by_name]}, _PREFERRED: [wish]}
+    affinity = {"nodeAffinity": on_nodes, "podAffinity": {"kept": []}}
     pod = pod_for(_with_template(affinity=affinity), Seat("workers", 0), nodes=2, avoid=["n9", "n8"])
     terms = pod["spec"]["affinity"]["nodeAffinity"][_REQUIRED]["nodeSelectorTerms"]
     for term in terms:
         rules = {rule["key"]: rule for rule in term["matchExpressions"]}
         assert rules["sagemaker.amazonaws.com/node-health-status"]["operator"] == "NotIn"
-        assert rules["kubernetes.io/hostname"]["values"] == ["n8", "n9"]
+        assert "kubernetes.io/hostname" not in rules
     assert terms[0]["matchExpressions"][0] == by_zone["matchExpressions"][0]
     assert terms[1]["matchFields"] == by_name["matchFields"]
     assert pod["spec"]["affinity"]["podAffinity"] == {"kept": []}
+    assert pod["spec"]["affinity"]["nodeAffinity"][_PREFERRED][0] == wish
+    (rule,) = pod["spec"]["affinity"]["nodeAffinity"][_PREFERRED][1]["preference"]["matchExpressions"]
+    assert rule == {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n8", "n9"]}
 
 
 def test_the_job_is_left_as_it_was():
