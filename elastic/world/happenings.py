@@ -97,6 +97,9 @@ def _sealed(turn: Turn, event: NodeSealed) -> None:
         return
     if turn.world.phase is Phase.CHANGING:
         turn.put(member, sealed=True)
+    elif turn.world.phase is Phase.RUNNING:
+        # It goes no further, and who has asked it to stop is no more: what was wanted is to be asked for again.
+        turn.fault(f"{event.node} stopped for a change that the last coordinator wanted", counted=False)
 
 
 def _finished(turn: Turn, event: NodeFinished) -> None:

@@ -94,6 +94,15 @@ def test_a_node_with_another_number_of_ranks_is_sent_away():
     assert "c" not in job.world.members
 
 
+def test_ranks_that_stopped_for_a_change_which_only_a_dead_coordinator_knew_of_go_on():
+    job = Told(FOUR, "ab")
+    job.tick()
+    job.sealed("a")
+    assert "last coordinator" in job.did(Break).reason
+    job.ready("a", "b")
+    assert (job.did(Form).nodes, job.did(Form).restarts) == (("a", "b"), 0)
+
+
 # -- what is tried after a loss, in this order ------------------------------------------------------------------------
 
 

@@ -139,7 +139,7 @@ TABLE = {
     ),
     "node sealed": (
         "forming",
-        "running",
+        "forming Break",
         "forming",
         "waiting",
         "changing",
