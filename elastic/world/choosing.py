@@ -39,13 +39,15 @@ def arranged(chosen: Sequence[Member], places: Sequence[str]) -> tuple[str, ...]
 
 
 def witnesses(world: World) -> list[Member]:
-    """Who was in the newest world that anybody here was in: what the job has in memory is found through them.
+    """Who was in the newest world that anybody here was in, or in an older one with somebody who was.
 
-    A node that was in none knows of no other that keeps anything; a world of such nodes alone would begin anew.
+    What the job has in memory is found through them. A node that was in none knows of no other that keeps anything: a
+    world of such nodes alone would begin anew.
     """
     here = usable(world)
     newest = max((member.epoch for member in here), default=-1)
-    return [member for member in here if member.epoch == newest >= 0]
+    met = min((member.since for member in here if member.epoch == newest), default=-1)
+    return [member for member in here if member.epoch >= max(met, 0)]
 
 
 def expendable(world: World, count: int, avoid: Collection[str] = ()) -> tuple[str, ...]:

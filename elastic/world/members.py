@@ -64,6 +64,8 @@ class Member(msgspec.Struct, frozen=True, omit_defaults=True):
     """It has ranks in the newest world, also when that is broken."""
     epoch: int = -1
     """The last world it had ranks in."""
+    since: int = -1
+    """The first of those that it was in one after the other until then."""
     births: int = 0
     """How many processes it had started when it last was ready."""
     spares: int = 0

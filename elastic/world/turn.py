@@ -186,7 +186,17 @@ class Turn:
             else:
                 self.put(member, placed=False, sealed=False)
         for member in chosen:
-            self.put(member, placed=True, epoch=old.epoch + 1, ready=False, sealed=False, prodded=False, due_s=None)
+            since = member.since if member.epoch == old.epoch >= 0 else old.epoch + 1
+            self.put(
+                member,
+                placed=True,
+                epoch=old.epoch + 1,
+                since=since,
+                ready=False,
+                sealed=False,
+                prodded=False,
+                due_s=None,
+            )
         shrunk = old.faulty and len(nodes) < old.size
         self.set(
             phase=Phase.RUNNING,

@@ -151,6 +151,42 @@ def test_a_node_that_knows_where_the_memory_is_is_waited_for():
     assert job.did(Form).nodes == ("a", "c")
 
 
+def test_one_that_was_in_a_world_with_it_knows_as_much():
+    job = Told(TWO, "ab")
+    job.joins("c")
+    job.tell(rank_lost("a"))
+    job.ready("b")
+    assert job.did(Form).nodes == ("c", "b")
+    job.tell(rank_lost("b"))
+    job.tell(lost("c"))
+    assert job.world.phase is not Phase.RUNNING
+    job.joins("c", life=2)
+    job.ready("a")  # it was in the first world, with b
+    assert set(job.did(Form).nodes) == {"a", "c"}
+
+
+def test_one_that_was_in_no_world_with_any_of_the_newest_does_not():
+    job = Told(TWO, "ab")
+    job.joins("c")
+    job.tell(lost("a"))
+    job.ready("b")
+    job.joins("d")
+    job.tell(rank_lost("b"))
+    job.ready("c")
+    assert set(job.did(Form).nodes) == {"c", "d"}
+    job.joins("e")
+    job.tell(lost("c"))
+    job.ready("d")
+    assert set(job.did(Form).nodes) == {"d", "e"}
+    job.tell(rank_lost("d"))
+    job.tell(rank_lost("e"))
+    job.joins("f")
+    job.ready("b")  # its last world was that with c
+    assert job.world.phase is not Phase.RUNNING
+    job.ready("e")
+    assert "e" in job.did(Form).nodes
+
+
 def test_when_it_does_not_come_in_time_those_that_are_here_begin_without():
     job = Told(TWO, "ab")
     job.joins("c")
