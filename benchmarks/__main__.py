@@ -280,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _table_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks table", description="Write docs/benchmarks.md.")
-    parser.add_argument("raw", type=Path, nargs="+", help="of a subject that several have, the last one counts")
+    parser.add_argument("raw", type=Path, nargs="+", help="of a scene that several have, the last one counts")
     parser.add_argument("--to", type=Path, default=_ROOT / "docs" / "benchmarks.md")
     parser.add_argument("--readme", action="store_true", help="also the few lines of README.md; needs all subjects")
     return parser

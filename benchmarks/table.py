@@ -110,15 +110,24 @@ def print_verdicts(console: Console, groups: Sequence[Group]) -> None:
 
 
 def joined(raws: Mapping[str, Mapping[str, Any]]) -> list[Group]:
-    """What several runs measured; of a subject that more than one has, what the last one says."""
-    groups: dict[str, list[Group]] = {}
-    for raw in raws.values():
-        groups |= {name: [one for one in raw["groups"] if one["subject"] == name] for name in _subjects(raw)}
-    return [group for found in groups.values() for group in found]
+    """What several runs measured; of a scene that more than one has, what the last one says."""
+    return [group for raw, left in zip(raws.values(), _overtaken(raws), strict=True) for group in _but(raw, left)]
 
 
-def _subjects(raw: Mapping[str, Any]) -> list[str]:
-    return list(dict.fromkeys(group["subject"] for group in raw["groups"]))
+def _scene(group: Group) -> tuple[str, str]:
+    return group["subject"], setting(group)
+
+
+def _overtaken(raws: Mapping[str, Mapping[str, Any]]) -> list[set[tuple[str, str]]]:
+    """The scenes that runs after each have, too."""
+    found: list[set[tuple[str, str]]] = [set()]
+    for raw in reversed(list(raws.values())[1:]):
+        found.append(found[-1] | set(map(_scene, raw["groups"])))
+    return found[::-1]
+
+
+def _but(raw: Mapping[str, Any], left: set[tuple[str, str]]) -> list[Group]:
+    return [group for group in raw["groups"] if _scene(group) not in left]
 
 
 def markdown(raws: Mapping[str, Mapping[str, Any]], *, reasons: Mapping[str, str]) -> str:
@@ -141,10 +150,11 @@ Made by `python -m benchmarks table {sources}`; do not edit.
 What is said under "Why" is kept in `benchmarks/reasons.yaml`. Measure again with `make bench`.
 
 **R** is one single-threaded copy of the same bytes between tensors and a populated shared mapping, measured in the same
-round. All contenders of a table run in turn, {parameters["rounds"]} times; ratios are medians of the ratios within each
-round, and "beside ours" is how many times as long as the first row of ours. After its last run (loads: after every
-run) each contender's result is compared with the state bit for bit; the column "bits" says how that ended. "first" is
-the first run of all, with cold pages and plans. Threads are those of torch and of our copier alike, in each rank.
+round. All contenders of a table run in turn, in as many rounds as is said below; ratios are medians of the ratios
+within each round, and "beside ours" is how many times as long as the first row of ours. After its last run (loads:
+after every run) each contender's result is compared with the state bit for bit; the column "bits" says how that ended.
+"first" is the first run of all, with cold pages and plans. Threads are those of torch and of our copier alike, in each
+rank.
 
 States: A, 64 equal fp32 tensors; B, fp32 tensors of 256 KiB; C, a Llama-like model with AdamW, 229 tensors and a few
 Python objects; U, rows that no number of ranks divides. {show_size(parameters["size_bytes"])} each, over all ranks
@@ -157,18 +167,18 @@ agents on this one machine, with a directory each, that reach each other over lo
 
 def _runs(raws: Mapping[str, Mapping[str, Any]]) -> str:
     """Where and when each file was made, and what of it stands here."""
-    told, later = [], set[str]()
-    for source, raw in reversed(raws.items()):
+    told = []
+    for (source, raw), left in zip(raws.items(), _overtaken(raws), strict=True):
         machine = raw["machine"]
-        mine = [name for name in _subjects(raw) if name not in later]
-        later.update(mine)
+        mine = dict.fromkeys(group["subject"] for group in _but(raw, left))
+        rounds = raw["parameters"]["rounds"]
         packages = ", ".join(f"{name} {number}" for name, number in machine["packages"].items())
         told.append(
             f"""- {", ".join(mine)}: `{source}`, revision {machine["revision"]}, {machine["date"]}, load before the run
-  {machine["load_before"]:.1f}. {machine["cpu"]}, {machine["cores"]} cores, {show_size(machine["memory_bytes"])} of
-  memory, Linux {machine["kernel"]}, Python {machine["python"]}, {packages}."""
+  {machine["load_before"]:.1f}, {rounds} rounds. {machine["cpu"]}, {machine["cores"]} cores,
+  {show_size(machine["memory_bytes"])} of memory, Linux {machine["kernel"]}, Python {machine["python"]}, {packages}."""
         )
-    return "\n".join(reversed(told))
+    return "\n".join(told)
 
 
 def _section(subject: str, title: str, groups: Sequence[Group], reason: str) -> str:
