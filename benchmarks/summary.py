@@ -91,19 +91,40 @@ def _peers(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def _elastic(groups: Sequence[Group]) -> Iterator[str]:
-    killed = [group for group in groups if group["subject"] == "P9" and recovery.RANK in group["title"]]
+    disturbed = [group for group in groups if group["subject"] == "P9"]
     resized = [group for group in groups if group["subject"] == "P13"]
-    if killed:
-        took = _span(median(group, recovery.SPARE) for group in killed)
-        spare, cold = (
-            _span(ratio(group, recovery.AGAIN, name) for group in killed) for name in (recovery.SPARE, recovery.OURS)
-        )
-        yield f"- A rank is killed: with a warm spare the next step has been done {took} s later. `torchrun` and"
-        yield f"  `dcp.load` from tmpfs take {spare} times as long, and {cold} times as long as we do without a spare."
-    for share in sorted({group["title"].split(",")[0] for group in resized}, key=lambda size: float(size.split()[0])):
-        mine = [group for group in resized if group["title"].startswith(f"{share},")]
+    for size in _sizes(disturbed):
+        for what in (recovery.RANK, recovery.NODE, recovery.ERROR):
+            mine = [one for one in _of_size(disturbed, size) if what in one["title"]]
+            if mine:
+                yield from _recovered(f"{what[0].upper()}{what[1:]}, {size} of state", mine)
+    for size in _sizes(resized):
+        mine = _of_size(resized, size)
         times = _span(ratio(group, other, resize.OURS) for group in mine for other in (resize.AGENTS, resize.AGAIN))
-        yield f"- Another number of ranks, {share} of state: `torchrun` takes {times} times as long."
+        yield f"- Another number of ranks, {size} of state: `torchrun` takes {times} times as long."
+
+
+def _recovered(what: str, groups: Sequence[Group]) -> Iterator[str]:
+    """By a warm spare, where there is one to take."""
+    times = {
+        name: _span(ratio(group, recovery.AGAIN, name) for group in groups)
+        for name in (recovery.SPARE, recovery.OURS)
+        if all(row(group, name) for group in groups)
+    }
+    first = next(iter(times))
+    took = _span(median(group, first) for group in groups)
+    spare = " with a warm spare" if first == recovery.SPARE else ""
+    yield f"- {what}: the next step has been done {took} s later{spare}. `torchrun` and `dcp.load` from tmpfs"
+    cold = f", and {times[recovery.OURS]} times as long as we do without a spare" if spare else ""
+    yield f"  take {times[first]} times as long{cold}."
+
+
+def _sizes(groups: Sequence[Group]) -> list[str]:
+    return sorted({group["title"].split(",")[0] for group in groups}, key=lambda size: float(size.split()[0]))
+
+
+def _of_size(groups: Sequence[Group], size: str) -> list[Group]:
+    return [group for group in groups if group["title"].startswith(f"{size},")]
 
 
 def _span(ratios: Iterable[float]) -> str:
