@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 GROUP = "sagemaker.amazonaws.com"
 VERSION = "v1"
 PLURAL = "hyperpodpytorchjobs"
@@ -26,3 +29,15 @@ HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
 UNHEALTHY = ("Unschedulable", "UnschedulablePendingReboot", "UnschedulablePendingReplacement")
 
 HOST_LABEL = "kubernetes.io/hostname"
+
+
+def owned_by(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What is made for the job with this metadata goes with it."""
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": KIND,
+        "name": meta["name"],
+        "uid": meta["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }

@@ -10,16 +10,14 @@ from typing import Any
 
 from integration.kubernetes.grants import Grant
 from integration.kubernetes.names import (
-    GROUP,
     HEALTH_LABEL,
     HOST_LABEL,
     INDEX_LABEL,
     JOB_LABEL,
-    KIND,
     KUEUE_PREFIX,
     REPLICA_SPEC_LABEL,
     UNHEALTHY,
-    VERSION,
+    owned_by,
 )
 
 Object = Mapping[str, Any]
@@ -108,16 +106,7 @@ def pod_for(
             "namespace": meta["namespace"],
             "labels": labels,
             "annotations": annotations,
-            "ownerReferences": [
-                {
-                    "apiVersion": f"{GROUP}/{VERSION}",
-                    "kind": KIND,
-                    "name": meta["name"],
-                    "uid": meta["uid"],
-                    "controller": True,
-                    "blockOwnerDeletion": True,
-                }
-            ],
+            "ownerReferences": [owned_by(meta)],
         },
         "spec": pod,
     }

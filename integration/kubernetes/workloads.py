@@ -18,14 +18,12 @@ from integration.hyperpod.operator import JobSpec
 from integration.hyperpod.operator.sizing import shares
 from integration.kubernetes.names import (
     CONTENT_ANNOTATION,
-    GROUP,
     JOB_LABEL,
-    KIND,
     KUEUE_GROUP,
     KUEUE_PREFIX,
     PRIORITY_LABEL,
     QUEUE_LABEL,
-    VERSION,
+    owned_by,
 )
 
 Object = Mapping[str, Any]
@@ -110,16 +108,7 @@ def workload_for(
             "namespace": meta["namespace"],
             "labels": {JOB_LABEL: meta["name"], f"{KUEUE_PREFIX}job-uid": meta["uid"]},
             "annotations": {CONTENT_ANNOTATION: content_of(job, step)},
-            "ownerReferences": [
-                {
-                    "apiVersion": f"{GROUP}/{VERSION}",
-                    "kind": KIND,
-                    "name": meta["name"],
-                    "uid": meta["uid"],
-                    "controller": True,
-                    "blockOwnerDeletion": True,
-                }
-            ],
+            "ownerReferences": [owned_by(meta)],
         },
         "spec": spec,
     }
