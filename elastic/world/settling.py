@@ -227,7 +227,7 @@ def _form(turn: Turn, ready: list[Member], *, at_least: int) -> bool:
     if not any(member in chosen for member in witnesses):
         if any(member.placed and not member.ready for member in witnesses):
             return False  # its ranks are started anew; it is lost when they do not come
-        chosen[len(chosen) - 1 :] = witnesses[:1] or chosen[-1:]
+        chosen[-1:] = [member for member in witnesses if member in ready][:1] or chosen[-1:]
     turn.form(chosen)
     return True
 

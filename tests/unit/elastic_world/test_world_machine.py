@@ -111,6 +111,9 @@ class AnyWorld(RuleBasedStateMachine):
         assert decide(before, event, self.policy, self.now_s) == (self.world, actions)
         if before.phase.over:
             assert (self.world, actions) == (before, ())
+        heard = event.events if isinstance(event, Several) else (event,)
+        self.ready = {one.node for one in before.members.values() if one.ready}
+        self.ready |= {one.node for one in heard if isinstance(one, NodeReady)}
         for action in actions:
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(action), type=Action) == action
             self.follow(action, before)
@@ -123,6 +126,7 @@ class AnyWorld(RuleBasedStateMachine):
             stay = [node for node in before.places if node in action.nodes]
             assert stay == [node for node in action.nodes if node in before.places]
             self.epoch, self.runs = action.epoch, True
+            assert self.ready >= set(action.nodes), "its ranks have not come"
             if all(node not in before.members or before.members[node].epoch < 0 for node in action.nodes):
                 left = {one.node for one in self.world.members.values() if one.epoch >= 0} - set(action.nodes)
                 assert left <= avoided(self.world, self.policy, self.now_s), "who knows the job is left behind"
