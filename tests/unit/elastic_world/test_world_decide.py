@@ -187,6 +187,19 @@ def test_one_that_was_in_no_world_with_any_of_the_newest_does_not():
     assert "e" in job.did(Form).nodes
 
 
+def test_one_that_knows_and_is_not_ready_gets_no_place():
+    job = Told(TWO, "ab")
+    job.joins("c")
+    job.joins("d")
+    job.tell(rank_lost("a"))
+    job.ready("b")
+    assert job.did(Form).nodes == ("c", "b")
+    job.joins("e")
+    job.tell(lost("b"))
+    job.tell(lost("c"))
+    assert set(job.did(Form).nodes) == {"d", "e"}
+
+
 def test_when_it_does_not_come_in_time_those_that_are_here_begin_without():
     job = Told(TWO, "ab")
     job.joins("c")
