@@ -21,15 +21,16 @@ class Hooked:
     def __init__(self, module: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self._module = module
-        self._empty = False
-        module.register_comm_hook(None, self._sum)
+        # The reducer's hold of it is no collector's to see: were the module in reach of it, it would never be freed.
+        self._sums = _Sums(module.process_group)
+        module.register_comm_hook(self._sums, _sum)
 
     def begin(self, share: Share) -> None:
         for parameter in self.parameters:
             parameter.grad = None
 
     def before(self, slot: Slot, turn: int) -> None:
-        self._empty = slot.id is None
+        self._sums.empty = slot.id is None
         self._module.require_backward_grad_sync = slot.last  # as no_sync() does, over a loop's body
 
     def after(self, slot: Slot) -> None:
@@ -44,9 +45,19 @@ class Hooked:
                 gradient = parameter.grad
                 gradient.div_(torch.tensor(count, dtype=gradient.dtype, device=gradient.device))
 
-    def _sum(self, _: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        if self._empty:
-            buffer.zero_()
-        work = dist.all_reduce(buffer, group=self._module.process_group, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
+
+class _Sums:
+    """What the reducer sums over, and whether this rank has anything to add."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.empty = False
+
+
+def _sum(sums: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    assert isinstance(sums, _Sums)
+    buffer = bucket.buffer()
+    if sums.empty:
+        buffer.zero_()
+    work = dist.all_reduce(buffer, group=sums.group, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -35,30 +37,49 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def everything(_: object) -> dict[str, float]:
     """How far each way is from the gradients of one process, relative to the largest of them."""
+    gc.freeze()  # what the process began with is not this one's to collect
     worlds = Worlds((RANKS,), (RANKS,))
     share = Share.contiguous(QUOTAS, dist.get_rank())
     expected, expected_loss, norm = reference(torch.float64)
     single, _, _ = reference(torch.float32)
     found = {"one process, fp32": distance(single, expected), "mean of means": distance(mean_of_means(share), expected)}
-    for name, (kind, how) in WAYS.items():
+    for name in WAYS:
         for dtype in (torch.float64, torch.float32):
-            model = wrap(Model(dtype), kind, worlds, RANKS)
-            sums = ExactGradients(model, group=worlds.groups[RANKS], **how)
-            for again in range(2 if dtype is torch.float64 else 1):  # the second starts from what the first left
-                for microbatch in sums.step(share):
-                    loss, tokens = loss_sum(model, again, microbatch.id)
-                    if microbatch.empty and not share.mine:
-                        loss = loss * math.nan  # nobody's business
-                    microbatch.backward(loss, weight=tokens)
-                total = sums.finish(clip=None if again else 1e9)
-                if not again:
-                    found[f"{name}, {dtype}"] = distance([one.grad for one in model.parameters()], expected)
-                    found[f"{name}, {dtype}, loss"] = abs(total.loss / expected_loss - 1)
-                    assert total.norm is not None
-                    found[f"{name}, {dtype}, norm"] = abs(total.norm / norm - 1)
-            assert math.isfinite(total.loss)
+            gone = one_way(found, name, dtype, worlds, share, expected, expected_loss, norm)
+            gc.collect()
+            found[f"{name}, {dtype}, left"] = float(gone() is not None)
     found["refused"] = refusals(worlds, share)
     return found
+
+
+def one_way(
+    found: dict[str, float],
+    name: str,
+    dtype: torch.dtype,
+    worlds: Worlds,
+    share: Share,
+    expected: list[torch.Tensor | None],
+    expected_loss: float,
+    norm: float,
+) -> weakref.ref[torch.nn.Module]:
+    """The model that it was done with, which nobody needs any more."""
+    kind, how = WAYS[name]
+    model = wrap(Model(dtype), kind, worlds, RANKS)
+    sums = ExactGradients(model, group=worlds.groups[RANKS], **how)
+    for again in range(2 if dtype is torch.float64 else 1):  # the second starts from what the first left
+        for microbatch in sums.step(share):
+            loss, tokens = loss_sum(model, again, microbatch.id)
+            if microbatch.empty and not share.mine:
+                loss = loss * math.nan  # nobody's business
+            microbatch.backward(loss, weight=tokens)
+        total = sums.finish(clip=None if again else 1e9)
+        if not again:
+            found[f"{name}, {dtype}"] = distance([one.grad for one in model.parameters()], expected)
+            found[f"{name}, {dtype}, loss"] = abs(total.loss / expected_loss - 1)
+            assert total.norm is not None
+            found[f"{name}, {dtype}, norm"] = abs(total.norm / norm - 1)
+    assert math.isfinite(total.loss)
+    return weakref.ref(model)
 
 
 def reference(dtype: torch.dtype) -> tuple[list[torch.Tensor | None], float, float]:
@@ -147,6 +168,13 @@ def test_in_single_precision_it_is_as_near_as_one_process_is(found: dict[str, fl
     assert found[f"{way}, torch.float32"] < 4 * near
     assert found[f"{way}, torch.float32, loss"] < 1e-6
     assert found[f"{way}, torch.float32, norm"] < 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_nobody_needs_is_freed(found: dict[str, float], way: str) -> None:
+    """A process is in many worlds, and has one model."""
+    assert found[f"{way}, torch.float64, left"] == 0.0
+    assert found[f"{way}, torch.float32, left"] == 0.0
 
 
 def test_a_mean_of_means_is_something_else(found: dict[str, float]) -> None:
