@@ -8,7 +8,9 @@ compared with a run in which nothing happened.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shutil
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +76,8 @@ class Recovered:
     step: int
     """After this one it was looked at what the ranks have."""
     sums: list[str]
+    usual_s: float = 0.0
+    """What one step took before, saved as always."""
     early_s: float | None = None
     """Until a step of those that were left, where they go on alone."""
     same: bool = True
@@ -144,7 +148,7 @@ def rebuilt(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
     stages, _ = durations(at, [("detect", max(heard, default=at)), *between, *_ends(new)])
     done = max(line["step"] for line in before if line["what"] == "stepped")
     step, sums = _seen(new)
-    return Recovered(stages, done - min(loaded), step, sums, same=len(loaded) == 1)
+    return Recovered(stages, done - min(loaded), step, sums, usual(before), same=len(loaded) == 1)
 
 
 def healed(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
@@ -171,7 +175,18 @@ def healed(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
     ended = {line["pid"]: line.get("error", "") for line in lines if line["what"] == "heard" and line["at"] > at}
     trouble = f"ranks that were left ended, too ({next(iter(ended.values()))})" if ended else ""
     done = max(line["step"] for line in old)
-    return Recovered(stages, max(0, done + 1 - first), step, sums, min(early, default=None), trouble=trouble)
+    early_s = min(early, default=None)
+    return Recovered(stages, max(0, done + 1 - first), step, sums, usual(old), early_s, trouble=trouble)
+
+
+def usual(lines: Sequence[Line]) -> float:
+    """The median time from the end of a step of all ranks to the end of the next one; 0 where there were no two."""
+    ends: dict[int, list[float]] = {}
+    for line in lines:
+        if line["what"] == "stepped" and line.get("together", RANKS) == RANKS:
+            ends.setdefault(line["step"], []).append(line["at"])
+    done = sorted(max(times) for times in ends.values() if len(times) == RANKS)
+    return statistics.median(b - a for a, b in itertools.pairwise(done)) if len(done) > 1 else 0.0
 
 
 _STAGES = {"entered": "groups", "built": "model", "loaded": "hydrate", "fed": "loader", "stepped": "first step"}
@@ -241,16 +256,18 @@ def _rows(name: str, results: list[Recovered], failures: list[str]) -> list[dict
 
 
 _ORDER = ("detect", "abort", "imports", "rendezvous", *_STAGES.values())
+_USUAL = "a step that nothing happens in: {}"
 
 
 def _by_stage(found: dict[str, list[Recovered]]) -> list[dict[str, Any]]:
     """Everybody's, side by side."""
-    return [
+    there = {name: results for name, results in found.items() if results}
+    stages = [
         _row(f"{stage}: {name}", name, [one.stages[stage] for one in results])
         for stage in _ORDER
-        for name, results in found.items()
-        if results
+        for name, results in there.items()
     ]
+    return stages + [_row(_USUAL.format(name), name, [one.usual_s for one in it]) for name, it in there.items()]
 
 
 def _row(name: str, whose: str, samples: list[float], note: str = "", equal: bool | None = None) -> dict[str, Any]:

@@ -39,6 +39,8 @@ def _train(task: Task, diary: Diary) -> None:
     if task.device == "cuda":
         torch.cuda.set_device((group * per_group + local) % torch.cuda.device_count())
     training = Training(task, diary, group * per_group + local, groups * per_group)
+    training.model.to_empty(device=training.device)
+    training.fill()  # at the start of the job they count; who joins later is given the others'
     pg = (ProcessGroupNCCL if task.device == "cuda" else ProcessGroupGloo)(timeout=_TIMEOUT)
     configure = pg.configure
     news = {"looked": 0}

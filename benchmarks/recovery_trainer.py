@@ -22,7 +22,7 @@ import torch.distributed as dist
 import xxhash
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -56,6 +56,10 @@ class Task:
         return Path(self.folder)
 
     @property
+    def width(self) -> int:
+        return max(16, int((self.size_bytes / _ADAM / LAYERS) ** 0.5) // 16 * 16)
+
+    @property
     def backend(self) -> str:
         return "gloo" if self.device == "cpu" else "cpu:gloo,cuda:nccl"
 
@@ -73,16 +77,23 @@ class Rows(Dataset[torch.Tensor]):
         return torch.randn(self._width, generator=torch.Generator().manual_seed(number))
 
 
+def made(task: Task) -> torch.nn.Module:
+    """The model as training begins with it: the same in every process."""
+    torch.manual_seed(3)
+    return torch.nn.Sequential(*(torch.nn.Linear(task.width, task.width) for _ in range(LAYERS)))
+
+
 class Training:
-    """Model, optimizer and loader in one world, and the steps that are the same everywhere."""
+    """Model, optimizer and loader in one world, and the steps that are the same everywhere.
+
+    The model has no numbers before they are restored, or :meth:`fill` says which they are.
+    """
 
     def __init__(self, task: Task, diary: Diary, rank: int, size: int) -> None:
         self.task, self.rank, self.size = task, rank, size
         self._diary = diary
-        torch.manual_seed(3)
-        self.width = max(16, int((task.size_bytes / _ADAM / LAYERS) ** 0.5) // 16 * 16)
-        layers = (torch.nn.Linear(self.width, self.width) for _ in range(LAYERS))
-        self.model: torch.nn.Module = torch.nn.Sequential(*layers).to(self.device)
+        with torch.device("meta"):
+            self.model = made(task)
         self.first = -1
         self._batches: Iterator[torch.Tensor] = iter(())
         self._next = -1
@@ -93,13 +104,23 @@ class Training:
 
     def spread(self, mesh: DeviceMesh | None) -> None:
         """Over the ranks of the world, as torch does it."""
+        if self.task.model == "FSDP2":
+            self.shard(mesh)
+        self.model.to_empty(device=self.device)
         if self.task.model == "DDP":
+            # Nobody needs the first rank's numbers: they are restored everywhere, or made alike.
             # Else buckets are made anew after the first step of a process, and add what they add in another order
             # than in a process that has made more steps. torchft never makes them anew either.
-            self.model = DistributedDataParallel(self.model, find_unused_parameters=True)
-        else:
-            self.shard(mesh)
+            self.model = DistributedDataParallel(self.model, find_unused_parameters=True, init_sync=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Nothing was restored."""
+        for mine, whole in zip(self.model.parameters(), made(self.task).to(self.device).parameters(), strict=True):
+            mine.copy_(
+                distribute_tensor(whole, mine.device_mesh, mine.placements) if isinstance(mine, DTensor) else whole
+            )
 
     def shard(self, mesh: DeviceMesh | None) -> None:
         for layer in self.model.children():
@@ -114,7 +135,7 @@ class Training:
         per_step = ROWS * self.size
         numbers = (range(step * per_step + self.rank * ROWS, step * per_step + (self.rank + 1) * ROWS)
                    for step in itertools.count(first))  # fmt: skip
-        loader = DataLoader(Rows(self.width), batch_sampler=numbers)
+        loader = DataLoader(Rows(self.task.width), batch_sampler=numbers)
         ahead = iter(loader)
         self._batches = itertools.chain([next(ahead)], ahead)
         self.first = self._next = first
@@ -206,6 +227,8 @@ def elastic(task: Task, diary: Diary) -> None:
         training.say("built")
         with Checkpointer("tiered://recovery", every=1) as ckpt:
             first = ckpt.restore(state) + 1
+            if first == 0:
+                training.fill()
             training.say("loaded", step=first - 1)
             training.feed(first)
             training.say("fed")
@@ -233,6 +256,8 @@ def restarted(task: Task, diary: Diary) -> None:
             model, optim = get_state_dict(training.model, training.optimizer)
             dcp.load({"model": model, "optim": optim}, checkpoint_id=whole[-1])
             set_state_dict(training.model, training.optimizer, model_state_dict=model, optim_state_dict=optim)
+        else:
+            training.fill()
         training.say("loaded", step=first - 1)
         training.feed(first)
         training.say("fed")
@@ -250,6 +275,7 @@ def restarted(task: Task, diary: Diary) -> None:
 def undisturbed(task: Task, diary: Diary) -> None:
     """What everybody who is disturbed must come to."""
     training = _under_torchrun(task, diary)
+    training.fill()
     training.feed(0)
     for step in range(max(task.compared) + 1):
         training.step(step)

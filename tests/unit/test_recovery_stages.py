@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import recovery
 from benchmarks.goals import failed, judge
-from benchmarks.recovery import AGAIN, FT, FT_REST, OURS, SPARE, Recovered, healed, rebuilt
+from benchmarks.recovery import AGAIN, FT, FT_REST, OURS, SPARE, Recovered, healed, rebuilt, usual
 
 AT = 100.0
 OLD, NEW = (1, 2, 3, 4), (1, 2, 3, 5)
@@ -52,6 +52,15 @@ def test_stages_of_ranks_that_stay():
     }  # fmt: skip
     assert found.total_s == pytest.approx(1.43)
     assert (found.lost, found.step, found.sums, found.same) == (1, 9, ["a", "b", "c", "d"], True)
+
+
+def test_a_step_takes_as_long_as_its_last_rank_needs():
+    ends = {3: -9.0, 4: -7.0, 5: -6.0, 6: -4.5}
+    lines = [one for step, after in ends.items() for one in steps(OLD, step, after)]
+    lines += steps(OLD[:3], 7, -1.0)  # not one of all ranks
+    lines += steps(OLD, 8, -0.5, together=3)
+    assert usual(lines) == pytest.approx(1.5)
+    assert usual(steps(OLD, 3, -9.0)) == 0.0
 
 
 def test_who_is_started_anew_is_waited_for():
