@@ -4,6 +4,7 @@ DDP reads the hook's annotations, so they are not postponed here.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,8 +55,7 @@ class _Sums:
         self.empty = False
 
 
-def _sum(sums: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    assert isinstance(sums, _Sums)
+def _sum(sums: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
     if sums.empty:
         buffer.zero_()
