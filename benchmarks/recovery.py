@@ -256,7 +256,7 @@ def _rows(name: str, results: list[Recovered], failures: list[str]) -> list[dict
 
 
 _ORDER = ("detect", "abort", "imports", "rendezvous", *_STAGES.values())
-_USUAL = "a step that nothing happens in: {}"
+USUAL = "a step that nothing happens in: {}"
 
 
 def _by_stage(found: dict[str, list[Recovered]]) -> list[dict[str, Any]]:
@@ -267,7 +267,7 @@ def _by_stage(found: dict[str, list[Recovered]]) -> list[dict[str, Any]]:
         for stage in _ORDER
         for name, results in there.items()
     ]
-    return stages + [_row(_USUAL.format(name), name, [one.usual_s for one in it]) for name, it in there.items()]
+    return stages + [_row(USUAL.format(name), name, [one.usual_s for one in it]) for name, it in there.items()]
 
 
 def _row(name: str, whose: str, samples: list[float], note: str = "", equal: bool | None = None) -> dict[str, Any]:

@@ -116,8 +116,9 @@ def test_survivors_that_end_are_said_with_why():
     assert "in 1 of 1 rounds ranks that were left ended, too (AssertionError: )" in row["note"]
 
 
-def one(seconds, same=True):
-    return Recovered(dict.fromkeys(recovery._ORDER, 0.0) | {"detect": seconds}, 1, 9, ["a"], same=same)
+def one(seconds, same=True, usual_s=0.0):
+    stages = dict.fromkeys(recovery._ORDER, 0.0) | {"detect": seconds}
+    return Recovered(stages, 1, 9, ["a"], usual_s, same=same)
 
 
 def test_the_target_is_judged_and_what_differs_has_failed():
@@ -131,6 +132,14 @@ def test_the_target_is_judged_and_what_differs_has_failed():
     assert [(verdict.value, verdict.met) for verdict in judge([group])] == [(16.0, True), (4.0, False)]
     assert failed(group) == [AGAIN]
     assert rows[-1]["note"] == "did not come back: it did not happen: 4 ranks train again"
+
+
+def test_what_a_fault_adds_to_a_step_is_judged_too():
+    found = {SPARE: [one(2.0, usual_s=1.0), one(3.0, usual_s=1.0)], AGAIN: [one(16.0, usual_s=1.0)] * 2}
+    rows = [row for name in found for row in recovery._rows(name, found[name], [])] + recovery._by_stage(found)
+    group = {"subject": "P9", "title": "64 MiB, DDP, a rank is killed", "state": "", "rows": rows}
+    assert [verdict.value for verdict in judge([group])] == [(16 / 2 + 16 / 3) / 2, (15 + 7.5) / 2]
+    assert rows[-1]["name"] == f"a step that nothing happens in: {AGAIN}"
 
 
 def test_stages_stand_side_by_side_and_rounds_that_failed_are_told():
