@@ -168,19 +168,22 @@ def _p9(group: Group) -> Iterator[Verdict]:
             medians = median(group, recovery.AGAIN) / median(group, ours)
             value = ratio(group, recovery.AGAIN, ours) if paired else medians
             yield Verdict("P9", group["title"], f"{ours}: less than {recovery.AGAIN}", value, 10, True, "times")
-            added = [_beyond_a_step(group, name) for name in (recovery.AGAIN, ours)]
-            if paired and all(added):
-                value = statistics.median(a / b for a, b in zip(*added, strict=True))
+            value = beyond_a_step(group, ours) if paired else 0.0
+            if value:
                 what = f"{ours}, beyond a step: less than {recovery.AGAIN}"
                 yield Verdict("P9", group["title"], what, value, 10, True, "times")
 
 
-def _beyond_a_step(group: Group, name: str) -> list[float]:
-    """What a fault takes beside a step that would have been done anyway; nothing where such a step was not measured."""
+def beyond_a_step(group: Group, ours: str) -> float:
+    """How much less a fault adds to a step that would have been done anyway; 0 where no such step was measured."""
+    theirs, mine = ([*_added(group, name)] for name in (recovery.AGAIN, ours))
+    return statistics.median(a / b for a, b in zip(theirs, mine, strict=True)) if theirs and mine else 0.0
+
+
+def _added(group: Group, name: str) -> Iterator[float]:
     total, step = row(group, name), row(group, recovery.USUAL.format(name))
-    if total is None or step is None:
-        return []
-    return [max(1e-3, a - b) for a, b in zip(total["samples"], step["samples"], strict=True)]
+    if total and step:
+        yield from (max(1e-3, a - b) for a, b in zip(total["samples"], step["samples"], strict=True))
 
 
 def _p10(group: Group) -> Iterator[Verdict]:

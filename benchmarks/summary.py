@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import agent_start, blocked, drain, hydrate, load, planning, recovery, replicate, reshard, resize, save
-from benchmarks.goals import MiB, median, ratio, row
+from benchmarks.goals import MiB, beyond_a_step, median, ratio, row
 from benchmarks.rounds import COPY
 from benchmarks.table import joined
 
@@ -117,6 +117,9 @@ def _recovered(what: str, groups: Sequence[Group]) -> Iterator[str]:
     yield f"- {what}: the next step has been done {took} s later{spare}. `torchrun` and `dcp.load` from tmpfs"
     cold = f", and {times[recovery.OURS]} times as long as we do without a spare" if spare else ""
     yield f"  take {times[first]} times as long{cold}."
+    beyond = [beyond_a_step(group, first) for group in groups]
+    if all(beyond):
+        yield f"  Without the step itself, on both sides: {_span(beyond)} times as long."
 
 
 def _sizes(groups: Sequence[Group]) -> list[str]:
