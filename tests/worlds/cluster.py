@@ -102,9 +102,17 @@ class Cluster:
 
     def post(self, event: Event) -> None:
         delay_s = self.delay_s()
-        self.after(delay_s, lambda: self._deliver(event))
+        to = self.coordinator
+        self.after(delay_s, lambda: self._receive(event, to))
         if self.rng.random() < 0.15:
-            self.after(delay_s + self.rng.choice(_AGAIN_S), lambda: self._deliver(event))
+            self.after(delay_s + self.rng.choice(_AGAIN_S), lambda: self._receive(event, to))
+
+    def _receive(self, event: Event, to: int) -> None:
+        """A node says to another coordinator again what it has said; one that is gone does not."""
+        speaker = self.machines.get(getattr(event, "node", ""))
+        lives = speaker is not None and speaker.up and speaker.life == getattr(event, "life", -1)
+        if to == self.coordinator or lives or not hasattr(event, "life"):
+            self._deliver(event)
 
     def _deliver(self, event: Event) -> None:
         before = self.world
@@ -191,6 +199,9 @@ class Cluster:
     def hang(self, machine: Supervisor, seat: Seat) -> None:
         seat.state = State.HUNG
         self.judge.happened()
+        self._notice(machine, seat)
+
+    def _notice(self, machine: Supervisor, seat: Seat) -> None:
         who = (machine.node, seat.number) if self.rng.random() < 0.6 else ("", -1)
         hang = Hang(machine.epoch, "no step for 10 s", *who)
         self.after(10.0, lambda: self.post(hang))
@@ -214,15 +225,19 @@ class Cluster:
 
     def begin_again(self) -> None:
         """The coordinator is gone, and with it what it knew and had not said; another one takes its place."""
+        if self.world.phase.over:
+            return
         self.coordinator += 1
         reports = [machine.report() for machine in self.machines.values() if machine.up]
         self.judge.happened(1 + len(self.machines))
         self.judge.begins_again(reports)
-        if self.world.phase.over:
-            return
         self.world, actions = rebuilt(reports, self.policy, nproc=self.nproc, now_s=self.now_s)
         self.say("    another coordinator")
         self._heed(actions, lambda: self.judge.rebuilt(self.world, actions, self.now_s))
+        for machine in self.machines.values():
+            for seat in machine.seats if machine.up else ():
+                if seat.state is State.HUNG:  # nobody gets on, as another coordinator will see, too
+                    self._notice(machine, seat)
 
     def all_finish(self) -> None:
         """There is nothing left to train, for whoever is in a world."""

@@ -32,6 +32,7 @@ class Judge:
         self.sizes = policy.replica_discrete_values or range(policy.min_replicas, policy.max_replicas + 1, step)
         self.alive: dict[str, int] = {}
         self.joined_s: dict[str, float] = {}
+        self.respawned_s: dict[tuple[str, int], float] = {}
         self.gone: dict[str, int] = {}
         self.asked: dict[str, int] = {}
         """Life of the nodes that were asked back."""
@@ -95,9 +96,10 @@ class Judge:
         self.alive = {report.node: report.life for report in reports}
         self.asked, self.gone, self.shrunk_s = {}, {}, None
         self.epoch = max((report.epoch for report in reports), default=-1)
-        self.running, self.pausing = self.epoch >= 0, False
+        self.running, self.pausing, self.faulted = self.epoch >= 0, False, False
         self.told.clear()
         self.restarts_s.clear()
+        self.losses.update((report.node, report.life) for report in reports if report.lost)
 
     def _hear(self, event: Event, now_s: float) -> None:
         if isinstance(event, Several):
@@ -115,8 +117,10 @@ class Judge:
         elif isinstance(event, CapacityAskedBack):
             for node in event.nodes:
                 if node in self.alive and event.deadline_s >= self.joined_s[node]:
-                    self.asked[node] = self.alive[node]
-                    self.told.add((node, self.alive[node], event.deadline_s))
+                    life = self.asked[node] = self.alive[node]
+                    if any(told[0] == node and told[1] != life and told[2] == event.deadline_s for told in self.told):
+                        self.happened(fault=False)  # said again, and heard of another life
+                    self.told.add((node, life, event.deadline_s))
                     if node in self.places:
                         self.asked_since.add(node)
         elif isinstance(event, RankLost):
@@ -161,6 +165,7 @@ class Judge:
                 self._formed(action, before, world, now_s)
             elif isinstance(action, RespawnStragglers):
                 self.happened()
+                self.respawned_s[action.node, action.life] = now_s
             elif isinstance(action, Release):
                 self._released(action, now_s)
                 self._bury(action.node, action.life)
@@ -261,8 +266,10 @@ class Judge:
         if self.asked.get(action.node) == action.life or self.losses[action.node, action.life] >= 3:
             return
         policy = self.policy
-        patience_s = min(policy.leave_timeout_s, policy.restart_timeout_s) + 0.99 * policy.restart_timeout_s
-        if action.node in self.alive and now_s < self.joined_s[action.node] + patience_s:
+        patience_s, since_s = 0.99 * policy.restart_timeout_s, self.respawned_s.get((action.node, action.life))
+        if since_s is None and action.node in self.alive:
+            since_s = self.joined_s[action.node] + min(policy.leave_timeout_s, policy.restart_timeout_s)
+        if since_s is not None and now_s < since_s + patience_s:
             raise Violation(f"{action.node} is sent away, and has had no time")
 
     def _stopped(self, before: World, now_s: float) -> None:
