@@ -29,11 +29,19 @@ def agent_pid(directory: Path) -> int | None:
 
 
 def wait_gone(pid: int, timeout_s: float = 20.0) -> None:
-    """Until the process is gone or only waits for init to notice."""
+    """Until the process is gone or only waits for init to notice, and has let go of its files."""
     deadline = time.monotonic() + timeout_s
-    while started_at(pid) >= 0:
+    while started_at(pid) >= 0 or _threads(pid) > 1:
         assert time.monotonic() < deadline, f"process {pid} did not end"
         time.sleep(0.01)
+
+
+def _threads(pid: int) -> int:
+    """The first one may have ended, and others, with all that is mapped and open, not yet."""
+    try:
+        return len(list(Path(f"/proc/{pid}/task").iterdir()))
+    except OSError:
+        return 0
 
 
 def end_agent(directory: Path, number: int = signal.SIGTERM) -> None:
