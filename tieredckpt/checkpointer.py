@@ -121,7 +121,7 @@ class Checkpointer:
         self._board: Board | None = None
         self._torn = Torn(self._location.job, lambda: self.session)
         self._planned_before = False
-        self._preparing: threading.Thread | None = None
+        self._preparing: list[threading.Thread] = []
         self._joined = False
         self._asked_to_join: set[bool] = set()
         """For restoring, for saving."""
@@ -500,7 +500,8 @@ class Checkpointer:
                 own += value._local_tensor.nbytes
             elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 shared += value.nbytes
-        self._preparing = self.session.prepare(rank, own + shared // parts)
+        self._preparing = [one for one in self._preparing if one.is_alive()]
+        self._preparing.append(self.session.prepare(rank, own + shared // parts))
 
     # -- the rest ---------------------------------------------------------------------------------------------
 
@@ -514,8 +515,8 @@ class Checkpointer:
     def close(self) -> None:
         """Seal what is staged and let go of the agent; what is draining goes on without this process."""
         self._noter.forget()
-        if self._preparing is not None:
-            self._preparing.join()
+        for preparing in self._preparing:  # one that came later might have an agent started again
+            preparing.join()
         self._sealer.shutdown()
         if self._preemption is not None:
             self._preemption.close()

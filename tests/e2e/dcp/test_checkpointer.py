@@ -31,6 +31,33 @@ def state_at(step):
     return {"w": torch.full((1000,), float(step)), "nested": {"b": torch.arange(5) + step}, "step": step, "lr": 0.1}
 
 
+class Awaited(threading.Thread):
+    """Ends when somebody waits for it."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.wanted = threading.Event()
+        self.start()
+
+    def run(self):
+        self.wanted.wait()
+
+    def join(self, timeout=None):
+        self.wanted.set()
+        super().join(timeout)
+
+
+def test_nothing_is_prepared_any_more_when_it_is_closed(agent_dir, monkeypatch):
+    """However often it restored: who came too late would find no agent, and start one."""
+    threads = []
+    monkeypatch.setattr("tieredckpt.session.Session.prepare", lambda *_: threads.append(Awaited()) or threads[-1])
+    with Checkpointer("tiered://loop") as ckpt:
+        ckpt.restore({"w": torch.zeros(4)})
+        ckpt.restore({"w": torch.zeros(4)})
+        assert [one.is_alive() for one in threads] == [True, True]
+    assert [one.is_alive() for one in threads] == [False, False]
+
+
 def test_restore_says_minus_one_only_when_there_is_nothing(agent_dir):
     with Checkpointer(JOB) as ckpt:
         assert ckpt.restore(state_at(0)) == -1
