@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peerstore import frames, operations
-from peerstore.errors import AgentUnreachableError, ProtocolError, RequestError, from_wire
+from peerstore.errors import AgentUnreachableError, PeerRefusedError, ProtocolError, RequestError, from_wire
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
 from peerstore.operations import patience
+from peerstore.owners import peer_of, trusted_users
 from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
 
 _CALL_S = 60.0
@@ -26,8 +27,27 @@ T = TypeVar("T")
 Connector = Callable[[], socket.socket]
 
 
-def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
-    """A connection to the agent's socket, or :class:`AgentUnreachableError`."""
+def connect(path: Path, *, timeout_s: float = 5.0, named: bool = False) -> socket.socket:
+    """A connection to the agent's socket, or :class:`AgentUnreachableError`.
+
+    Nothing is sent to, or believed of, another user's process: :class:`PeerRefusedError` when the socket's directory is
+    not to be trusted, or who listens there is somebody else (see :func:`~peerstore.owners.trusted_users`).
+    """
+    try:
+        trusted = trusted_users(path.parent, named=named)
+    except PermissionError as error:
+        raise PeerRefusedError(f"the agent on {path.name} is not used: {error}") from None
+    except OSError as error:
+        raise AgentUnreachableError(f"no agent answers on {path}: {error}") from error
+    sock = _connected(path, timeout_s)
+    _, uid = peer_of(sock)
+    if uid not in trusted:  # the directory was exchanged meanwhile
+        sock.close()
+        raise PeerRefusedError(f"a process of user {uid} listens on {path}: it is not the agent of user {os.getuid()}")
+    return sock
+
+
+def _connected(path: Path, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
     deadline = time.monotonic() + timeout_s

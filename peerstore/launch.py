@@ -28,7 +28,7 @@ def connect_or_launch(
     child.
     """
     try:
-        return connect(place.socket)
+        return connect(place.socket, named=place.named)
     except AgentUnreachableError:
         pass
     private_directory(place.directory)
@@ -37,7 +37,7 @@ def connect_or_launch(
     try:
         _lock(fd, place, deadline)
         try:
-            return connect(place.socket)  # another process was faster
+            return connect(place.socket, named=place.named)  # another process was faster
         except AgentUnreachableError:
             return _launch(place, command, environ, deadline)
     finally:
@@ -87,7 +87,7 @@ def _launch(
         while True:
             ended = bool(select.select([alive], [], [], 0.005)[0])
             try:
-                return connect(place.socket)
+                return connect(place.socket, named=place.named)
             except AgentUnreachableError:
                 if ended:
                     raise AgentUnreachableError(f"the agent ended at once: {_tail(place.log, start)}") from None

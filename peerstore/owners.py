@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import stat
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +28,36 @@ def owner_of(pid: int) -> Owner:
 
 def myself() -> Owner:
     return owner_of(os.getpid())
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """The process on the other end of a Unix socket and its user, as the kernel noted them when it was made."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
+
+
+def trusted_users(directory: Path, *, named: bool = False) -> frozenset[int]:
+    """The users whose processes may serve this one from ``directory``: this one and root, and no other can change it.
+
+    ``named``: an operator has named the directory. Then root also trusts the user it belongs to: that is whose agent
+    was meant. Nobody else does, because an agent serves its own user and root alone.
+
+    Raises ``FileNotFoundError`` when there is no such directory, ``PermissionError`` when it is not to be trusted.
+    """
+    found = directory.lstat()
+    trusted = {os.getuid(), 0}
+    if named and os.getuid() == 0:
+        trusted.add(found.st_uid)
+    mode = stat.S_IMODE(found.st_mode)
+    folder = stat.S_ISDIR(found.st_mode)
+    if not folder or found.st_uid not in trusted or mode & 0o022:
+        what = f"a directory with mode {mode:04o}" if folder else "no directory (a link is none)"
+        raise PermissionError(
+            f"{directory} is {what} that belongs to user {found.st_uid}: it must be a directory of user {os.getuid()} "
+            "or root that nobody else can write to. Remove it, or choose another directory (agent.directory)"
+        )
+    return frozenset(trusted)
 
 
 def started_at(pid: int) -> int:

@@ -15,6 +15,7 @@ from peerstore.arena import TmpfsArena
 from peerstore.operations import Operation
 from peerstore.server import StoreServer, sole_agent
 from peerstore.settings import AgentPlace, StoreSettings
+from peerstore.signals import heed
 from peerstore.store import NodeStore
 
 log = logging.getLogger(__name__)
@@ -58,8 +59,7 @@ def serve(
 ) -> None:
     """Run the agent of ``place`` until SIGTERM or SIGINT, or until nobody has needed it for ``linger_s``."""
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    heed({signal.SIGTERM: stop.set, signal.SIGINT: stop.set})
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with sole_agent(place), contextlib.ExitStack() as cleanup:
         arena = TmpfsArena(place.directory)

@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import stat
-import struct
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from peerstore.errors import AgentUnreachableError, PeerStoreError, ProtocolErro
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
 from peerstore.names import job_name
 from peerstore.operations import Operation, store_operations
-from peerstore.owners import Owner, owner_of
+from peerstore.owners import Owner, owner_of, peer_of
 from peerstore.settings import AgentPlace
 from peerstore.store import NodeStore
 
@@ -246,8 +245,7 @@ def _tell(connection: socket.socket, message: object) -> None:
 
 def _peer(connection: socket.socket) -> Owner:
     """Who is connected; only this user (and root) may be."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", raw)
+    pid, uid = peer_of(connection)
     if uid not in (os.getuid(), 0):
         raise ProtocolError(f"user {uid} may not use the store of user {os.getuid()}")
     return owner_of(pid)

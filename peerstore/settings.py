@@ -49,6 +49,8 @@ class AgentPlace:
     """The directory of one node agent: arena, socket, lock and log."""
 
     directory: Path
+    named: bool = False
+    """An operator has chosen the directory: root may use the agent of the user it belongs to."""
 
     @property
     def socket(self) -> Path:
@@ -70,7 +72,8 @@ class AgentPlace:
 def default_place(environ: Mapping[str, str] = os.environ) -> AgentPlace:
     """``$PEERSTORE_DIR``, or this user's own directory on the machine's shared memory."""
     named = environ.get("PEERSTORE_DIR")
-    return AgentPlace(Path(named) if named else Path("/dev/shm") / f"peerstore-{os.getuid()}")  # noqa: S108
+    default = Path("/dev/shm") / f"peerstore-{os.getuid()}"  # noqa: S108
+    return AgentPlace(Path(named) if named else default, named=bool(named))
 
 
 def budget_bytes(text: str, *, memory_bytes: int | None = None) -> int:

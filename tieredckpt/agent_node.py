@@ -44,14 +44,14 @@ class AgentNode:
     """A :class:`~tieredckpt.node.Node` behind the agent's socket."""
 
     def __init__(self, settings: Settings, job: str) -> None:
-        place = AgentPlace(settings.agent_directory)
+        place = settings.agent_place
         self.place = place
         command, environ = agent_command(settings), _agent_environment()
         self.store = _client(
             place,
             (lambda: connect_or_launch(place, command, environ=environ))
             if settings.agent.embedded
-            else (lambda: connect(place.socket)),
+            else (lambda: connect(place.socket, named=place.named)),
             job,
         )
 

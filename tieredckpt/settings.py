@@ -19,7 +19,7 @@ import yaml
 
 from peerstore.errors import RequestError
 from peerstore.peers.plan import MOST_IN_GROUP
-from peerstore.settings import StoreSettings, budget_bytes
+from peerstore.settings import AgentPlace, StoreSettings, budget_bytes
 from peerstore.units import parse_size
 from tieredckpt.agent.memory_service.options import MemoryServiceOptions
 from tieredckpt.errors import SettingsError
@@ -193,6 +193,10 @@ class Settings:
             burst_slots=self.agent.burst_slots,
             job_ttl_s=self.agent.job_ttl_s,
         )
+
+    @property
+    def agent_place(self) -> AgentPlace:
+        return AgentPlace(self.agent_directory, named=bool(self.agent.directory))
 
     @property
     def agent_directory(self) -> Path:

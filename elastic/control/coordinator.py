@@ -91,6 +91,7 @@ class Coordinator:
     def end(self) -> None:
         """Have ``run`` return at once, whatever becomes of the job; from any thread."""
         self._ending.set()
+        self._inbox.put(lambda: None)  # its wait has no end when a signal comes just as its time is over
 
     def close(self) -> None:
         self._ending.set()

@@ -14,6 +14,7 @@ from pathlib import Path
 from elastic.control.messages import MAX_RANK_BYTES, PROTOCOL, Over, RankGreeting, RankHears, RankSays
 from peerstore import frames
 from peerstore.errors import PeerStoreError, ProtocolError
+from peerstore.owners import peer_of
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +125,7 @@ class Door:
                 del self._lines[threading.current_thread()]
 
     def _admitted(self, sock: socket.socket, line: Line) -> str:
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        _, uid, _ = struct.unpack("3i", raw)
+        _, uid = peer_of(sock)
         if uid not in (os.getuid(), 0):
             raise ProtocolError(f"user {uid} may not be a rank of user {os.getuid()}")
         sock.settimeout(_GREETING_S)

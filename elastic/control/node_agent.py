@@ -41,9 +41,9 @@ class NodeAgent:
             settings = load_settings(self._environ)
             if not (settings.enabled and settings.agent.embedded):
                 return
-            place = AgentPlace(settings.agent_directory)
+            place = settings.agent_place
             try:
-                self._needing = Client(partial(connect, place.socket), retry_s=0.0)
+                self._needing = Client(partial(connect, place.socket, named=place.named), retry_s=0.0)
                 return
             except PeerStoreError:
                 pass

@@ -18,6 +18,7 @@ from elastic.control.messages import Over
 from elastic.control.movement import HangLimits
 from elastic.control.runs import write_private
 from elastic.world.policy import ScalingPolicy
+from peerstore.signals import heed
 from peerstore.transport.secret import read_secret
 
 STATUS = {Over.FINISHED: 0, Over.DISMISSED: 0, Over.REFUSED: 6, Over.STOPPED: 7, Over.GAVE_UP: 8}
@@ -113,8 +114,7 @@ def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
     coordinator = Coordinator(
         settings, secret, listen=task.listen, fresh=task.fresh, epoch_file=epoch_file, ledger=ledger
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: coordinator.end())
+    heed({signal.SIGTERM: coordinator.end, signal.SIGINT: coordinator.end})
     log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)
     if task.address_file:
         write_private(Path(task.address_file), coordinator.address.encode())
@@ -143,9 +143,13 @@ def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:
     )
     agent = NodeAgent({**os.environ, **task.environ})
     supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, cutting=agent.cut_off)
-    signal.signal(signal.SIGTERM, lambda *_: supervisor.ask_back(f"node {task.node} was asked back (SIGTERM)"))
-    signal.signal(signal.SIGINT, lambda *_: supervisor.kill("interrupted"))
-    signal.signal(signal.SIGUSR1, lambda *_: supervisor.kill("the job has finished", Over.FINISHED))
+    heed(
+        {
+            signal.SIGTERM: lambda: supervisor.ask_back(f"node {task.node} was asked back (SIGTERM)"),
+            signal.SIGINT: lambda: supervisor.kill("interrupted"),
+            signal.SIGUSR1: lambda: supervisor.kill("the job has finished", Over.FINISHED),
+        }
+    )
     starting = threading.Thread(target=agent.start, name="elastic-agent", daemon=True)
     if task.agent:
         starting.start()

@@ -60,8 +60,7 @@ class Watch:
         """Which epoch was, and when last."""
         self._gate: Gate | None = None
         self._wishes: collections.deque[Wish] = collections.deque()
-        self._wake = threading.Event()
-        self._ended = False
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-watch", daemon=True)
         plane.on_broken(self._broken)
         self._thread.start()
@@ -71,13 +70,11 @@ class Watch:
         self._gate = gate
 
     def wish(self, wish: Wish) -> None:
-        """Have the control plane asked, soon and by another thread: this may be a signal handler."""
+        """Have the control plane asked by the thread that looks: a signal handler must not wake it, only write down."""
         self._wishes.append(wish)
-        self._wake.set()
 
     def close(self) -> None:
-        self._ended = True
-        self._wake.set()
+        self._ended.set()
         self._thread.join()
 
     def _broken(self, notice: Notice) -> None:
@@ -89,9 +86,7 @@ class Watch:
             self._aborted = (notice.epoch, time.monotonic())
 
     def _run(self) -> None:
-        while not self._ended:
-            self._wake.wait(_LOOK_S)
-            self._wake.clear()
+        while not self._ended.wait(_LOOK_S):
             self._pass_on()
             gate = self._gate
             if gate is not None:

@@ -157,9 +157,9 @@ def _allocated(place: Path) -> int:
 
 
 def _about_agent(settings: Settings) -> tuple[list[Finding], DurableSettings | None]:
-    place = AgentPlace(settings.agent_directory)
+    place = settings.agent_place
     try:
-        connect(place.socket).close()
+        connect(place.socket, named=place.named).close()
         agent = AgentNode(override(settings, agent={"embedded": False}), "")
     except AgentUnreachableError:
         return [_about_no_agent(settings, place)], None

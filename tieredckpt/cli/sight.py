@@ -12,7 +12,7 @@ from peerstore.arena import MemfdArena
 from peerstore.client import connect
 from peerstore.errors import AgentUnreachableError, PeerStoreError
 from peerstore.records import Group
-from peerstore.settings import AgentPlace, StoreSettings
+from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
 from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.service import NodeService
@@ -164,13 +164,13 @@ class Sight:
 @contextlib.contextmanager
 def open_sight(settings: Settings, *, memory: bool = True) -> Iterator[Sight]:
     """Look through this node's agent where one answers, and directly where not, or where memory is not to be asked."""
-    place = AgentPlace(settings.agent_directory)
+    place = settings.agent_place
     arena = MemfdArena()
     with contextlib.ExitStack() as cleanup:
         agent, why = None, ""
         try:
             if memory:
-                connect(place.socket).close()
+                connect(place.socket, named=place.named).close()
                 agent = AgentNode(override(settings, agent={"embedded": False}), "")
             else:
                 why = "memory is not asked"

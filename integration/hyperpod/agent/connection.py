@@ -27,6 +27,7 @@ from elastic.errors import ControlLostError, DeadlineError
 from integration.hyperpod.agent import frames, words
 from integration.hyperpod.agent.frames import Frames, Message
 from integration.hyperpod.agent.modes import SOCKET
+from peerstore.owners import peer_of
 
 log = logging.getLogger(__name__)
 
@@ -243,6 +244,10 @@ def _connect(path: Path) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ControlLostError(f"no elastic agent answers on {path}: {error}") from error
+    _, uid = peer_of(sock)
+    if uid not in (os.getuid(), 0):
+        sock.close()
+        raise ControlLostError(f"a process of user {uid} listens on {path}: no elastic agent of user {os.getuid()}")
     sock.settimeout(None)
     return sock
 

@@ -30,6 +30,7 @@ from integration.hyperpod.operator.spec import JobSpec, read_job
 from integration.hyperpod.operator.state import Phase
 from integration.hyperpod.operator.status import status_of
 from peerstore.errors import PeerStoreError
+from peerstore.signals import heed
 from tieredckpt.cli.options import printing
 from tieredckpt.cli.screen import Screen
 
@@ -200,12 +201,11 @@ def _teller(screen: Screen) -> Callable[[float, Event], None]:
 def _interrupted() -> Iterator[threading.Event]:
     """Set by SIGINT and SIGTERM."""
     stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    undo = heed({signal.SIGINT: stop.set, signal.SIGTERM: stop.set})
     try:
         yield stop
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        undo()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

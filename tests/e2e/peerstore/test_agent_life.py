@@ -129,7 +129,7 @@ def test_an_agent_that_cannot_start_says_why_to_who_asked(directory):
 def test_a_directory_prepared_by_others_is_refused(directory):
     directory.mkdir(mode=0o777)
     directory.chmod(0o777)
-    with pytest.raises(RequestError, match=r"must be a directory of user .* with mode 0700"):
+    with pytest.raises(RequestError, match=r"must be a directory of user .* nobody else can write to"):
         connect_or_launch(AgentPlace(directory), serve_command(directory, "--detach"))
     directory.rmdir()
     directory.symlink_to("/tmp")

@@ -170,7 +170,7 @@ def test_settings_that_contradict_themselves_name_the_key(wrong):
 
 
 def test_where_an_agent_lives(tmp_path):
-    assert default_place({"PEERSTORE_DIR": str(tmp_path)}) == AgentPlace(tmp_path)
+    assert default_place({"PEERSTORE_DIR": str(tmp_path)}) == AgentPlace(tmp_path, named=True)
     assert str(default_place({}).directory).endswith(f"peerstore-{os.getuid()}")
     place = AgentPlace(tmp_path)
     assert {path.parent for path in (place.socket, place.lock, place.launch_lock, place.log)} == {tmp_path}

@@ -1,0 +1,123 @@
+"""A socket that another user made, or could have: nothing is sent to it, and nothing of it is believed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from peerstore.client import connect
+from peerstore.errors import AgentUnreachableError, PeerRefusedError
+from peerstore.launch import connect_or_launch
+from peerstore.owners import trusted_users
+from peerstore.settings import AgentPlace
+from tieredckpt.agent_node import AgentNode
+from tieredckpt.cli.sight import open_sight
+from tieredckpt.settings import settings_from
+
+SOMEBODY = 54321
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A directory with a socket that somebody listens on and that must not be connected to."""
+    folder = tmp_path / "agent"
+    folder.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "agent.sock"))
+        listener.listen(8)
+        listener.settimeout(0)
+        yield AgentPlace(folder), listener
+
+
+def writable_by_all(folder, _):
+    folder.chmod(0o777)
+
+
+def writable_by_the_group(folder, _):
+    folder.chmod(0o770)
+
+
+def link(folder, _):
+    real = folder.with_name("real")
+    folder.rename(real)
+    folder.symlink_to(real)
+
+
+def somebody_elses(folder, monkeypatch):
+    if os.getuid() == 0:
+        os.chown(folder, SOMEBODY, SOMEBODY)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: SOMEBODY)
+
+
+UNSAFE = [writable_by_all, writable_by_the_group, link, somebody_elses]
+
+
+def a_client(place):
+    connect(place.socket).close()
+
+
+def a_trainer(place):
+    connect_or_launch(place, ["/bin/false"]).close()
+
+
+def a_trainer_that_starts_no_agent(place):
+    AgentNode(settings_from({"agent": {"directory": str(place.directory), "embedded": False}}), "job").close()
+
+
+@pytest.mark.parametrize("who", [a_client, a_trainer, a_trainer_that_starts_no_agent], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("unsafe", UNSAFE, ids=lambda one: one.__name__)
+def test_a_directory_that_others_can_change_is_refused_before_anybody_is_connected_to(place, unsafe, who, monkeypatch):
+    if os.getuid() == 0 and unsafe is somebody_elses and who is a_trainer_that_starts_no_agent:
+        pytest.skip("root may use the agent of the user that a configured directory belongs to")
+    at, listener = place
+    unsafe(at.directory, monkeypatch)
+    with pytest.raises(PeerRefusedError, match=r"must be a directory of user .* that nobody else can write to"):
+        who(at)
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
+@pytest.mark.parametrize("unsafe", UNSAFE[:3], ids=lambda one: one.__name__)
+def test_commands_say_why_they_do_not_look_there(place, unsafe, monkeypatch):
+    at, listener = place
+    unsafe(at.directory, monkeypatch)
+    settings = settings_from({"agent": {"directory": str(at.directory)}})
+    with open_sight(settings) as sight:
+        assert sight.agent is None
+        assert "nobody else can write to" in sight.why_no_agent
+    with pytest.raises(BlockingIOError):
+        listener.accept()
+
+
+@pytest.mark.parametrize("uid", [SOMEBODY, 0])
+def test_who_listens_is_asked_of_the_kernel(place, monkeypatch, uid):
+    """As when the directory is exchanged between the look and the connection."""
+    at, _ = place
+    real = os.getuid()
+    monkeypatch.setattr("peerstore.client.peer_of", lambda _: (os.getpid(), uid))
+    if uid in (real, 0):
+        connect(at.socket).close()
+    else:
+        with pytest.raises(PeerRefusedError, match=f"a process of user {SOMEBODY} listens on"):
+            connect(at.socket)
+
+
+def test_only_root_trusts_the_owner_of_a_directory_that_was_named(tmp_path, monkeypatch):
+    owner = tmp_path.stat().st_uid
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: SOMEBODY)
+    if owner != 0:  # which everybody trusts
+        with pytest.raises(PermissionError):
+            trusted_users(tmp_path, named=True)
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    assert trusted_users(tmp_path, named=True) == {0, owner}
+    assert trusted_users(Path("/"), named=False) == {0}
+
+
+def test_a_directory_that_is_not_there_is_no_danger(tmp_path):
+    with pytest.raises(AgentUnreachableError, match="no agent answers"):
+        connect(tmp_path / "none" / "agent.sock")

@@ -1,0 +1,130 @@
+"""Signals that come one inside the other: whoever hears them ends, or goes on, and never waits for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from elastic.control.runs import write_private
+from elastic.control.tasks import CoordinatorTask, command_of, environ_for
+from elastic.world.policy import ScalingPolicy
+from peerstore.transport.secret import new_secret
+from tests.support.stores import StoreAgent, store_directory
+
+MANY, SIGNALS, WITHIN_S = 8, 2000, 30.0
+
+
+def burst(processes) -> None:
+    """Signals for all of them, at distances from a microsecond up, so that some come while one is being handled."""
+    for at in range(SIGNALS):
+        for process in processes:
+            process.send_signal(signal.SIGTERM)  # to none that is known to have ended
+        if at % 7:
+            os.sched_yield()
+        else:
+            time.sleep(1e-5)
+        if not at % 100 and all(process.poll() is not None for process in processes):
+            return
+
+
+def statuses(processes) -> list[int]:
+    """Of all of them; one that does not end is killed, and told by that."""
+    until = time.monotonic() + WITHIN_S
+    for process in processes:
+        try:
+            process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    return [process.returncode for process in processes]
+
+
+def test_agents_end():
+    with contextlib.ExitStack() as cleanup:
+        agents = []
+        for _ in range(MANY):
+            agents.append(StoreAgent(cleanup.enter_context(store_directory()), "--budget", "64MiB"))
+            cleanup.callback(agents[-1].process.kill)
+        assert all(agent.wait_ready() for agent in agents)
+        processes = [agent.process for agent in agents]
+        burst(processes)
+        assert statuses(processes) == [0] * MANY
+
+
+def test_coordinators_end(tmp_path):
+    write_private(tmp_path / "secret", new_secret())
+    with contextlib.ExitStack() as cleanup:
+        processes = []
+        for number in range(MANY):
+            task = CoordinatorTask(
+                job="job",
+                secret_file=str(tmp_path / "secret"),
+                listen="127.0.0.1:0",
+                policy=ScalingPolicy(max_replicas=2),
+                nproc=1,
+                fresh=True,
+                address_file=str(tmp_path / f"address-{number}"),
+                end_file=str(tmp_path / f"end-{number}"),
+            )
+            processes.append(subprocess.Popen(command_of(task), env=environ_for(), stderr=subprocess.DEVNULL))
+            cleanup.callback(processes[-1].kill)
+        until = time.monotonic() + WITHIN_S
+        while not all((tmp_path / f"address-{number}").exists() for number in range(MANY)):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        burst(processes)
+        assert statuses(processes) == [7] * MANY
+
+
+IN_A_PROCESS = {
+    "the operator": """
+from integration.hyperpod.operator.command import _interrupted
+with _interrupted() as stop:
+    ready()
+    assert stop.wait(60)
+    done()
+""",
+    "a rank that is told so": """
+from elastic.workers.watching import Watch, Wish, signals_to
+from elastic.control.plane import Want
+class Plane:
+    asked = 0
+    def on_broken(self, call): pass
+    def request(self, want, reason, deadline_s): Plane.asked += 1
+watch = Watch(Plane(), print)
+with signals_to(watch, {signal.SIGTERM: Wish(Want.RESIZE, "SIGTERM")}):
+    ready()
+    while not Plane.asked:
+        time.sleep(0.001)
+    done()
+watch.close()
+""",
+}
+AROUND = """
+import os, signal, sys, time
+def ready(): os.write(1, b".")
+def done(): os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("who", IN_A_PROCESS)
+def test_handlers_that_interrupt_each_other_do_not_wait_for_each_other(who):
+    code = AROUND + IN_A_PROCESS[who]
+    with contextlib.ExitStack() as cleanup:
+        processes = [
+            subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environ_for())
+            for _ in range(MANY)
+        ]
+        for process in processes:
+            cleanup.callback(process.stdout.close)
+            cleanup.callback(process.kill)
+        for process in processes:
+            assert process.stdout.read(1) == b"."
+        burst(processes)
+        assert statuses(processes) == [0] * MANY
