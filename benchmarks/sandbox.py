@@ -45,7 +45,7 @@ def settings_for(
     return settings_from(
         {
             "agent": {"directory": str(scene.folder / place), "budget": str(budget), **(agent or {})},
-            "memory": {"copy_threads": scene.threads, "quarantine_after": 0, **(memory or {})},
+            "memory": {"copy_threads": scene.threads, **(memory or {})},
             "peer": dict(peer or {}),
             "durable": durable,
         }

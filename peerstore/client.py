@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peerstore import frames, operations
-from peerstore.errors import AgentUnreachableError, PeerRefusedError, ProtocolError, RequestError, from_wire
+from peerstore.errors import (
+    AgentUnreachableError,
+    PeerRefusedError,
+    PeerStoreError,
+    ProtocolError,
+    RequestError,
+    from_wire,
+)
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
 from peerstore.operations import patience
 from peerstore.owners import peer_of, trusted_users
@@ -198,6 +205,22 @@ class Client:
         if response.error:
             raise self._error(response)
         return frames.decode(response.body, result)
+
+    def tell(self, op: str, body: object, *, timeout_s: float) -> None:
+        """Say something the agent may miss, on a connection that is open: nothing is opened, started or repeated."""
+        with self._lock:
+            sock = self._idle.pop() if self._idle and self._pid == os.getpid() else None
+        if sock is None:
+            return
+        try:
+            sock.settimeout(timeout_s)
+            frames.send(sock, Request(op, frames.encode_raw(body)))
+            if frames.receive(sock, Response) is None:
+                raise AgentUnreachableError("the agent closed the connection")
+        except (PeerStoreError, OSError):
+            sock.close()
+        else:
+            self._give_back(sock)
 
     def _error(self, response: Response) -> Exception:
         message = frames.decode(response.body, str)

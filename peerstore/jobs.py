@@ -334,16 +334,18 @@ class Jobs:
         known.clients[owner] += 1
         known.seen = self._shelf.clock()
 
-    def departed(self, owner: Owner, job: str) -> None:
+    def departed(self, owner: Owner, job: str) -> bool:
+        """A connection was closed; whether it was the process's last one for the job."""
         known = self._jobs.get(job)
         if known is None:
-            return
+            return True
         known.clients[owner] -= 1
         if known.clients[owner] <= 0:
             del known.clients[owner]
         known.seen = self._shelf.clock()
         if not any(owner in other.clients for other in self._jobs.values()):
             self.gone[owner] = self._shelf.clock()
+        return owner not in known.clients
 
     def gone_for(self, owner: Owner) -> float:
         """How long the process has had no connection; endless when it died."""

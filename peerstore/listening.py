@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from peerstore.owners import Owner
 from peerstore.records import Group, ShardKey, ShardRecord
 
 _REMEMBERED = 1000
@@ -24,6 +25,9 @@ class SealListener:
 
     def dropped(self, job: str) -> None:
         """The job's last process left long ago, and everything that was kept for it is gone."""
+
+    def departed(self, owner: Owner, job: str) -> None:
+        """The last connection that a process had for the job is closed."""
 
     def parity(self, record: ShardRecord) -> None:
         """A parity came or went: it is no shard, and none of the above is said of it."""
@@ -70,6 +74,10 @@ class Listeners(SealListener):
             listeners = self._all
         for listener in listeners:
             listener.damaged(key, record, reason)
+
+    def departed(self, owner: Owner, job: str) -> None:
+        for listener in self._all:
+            listener.departed(owner, job)
 
     def dropped(self, job: str) -> None:
         for listener in self._all:

@@ -260,7 +260,9 @@ class NodeStore:
     def departed(self, owner: Owner, job: str) -> None:
         """One of its connections closed."""
         with self._lock:
-            self._jobs.departed(owner, job)
+            last = self._jobs.departed(owner, job)
+        if last:
+            self._listeners.departed(owner, job)
         self.sweep()
 
     def manage(self, job: str, epoch: int, incarnation: str) -> None:

@@ -24,6 +24,9 @@ from tieredckpt.agent.messages import (
     Configure,
     Describe,
     Join,
+    Lift,
+    Loading,
+    LoadOver,
     Nothing,
     Observe,
     OfJob,
@@ -38,6 +41,7 @@ from tieredckpt.settings import DurableSettings, Settings
 _ADOPTION_S = 660.0
 _RETRY_S = 20.0
 _WAIT_AGAIN_S = 300.0
+_HINT_S = 5.0
 
 
 class AgentNode:
@@ -68,8 +72,20 @@ class AgentNode:
     def quarantine(self, job: str, group: Group, reason: str) -> None:
         self.store.call("quarantine", Quarantine(job, group, reason), type(None))
 
-    def restored(self, job: str, group: Group, rank: int) -> None:
-        self.store.call("restored", Restored(job, group, rank), type(None))
+    def lift(self, job: str, group: Group) -> None:
+        self.store.call("lift", Lift(job, group), type(None))
+
+    def loading(self, job: str, group: Group, rank: int) -> None:
+        self.store.call("loading", Loading(job, group, rank), type(None))
+
+    def restored(self, job: str, group: Group) -> None:
+        self.store.call("restored", Restored(job, group), type(None))
+
+    def load_over(self, job: str, *, stepped: bool) -> None:
+        if stepped:
+            self.store.call("load_over", LoadOver(job, stepped), type(None), timeout_s=_HINT_S)
+        else:  # a process that ends has no agent started for its goodbye
+            self.store.tell("load_over", LoadOver(job, stepped), timeout_s=_HINT_S)
 
     def drains(self, job: str) -> tuple[DrainView, ...]:
         return self.store.call("drains", OfJob(job), tuple[DrainView, ...], timeout_s=_ADOPTION_S)

@@ -160,6 +160,7 @@ class Checkpointer:
         """
         check_step(step)
         self._noter.note(state, step)
+        self._came_further()
         last = self._preemption is not None and self._preemption.requested
         if step % self.settings.memory.every and not force and not last:
             return Saved(step, SaveState.NOT_DUE)
@@ -360,6 +361,7 @@ class Checkpointer:
         Every :meth:`save` does this also, whether it is due or not; needed only by who does not call it at every step.
         """
         self._noter.note(state, step)
+        self._came_further()
 
     def _give(self, planner: SavePlanner, step: int) -> None:
         """Save as ``step`` what the planners of all ranks have kept of it, and know it to be whole."""
@@ -407,6 +409,12 @@ class Checkpointer:
             except (TieredCheckpointError, PeerStoreError):
                 pass  # reported where it happened
             self._sealing = None
+
+    def _came_further(self) -> None:
+        """To the step after the one that was loaded, whether it is due to be saved or not."""
+        session = session_if_open(self._location.job, self.settings)
+        if session is not None:
+            session.came_further()
 
     def _observe(self, saved: Saved, blocked_s: float) -> None:
         """What this call knows; a save that got as far as its seal is counted by whoever seals it."""

@@ -6,6 +6,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tieredckpt.errors import (
     CheckpointDamagedError,
+    CheckpointDeletedError,
     MismatchError,
     PeersLostError,
     TieredCheckpointError,
@@ -17,7 +18,13 @@ def own_error(failure: BaseException) -> BaseException:
     """Our own error inside DCP's: what tells the caller most, damaged before unknown before the rest."""
     if isinstance(failure, CheckpointException):
         errors = [error for error, _ in failure.failures.values() if isinstance(error, TieredCheckpointError)]
-        for kind in (CheckpointDamagedError, PeersLostError, TierUnavailableError, TieredCheckpointError):
+        for kind in (
+            CheckpointDamagedError,
+            PeersLostError,
+            CheckpointDeletedError,
+            TierUnavailableError,
+            TieredCheckpointError,
+        ):
             for error in errors:
                 if isinstance(error, kind):
                     return error

@@ -13,7 +13,8 @@
     │   └── LedgerNotFoundError         nothing was written down of such a job
     ├── TierUnavailableError        unknown: a tier could not be asked; retry, do not start fresh
     │   ├── StoreBusyError              the store asks to slow down, or a slot or an upload is still in use
-    │   └── PeersLostError              the nodes that held some of the bytes went away while they were read
+    │   ├── PeersLostError              the nodes that held some of the bytes went away while they were read
+    │   └── CheckpointDeletedError      retention deleted the step while it was read: newer ones are there
     ├── CheckpointDamagedError      bytes are not what was saved, and no other copy of them is left
     ├── DurableRefusedError         the object store says no (credentials, permission, no such bucket)
     └── SaveFailedError             this save did not happen; training may go on and the last whole step is kept
@@ -70,6 +71,10 @@ class StoreBusyError(TierUnavailableError):
 
 class PeersLostError(TierUnavailableError):
     """Every node that held some of the bytes went away while they were read: look again what there is."""
+
+
+class CheckpointDeletedError(TierUnavailableError):
+    """The step was deleted while it was read, because newer ones are kept: look again what there is."""
 
 
 class CheckpointDamagedError(TieredCheckpointError):

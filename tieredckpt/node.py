@@ -30,8 +30,8 @@ class StepView(msgspec.Struct, frozen=True):
     """Why it must not be loaded."""
     size_bytes: int = 0
     saved_ns: int = 0
-    restores: int = 0
-    """How often this node's ranks began from it without a newer step since."""
+    crashed_loads: int = 0
+    """How many loads of it have ended their process on this node lately."""
     damaged: dict[int, str] = {}
     """Parts that were found damaged in this node's memory and dropped, and how; kept until a newer step is whole."""
 
@@ -182,9 +182,20 @@ class Node(Protocol):
         """What there is; waits up to ``patience_s`` for a newer step that other nodes are about to make whole."""
 
     def describe(self, job: str, group: Group) -> Described: ...
-    def quarantine(self, job: str, group: Group, reason: str) -> None: ...
-    def restored(self, job: str, group: Group, rank: int) -> None:
-        """A rank begins from this step; counted until a newer step is sealed."""
+    def quarantine(self, job: str, group: Group, reason: str) -> None:
+        """This node does not choose the step any more: it is damaged, or somebody says so."""
+
+    def lift(self, job: str, group: Group) -> None:
+        """This node may choose the step again: no mark of it is left here, nor what was counted of it."""
+
+    def loading(self, job: str, group: Group, rank: int) -> None:
+        """A rank begins to load this step: where that ends its process, it is counted."""
+
+    def restored(self, job: str, group: Group) -> None:
+        """A rank has loaded this step and begins from it."""
+
+    def load_over(self, job: str, *, stepped: bool) -> None:
+        """The process that loaded has come to its next step, or ends as it should."""
 
     def drains(self, job: str) -> tuple[DrainView, ...]: ...
     def wait_durable(self, job: str, group: Group | None, timeout_s: float) -> DrainView | None:

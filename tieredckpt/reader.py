@@ -37,6 +37,7 @@ from tieredckpt.boxes import Box
 from tieredckpt.durable.store import ObjectNotFoundError
 from tieredckpt.errors import (
     CheckpointDamagedError,
+    CheckpointDeletedError,
     CheckpointNotFoundError,
     MismatchError,
     TieredCheckpointError,
@@ -48,7 +49,7 @@ from tieredckpt.location import Location, parse_location
 from tieredckpt.plain import plain_reader, plain_steps
 from tieredckpt.quiet import collector_paused
 from tieredckpt.reading import Reading, item_box
-from tieredckpt.resolve import Candidate, Resolution, Tier, elect, resolve
+from tieredckpt.resolve import Candidate, Resolution, Tier, Verdict, elect, resolve
 from tieredckpt.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
@@ -68,6 +69,8 @@ class Vote:
 
     groups: tuple[Group, ...]
     refused: tuple[str, ...] = ()
+    reluctant: tuple[Group, ...] = ()
+    """Those whose loads have ended their process on this rank's node: taken when there is no other."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ class TieredReader(StorageReader):
         self._rank = 0
         self._steps: dict[Group, StoredStep] = {}
         self._order: list[Candidate] = []
+        self._reluctant: dict[Group, int] = {}
+        """Steps whose loads have ended their process on this node, and how many times."""
         self._pieces: dict[tuple[str, Box], tuple[TensorPiece, ...]] = {}
         """Where each piece of a tensor comes from, as verified last."""
         self._refused: list[str] = []
@@ -241,21 +246,12 @@ class TieredReader(StorageReader):
         seen = self.session.node.survey(job, fresh=self.fresh, patience_s=_REBUILD_S)
         candidates = [view.candidate for view in seen.views]
         bad = {view.group for view in seen.views if view.quarantined}
-        limit = self.settings.memory.quarantine_after
-        worn = (
-            {view.group: view.restores for view in seen.views if limit and view.restores >= limit}
-            if step is None
-            else {}
+        limit = self.settings.memory.avoid_after
+        often = {view.group: view.crashed_loads for view in seen.views if limit and view.crashed_loads >= limit}
+        self._reluctant = often if step is None else {}
+        found = resolve(
+            candidates, step=step, quarantined=bad, reluctant=self._reluctant, unreachable=list(seen.unreachable)
         )
-        found = resolve(candidates, step=step, quarantined=bad | worn.keys(), unreachable=list(seen.unreachable))
-        if found.chosen is None and worn:
-            log.warning("%s: the only whole step has been begun from %d times", self._location, max(worn.values()))
-            found = resolve(candidates, step=step, quarantined=bad, unreachable=list(seen.unreachable))
-        elif found.chosen is not None:
-            for group, count in worn.items():
-                self.session.node.quarantine(
-                    job, group, f"{count} restarts began from it and none reached a newer step"
-                )
         plain = max((s for s in seen.plain if step in (None, s)), default=None)
         if plain is not None and (found.chosen is None or found.chosen.group.version < plain):
             return found, plain
@@ -284,6 +280,15 @@ class TieredReader(StorageReader):
                 resolution.chosen.group.version,
             )
         self._order = [resolution.chosen, *resolution.alternatives][:_MAX_VOTES]
+        for group, verdict in resolution.verdicts.items():
+            if verdict is Verdict.RELUCTANT:
+                log.warning(
+                    "%s: step %d is passed over: the last %d loads of it ended their process on this node. Step %d is "
+                    "taken instead. Name the step to load it all the same; tieredckpt quarantine %s/step-%d --lift, or "
+                    "an hour without such an end, has it taken again",
+                    *(self._location.job, group.version, self._reluctant[group], resolution.chosen.group.version),
+                    *(self._location.job, group.version),
+                )
         for candidate in self._order:
             step = self._described(candidate.group)
             if step is not None:
@@ -313,7 +318,7 @@ class TieredReader(StorageReader):
             elif self._verified(group, needs, objects):
                 offered.append(group)
         reach("load.voted")
-        return Vote(tuple(offered), tuple(self._refused))
+        return Vote(tuple(offered), tuple(self._refused), tuple(self._reluctant))
 
     def _verified(self, group: Group, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> bool:
         """Whether everything this rank needs of ``group`` is there, and good where it is near."""
@@ -384,19 +389,16 @@ class TieredReader(StorageReader):
             assert pinned is not None  # noqa: S101 - _verified made it
             work = Reading(session, step, pinned, planner, self._pieces, rank=self._rank, cast=self._cast)
             try:
-                work.run(plan.items)
+                with session.loading(group, self._rank):
+                    work.run(plan.items)
             except (CheckpointDamagedError, ObjectNotFoundError) as error:
-                # What was near has been verified: this is the durable copy, and it was the last one.
-                session.node.quarantine(session.job, group, str(error))
-                raise CheckpointDamagedError(
-                    f"step {group.version} of {session.job} is quarantined: {error}"
-                ) from error
+                raise self._unusable(group, error) from error
             if self._let_go():
                 break
             if last:
                 raise TierUnavailableError(f"the node agent went away twice while step {group.version} was read")
         seconds = time.perf_counter() - began
-        session.restored(group, self._rank)
+        session.restored(group)
         reach("load.done")
         session.observe(
             loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}
@@ -404,6 +406,22 @@ class TieredReader(StorageReader):
         return RestoreReport(
             group.version, group, dict(work.bytes_by_tier), seconds, tuple(self._refused), dict(work.bytes_by_node)
         )
+
+    def _unusable(self, group: Group, error: Exception) -> TieredCheckpointError:
+        """What was near has been verified: it is the durable copy that is damaged, and it was the last one."""
+        session = self.session
+        what = f"step {group.version} of {session.job}"
+        if isinstance(error, ObjectNotFoundError):
+            seen = session.node.survey(session.job, fresh=True)
+            if Tier.DURABLE in seen.unreachable:
+                return TierUnavailableError(f"{what}: {error}, and the store cannot be asked why")
+            if not any(view.group == group and view.durable for view in seen.views):
+                return CheckpointDeletedError(
+                    f"{what} was deleted from the durable tier while it was read (retention: durable.keep_last, or "
+                    "tieredckpt gc). Load again: newer steps are there"
+                )
+        session.node.quarantine(session.job, group, str(error))
+        return CheckpointDamagedError(f"{what} is quarantined on this node: {error}")
 
 
 def _needs(plan: LoadPlan) -> tuple[list[tuple[str, Box]], list[str]]:
@@ -416,7 +434,8 @@ def _agree(votes: Sequence[Vote], location: Location) -> Group:
     """The newest step that every rank can load."""
     if not votes:
         raise CheckpointNotFoundError(f"{location}: the planner dropped what the ranks voted (LoadPlan.storage_data)")
-    chosen = elect([vote.groups for vote in votes])
+    reluctant = {group for vote in votes for group in vote.reluctant}
+    chosen = elect([vote.groups for vote in votes], reluctant=reluctant)
     if chosen is None:
         reasons = sorted({reason for vote in votes for reason in vote.refused})
         raise CheckpointDamagedError(

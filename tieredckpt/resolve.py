@@ -53,6 +53,7 @@ class Verdict(str, enum.Enum):
     TORN = "not whole"
     DAMAGED = "damaged"
     QUARANTINED = "quarantined"
+    RELUCTANT = "loads of it ended their process on this node"
     SUPERSEDED = "of a past that the job has left"
     OTHER_STEP = "not the step asked for"
 
@@ -88,12 +89,14 @@ def resolve(
     *,
     step: int | None = None,
     quarantined: Collection[Group] = (),
+    reluctant: Collection[Group] = (),
     unreachable: Collection[Tier] = (),
 ) -> Resolution:
     """The newest whole step, or the newest attempt at ``step`` when one is named.
 
     Newest means the highest step; between attempts at one step, the later incarnation. A step above the point
-    where a later incarnation branched off belongs to a past that the job has left.
+    where a later incarnation branched off belongs to a past that the job has left. ``reluctant`` ones are taken when
+    there is no other.
     """
     verdicts: dict[Group, Verdict] = {}
     left = []
@@ -103,16 +106,19 @@ def resolve(
             left.append(candidate)
         else:
             verdicts[candidate.group] = verdict
-    left.sort(key=lambda candidate: _order(candidate.group), reverse=True)
+    left.sort(key=lambda candidate: (candidate.group not in reluctant, _order(candidate.group)), reverse=True)
     for number, candidate in enumerate(left):
-        verdicts[candidate.group] = Verdict.OLDER if number else Verdict.CHOSEN
+        other = Verdict.RELUCTANT if candidate.group in reluctant else Verdict.OLDER
+        verdicts[candidate.group] = other if number else Verdict.CHOSEN
     return Resolution(left[0] if left else None, verdicts, tuple(t for t in Tier if t in unreachable), tuple(left[1:]))
 
 
-def elect(votes: Sequence[Collection[Group]]) -> Group | None:
-    """The newest step that every rank can load; each vote has all that one rank can."""
+def elect(votes: Sequence[Collection[Group]], *, reluctant: Collection[Group] = ()) -> Group | None:
+    """The newest step that every rank can load, rather one that none is ``reluctant`` to load; each vote has all that
+    one rank can.
+    """
     common = set(votes[0]).intersection(*votes[1:]) if votes else set()
-    return max(common, key=_order, default=None)
+    return max(common, key=lambda group: (group not in reluctant, _order(group)), default=None)
 
 
 def _rejection(

@@ -14,6 +14,7 @@ from peerstore.errors import PeerStoreError
 from tieredckpt.dcp_errors import typed_error
 from tieredckpt.errors import (
     CheckpointDamagedError,
+    CheckpointDeletedError,
     CheckpointNotFoundError,
     PeersLostError,
     TieredCheckpointError,
@@ -60,7 +61,8 @@ class Restoring:
                 self._together.dcp(dcp.load, state, storage_reader=reader)
             except CheckpointException as failure:
                 error = typed_error(failure)
-                if isinstance(error, PeersLostError):  # what is left may be whole all the same, or an older step is
+                # What is left may be whole all the same, or another step is.
+                if isinstance(error, PeersLostError) or (step is None and isinstance(error, CheckpointDeletedError)):
                     log.error("restore of %s: %s; looking again what there is", self._job, error)
                     fresh = True
                     continue
@@ -75,7 +77,7 @@ class Restoring:
                     *(self._job, reader.restored_step, len(reader.unused), _some(reader.unused)),
                 )
             return reader.restored_step, reader.report
-        if isinstance(error, PeersLostError):  # unknown, not damaged
+        if isinstance(error, PeersLostError | CheckpointDeletedError):  # unknown, not damaged
             raise error
         raise CheckpointDamagedError(f"{self._job}: {_MAX_FALLBACKS} steps were tried and none could be loaded")
 

@@ -71,7 +71,7 @@ def session_if_open(job: str, settings: Settings) -> Session | None:
 
 
 def close_sessions() -> None:
-    """Let go of every agent. What was sealed stays with them."""
+    """Let go of every agent, and say goodbye to it. What was sealed stays with them."""
     with _sessions_lock:
         mine = [name for name in _sessions if name[0] == os.getpid()]
         for session in [_sessions.pop(name) for name in mine]:
@@ -84,16 +84,15 @@ def newest_sealed() -> int:
         return max((one.sealed_step for name, one in _sessions.items() if name[0] == os.getpid()), default=-1)
 
 
-def forget_worlds(*, fault: bool) -> None:
+def forget_worlds() -> None:
     """The ranks of this process have left the world they were in, and will be in another one.
 
-    Connections, mapped slots and what is sealed stay; ``fault``: the world did not end as agreed, so that beginning
-    from the same step again is another try at it.
+    Connections, mapped slots and what is sealed stay.
     """
     with _sessions_lock:
         for name, session in _sessions.items():
             if name[0] == os.getpid():
-                session.forget_world(fault=fault)
+                session.forget_world()
 
 
 @contextlib.contextmanager
@@ -140,7 +139,8 @@ class Session:
         """The step this incarnation was restored from."""
         self.sealed_step = -1
         """What this process sealed last."""
-        self._began_from: Group | None = None
+        self._loading = False
+        """The agent has heard of a load, and not yet that this process came further."""
         self.committed: Group | None = None
         """The newest version this process knows to be whole."""
         self.unfinished: list[Group] = []
@@ -205,15 +205,13 @@ class Session:
                 self.adopt(current, parts)
             return current
 
-    def forget_world(self, *, fault: bool) -> None:
+    def forget_world(self) -> None:
         """What is saved next is of a new incarnation, also where the next world is as large as the last one was."""
         with self._lock:
             self.incarnation, self.parts = None, 0
             self._planned.clear()
             self._attempts.clear()
             self._skipped = (-1, 0)
-            if fault:
-                self._began_from = None
 
     def known_epoch(self) -> int:
         """The newest epoch anybody has heard of: this node's agent, or who wrote what is in the durable tier."""
@@ -300,7 +298,30 @@ class Session:
             self.node.store.mark_whole(self.job, group)
             self.committed = group
 
-    def restored(self, group: Group, rank: int) -> None:
+    @contextlib.contextmanager
+    def loading(self, group: Group, rank: int) -> Iterator[None]:
+        """While the block runs, and until :meth:`came_further`, the death of this process is put down to its load."""
+        try:
+            self.node.loading(self.job, group, rank)
+        except PeerStoreError as error:
+            log.debug("the node agent was not told of a load: %s", error)
+        self._loading = True
+        try:
+            yield
+        except BaseException:
+            self.came_further(stepped=False)
+            raise
+
+    def came_further(self, *, stepped: bool = True) -> None:
+        """The load did not end this process: it comes to a step, or ends as it should."""
+        if self._loading:
+            self._loading = False
+            try:
+                self.node.load_over(self.job, stepped=stepped)
+            except (PeerStoreError, OSError) as error:
+                log.debug("the node agent was not told that a load is over: %s", error)
+
+    def restored(self, group: Group) -> None:
         """This process continues from ``group``; what it saves next says so."""
         with self._lock:
             self.base = group.version
@@ -309,11 +330,9 @@ class Session:
                 # Whether it saved anything may differ between ranks, that it restores does not.
                 self.incarnation = None
                 self._planned.clear()
-            again, self._began_from = group == self._began_from, group
         try:
             self.commit(group)
-            if not again:  # a process that loads one step twice has not been started twice
-                self.node.restored(self.job, group, rank)
+            self.node.restored(self.job, group)
         except PeerStoreError as error:  # every byte is where it belongs: no reason to fail the load
             log.warning("the node agent did not note that %s goes on from step %d: %s", self.job, group.version, error)
 
@@ -369,6 +388,7 @@ class Session:
 
     def stage(self, key: ShardKey, parts: int, layout: Layout, item_bytes: int, *, wait_s: float) -> Staged:
         """A slot for ``layout`` and ``item_bytes`` more, mapped."""
+        self.came_further()
         size = layout.header_bytes + layout.tensor_bytes + item_bytes
         size = round_up(size, _SLOT_STEP if size > _SMALL else 1 << 16)
         self._notice_new_arena()
@@ -519,6 +539,7 @@ class Session:
             log.debug("metrics were not taken: %s", error)
 
     def close(self) -> None:
+        self.came_further(stepped=False)
         for memory in self._memories.values():
             memory.close()
         self._memories.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,9 +136,9 @@ class MemorySettings:
     """Checkpointer: when no slot can be given up, skip this save or wait for one."""
     wait_s: float = 60.0
     """How long "wait" (and a plain ``dcp.save``) waits."""
-    quarantine_after: int = 5
-    """A step that so many restarts began from without reaching a newer one is not used again while there is an older
-    one; 0: never."""
+    avoid_after: int = 5
+    """When so many loads of a step have ended their process on a node (killed in the load, or before the next step),
+    ranks there prefer an older step, for an hour and while there is one; 0: never."""
     live: bool = True
     """In a loop that goes on after faults (``elastic.run``): note every step boundary, so that replicas that survive a
     fault can go on from the last one, however seldom steps are saved."""
@@ -280,6 +281,7 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
         tree["enabled"] = value
         return
     section, _, rest = key.partition("_")
+    rest = _present_name(section, rest)
     if section not in _SECTIONS or rest not in _SECTIONS[section]:
         known = ", ".join(f"TIEREDCKPT_{s.upper()}_{k.upper()}" for s, keys in _SECTIONS.items() for k in keys)
         problems.append(f"{name}: no such setting; known are TIEREDCKPT_ENABLED, TIEREDCKPT_CONFIG, {CLUSTER}, {known}")
@@ -289,6 +291,15 @@ def _set_from_environment(tree: dict[str, Any], name: str, value: str, problems:
     part = tree[section]
     if isinstance(part, dict):
         part[rest] = _pairs(name, value, problems) if rest == "options" else value
+
+
+def _present_name(section: str, key: str) -> str:
+    """What a setting is called now, where it was called ``key`` in an earlier release."""
+    name = _RENAMED.get((section, key))
+    if name is None:
+        return key
+    warnings.warn(f"{section}.{key} is called {section}.{name} now", DeprecationWarning, stacklevel=2)
+    return name
 
 
 def _pairs(name: str, text: str, problems: list[str]) -> dict[str, str]:
@@ -322,7 +333,8 @@ def _section(name: str, tree: Any, problems: list[str]) -> Any:
         problems.append(f"{name}: expected keys and values, found {type(tree).__name__}")
         return kind()
     values: dict[str, Any] = {}
-    for key, value in tree.items():
+    for given, value in tree.items():
+        key = _present_name(name, given)
         if key not in _SECTIONS[name]:
             problems.append(f"{name}.{key}: no such key; known are {', '.join(_SECTIONS[name])}")
         else:
@@ -449,7 +461,7 @@ def _out_of_range(settings: Settings) -> list[_Problem]:
         ("agent.linger_s", agent.linger_s, 0, _MOST),
         ("memory.every", memory.every, 1, _MOST),
         ("memory.wait_s", memory.wait_s, 0, _LONGEST_S),
-        ("memory.quarantine_after", memory.quarantine_after, 0, _MOST),
+        ("memory.avoid_after", memory.avoid_after, 0, _MOST),
         ("memory.copy_threads", memory.copy_threads, 0, _MOST),
         ("peer.copies", peer.copies, 1, 3),
         ("peer.group", peer.group, 1, MOST_IN_GROUP),
@@ -481,4 +493,6 @@ _SECTION_TYPES: dict[str, Any] = {
     "peer": PeerSettings,
     "durable": DurableSettings,
 }
+_RENAMED = {("memory", "quarantine_after"): "avoid_after"}
+"""What settings were called until the next release."""
 _SECTIONS: dict[str, dict[str, Any]] = {name: get_type_hints(kind) for name, kind in _SECTION_TYPES.items()}

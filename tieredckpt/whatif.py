@@ -26,7 +26,7 @@ class Foresight:
     """One look at a job, to ask several times what would be lost."""
 
     def __init__(self, view: ClusterView, survey: Survey, covers: Covers, *, worn_after: int = 0) -> None:
-        """``worn_after``: restarts from one step after which a load prefers an older one; 0: never."""
+        """``worn_after``: loads of a step that ended their process, after which one prefers an older step; 0: never."""
         self._view = view
         self._covers = covers
         self._seen = {one.group: one for one in survey.views}
@@ -38,7 +38,7 @@ class Foresight:
                 for node in nodes:
                     self._on[node][group].append(part)
         self._bad = {one.group for one in survey.views if one.quarantined}
-        self._worn = {one.group for one in survey.views if worn_after and one.restores >= worn_after}
+        self._worn = {one.group for one in survey.views if worn_after and one.crashed_loads >= worn_after}
         self._plain = max(survey.plain, default=None)
         self._unknown = unknown(view)
         self._durable = survey.unreachable.get(Tier.DURABLE, "")
@@ -117,10 +117,7 @@ class Foresight:
         ]
         away = {Tier.PEER} if self._unknown.keys() - lost else set()
         away |= {Tier.DURABLE} if self._durable else set()
-        found = resolve(candidates, quarantined=self._bad | self._worn, unreachable=away)
-        if found.chosen is None and self._worn:  # as a load does: better a step that does not get far than none
-            found = resolve(candidates, quarantined=self._bad, unreachable=away)
-        return found
+        return resolve(candidates, quarantined=self._bad, reluctant=self._worn, unreachable=away)
 
     def _candidate(self, group: Group, missing: frozenset[int]) -> Candidate | None:
         held, seen = self._held.get(group), self._seen.get(group)

@@ -42,8 +42,8 @@ def only_what_worlds_made() -> Iterator[None]:
             gc.unfreeze()
 
 
-def forget_world(*, fault: bool) -> None:
-    """Forget what belongs to the world that was left; ``fault``: it did not end as agreed."""
+def forget_world() -> None:
+    """Forget what belongs to the world that was left."""
     forget_meshes()
     planner: Any = sys.modules.get("torch.distributed.checkpoint.planner")
     if planner is not None:
@@ -53,7 +53,7 @@ def forget_world(*, fault: bool) -> None:
     _end_helper(sys.modules.get("torch.distributed.checkpoint._async_process_executor"))
     session: Any = sys.modules.get("tieredckpt.session")
     if session is not None:
-        session.forget_worlds(fault=fault)
+        session.forget_worlds()
     gc.collect()  # modules and their hooks are cycles: their memory is wanted for the next world
 
 

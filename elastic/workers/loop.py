@@ -265,7 +265,7 @@ class _Rank(Generic[T]):
             watch.follow(None)
             gate.close()
             groups.leave(broken=not well)
-            forget_world(fault=not well)
+            forget_world()
         return world
 
     def _returned(self, world: World, value: T) -> None:

@@ -61,6 +61,7 @@ class Places(Protocol):
     def catalog(self, job: str) -> Catalog | None: ...
     def durable_settings(self, job: str) -> DurableSettings: ...
     def index_of(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]: ...
+    def quarantined(self, job: str) -> Mapping[Group, str]: ...
 
 
 @dataclass
@@ -379,6 +380,10 @@ class Drain(SealListener):
 
     def _retain(self, job: str, catalog: Catalog) -> None:
         settings = self._places.durable_settings(job)
+        listing = catalog.listing()
+        for group, reason in self._places.quarantined(job).items():
+            if group in listing.manifests and group not in listing.quarantined:
+                catalog.quarantine(group, reason)
         listing = catalog.listing()
         for group in victims(
             {group: entry.base for group, entry in listing.manifests.items()},

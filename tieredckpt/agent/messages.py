@@ -8,7 +8,7 @@ from peerstore.peers.plan import TeamPlan
 from peerstore.records import Group, ShardKey
 from tieredckpt.settings import DurableSettings
 
-LAYOUT, TABLE, DURABLE, QUARANTINE, RESTORED = "layout.", "table.", "durable", "quarantine.", "restored."
+LAYOUT, TABLE, DURABLE, QUARANTINE = "layout.", "table.", "durable", "quarantine."
 DAMAGED = "damaged."
 """Prefixes of the blobs this package keeps beside a job's shards."""
 
@@ -40,10 +40,27 @@ class Quarantine(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Restored(msgspec.Struct, frozen=True):
+class Lift(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+
+
+class Loading(msgspec.Struct, frozen=True):
     job: str
     group: Group
     rank: int
+
+
+class Restored(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+    rank: int = 0
+    """Said for agents of the last release, which count by it."""
+
+
+class LoadOver(msgspec.Struct, frozen=True):
+    job: str
+    stepped: bool
 
 
 class OfJob(msgspec.Struct, frozen=True):

@@ -16,12 +16,14 @@ from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.cluster.nodes import NodeId
 from peerstore.errors import PeerStoreError, RequestError, ShardNotFoundError
 from peerstore.operations import Operation
+from peerstore.owners import Owner, myself
 from peerstore.peers.neighbourhood import Neighbourhood
 from peerstore.peers.plan import TeamPlan
 from peerstore.peers.team import Team
 from peerstore.records import Group, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
 from tieredckpt.agent.catalog import Catalog
+from tieredckpt.agent.crashed_loads import CrashedLoads
 from tieredckpt.agent.drain import Drain
 from tieredckpt.agent.memory_service.names import JOB
 from tieredckpt.agent.messages import (
@@ -31,7 +33,6 @@ from tieredckpt.agent.messages import (
     MAX_CUT_S,
     MAX_WAIT_S,
     QUARANTINE,
-    RESTORED,
     TABLE,
     AskDurability,
     AskSurvey,
@@ -39,6 +40,9 @@ from tieredckpt.agent.messages import (
     CutOff,
     Describe,
     Join,
+    Lift,
+    Loading,
+    LoadOver,
     Nothing,
     Observe,
     OfJob,
@@ -56,7 +60,6 @@ from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
     DurableRefusedError,
-    TieredCheckpointError,
     TierUnavailableError,
     UsageError,
 )
@@ -104,8 +107,7 @@ class NodeService(SealListener):
         self._writer = writer
         self._lock = threading.Lock()
         self._catalogs: dict[str, Catalog | None] = {}
-        self._began: dict[str, list[str]] = {}
-        """Notes about the steps this node's ranks began from, by job; looked up once, then known."""
+        self._crashed = CrashedLoads()
         self._settings: dict[str, DurableSettings] = {}
         self.observed: dict[str, Counter[str]] = defaultdict(Counter)
         self.drain = Drain(store, self, writer=writer)
@@ -141,9 +143,10 @@ class NodeService(SealListener):
             plain = self._add_durable(job, views, fresh=fresh)
         except (TierUnavailableError, DurableRefusedError) as error:
             unreachable[Tier.DURABLE] = str(error)
+        crashed = self._crashed.count(job)
         for group, view in views.items():
             reason = view.quarantined or self._quarantined_here(job, group)
-            views[group] = msgspec.structs.replace(view, quarantined=reason, restores=self._restores(job, group))
+            views[group] = msgspec.structs.replace(view, quarantined=reason, crashed_loads=crashed.get(group, 0))
         settings = self.durable_settings(job)
         known = settings if settings.url else None
         return Survey(tuple(views[group] for group in sorted(views)), unreachable, plain, known)
@@ -185,24 +188,40 @@ class NodeService(SealListener):
         return Described(manifest, found, {part: there for part, there in sources.items() if part in shards})
 
     def quarantine(self, job: str, group: Group, reason: str) -> None:
-        """Nobody loads this step again, here and (where it can be said) anywhere."""
+        """Noted here. In the durable tier the drain says so, once this node's job writes there again: whoever finds
+        the damage may be somebody who only reads.
+        """
         log.error("job %s step %d (%s) is quarantined: %s", job, group.version, names.stem(group), reason)
         self.store.put_blob(job, QUARANTINE + names.stem(group), reason.encode())
+
+    def lift(self, job: str, group: Group) -> None:
+        self.store.remove_blob(job, QUARANTINE + names.stem(group))
+        self._crashed.forget(job, group=group)
         catalog = self.catalog(job)
         if catalog is not None:
-            try:
-                catalog.quarantine(group, reason)
-            except TieredCheckpointError as error:
-                log.warning(
-                    "the quarantine of %s could not be written to %s: %s", names.stem(group), catalog.store.url, error
-                )
+            catalog.forget()
 
-    def restored(self, job: str, group: Group, rank: int) -> None:
+    def quarantined(self, job: str) -> dict[Group, str]:
+        """What is noted on this node, and why."""
+        stems = [name.removeprefix(QUARANTINE) for name in self.store.blobs(job) if name.startswith(QUARANTINE)]
+        found = {group: self._quarantined_here(job, group) for stem in stems if (group := names.parse_stem(stem))}
+        return {group: reason for group, reason in found.items() if reason}
+
+    def loading(self, job: str, group: Group, rank: int, *, owner: Owner | None = None) -> None:
+        self._crashed.begun(owner or myself(), job, group, rank)
+
+    def restored(self, job: str, group: Group, *, owner: Owner | None = None) -> None:
+        self._crashed.done(owner or myself(), job)
         self.store.copies.go_back(job, group)
-        name = f"{RESTORED}{names.stem(group)}.{rank}"
-        self.store.put_blob(job, name, str(self._count(job, name) + 1).encode())
-        with self._lock:
-            self._began.pop(job, None)
+
+    def load_over(self, job: str, *, stepped: bool, owner: Owner | None = None) -> None:
+        self._crashed.over(owner or myself(), job, stepped=stepped)
+
+    def departed(self, owner: Owner, job: str) -> None:
+        self._crashed.left(owner, job)
+
+    def dropped(self, job: str) -> None:
+        self._crashed.forget(job)
 
     def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
         """A shard is gone because it was damaged: remembered, so that nobody takes its step for one that never was."""
@@ -210,18 +229,8 @@ class NodeService(SealListener):
         self.store.put_blob(key.job, f"{DAMAGED}{names.stem(key.group)}.{key.part}", msgspec.msgpack.encode(note))
 
     def sealed(self, record: ShardRecord) -> None:
-        """A step newer than the one the ranks began from: that one was fine."""
-        job = record.key.job
-        with self._lock:
-            if self._began.get(job) is None:
-                self._began[job] = [name for name in self.store.blobs(job) if name.startswith(RESTORED)]
-            began = self._began[job]
-        for name in began:
-            group = names.parse_stem(name.removeprefix(RESTORED).rpartition(".")[0])
-            if group is None or group.version < record.key.version:
-                self.store.remove_blob(job, name)
-        with self._lock:
-            self._began[job] = []
+        """The job got past every older step: those were fine."""
+        self._crashed.forget(record.key.job, before=record.key.version)
 
     def drains(self, job: str) -> tuple[DrainView, ...]:
         self._tell_drain(job)
@@ -414,15 +423,7 @@ class NodeService(SealListener):
 
     def _quarantined_here(self, job: str, group: Group) -> str:
         blob = self._blob(job, QUARANTINE + names.stem(group))
-        return blob.decode() if blob else ""
-
-    def _restores(self, job: str, group: Group) -> int:
-        prefix = f"{RESTORED}{names.stem(group)}."
-        return max((self._count(job, name) for name in self.store.blobs(job) if name.startswith(prefix)), default=0)
-
-    def _count(self, job: str, name: str) -> int:
-        blob = self._blob(job, name)
-        return int(blob) if blob else 0
+        return blob.decode(errors="replace") if blob else ""
 
     def _blob(self, job: str, name: str) -> bytes | None:
         try:
@@ -477,7 +478,10 @@ def node_operations(node: NodeService) -> dict[str, Operation]:
         "survey": Operation(AskSurvey, Survey, survey),
         "describe": Operation(Describe, Described, lambda a, _: node.describe(a.job, a.group)),
         "quarantine": Operation(Quarantine, none, lambda a, _: node.quarantine(a.job, a.group, a.reason)),
-        "restored": Operation(Restored, none, lambda a, _: node.restored(a.job, a.group, a.rank)),
+        "lift": Operation(Lift, none, lambda a, _: node.lift(a.job, a.group)),
+        "loading": Operation(Loading, none, lambda a, who: node.loading(a.job, a.group, a.rank, owner=who)),
+        "restored": Operation(Restored, none, lambda a, who: node.restored(a.job, a.group, owner=who)),
+        "load_over": Operation(LoadOver, none, lambda a, who: node.load_over(a.job, stepped=a.stepped, owner=who)),
         "join": Operation(Join, none, lambda a, _: node.join(a.job, a.plan)),
         "cut_off": Operation(CutOff, none, lambda a, _: node.cut_off(min(max(a.seconds, 0.0), MAX_CUT_S))),
         "me": Operation(Nothing, PeerNode | None, lambda *_: node.me()),

@@ -69,7 +69,7 @@ def look(sight: Sight, job: str) -> tuple[ClusterView, Foresight]:
     agent = agent_of(sight)
     view = agent.cluster(job)
     survey = sight.survey(job)
-    limit = sight.settings.memory.quarantine_after
+    limit = sight.settings.memory.avoid_after
     foresight = Foresight(view, survey, Replicas(agent, job).cover, worn_after=limit)
     if foresight.now is None and not foresight.unclear:
         raise CheckpointNotFoundError(f"job {job} has no whole step to lose yet")

@@ -55,7 +55,8 @@ class Line:
     saved_ns: int
     quarantined: str
     damaged: str
-    restores: int
+    crashed_loads: int
+    """Loads of it that have ended their process on this node lately."""
     drain: DrainView | None
 
     @property
@@ -88,7 +89,7 @@ class Line:
             "age_s": round((now_ns - self.saved_ns) / 1e9, 1) if self.saved_ns else None,
             "quarantined": self.quarantined or None,
             "damaged": self.damaged or None,
-            "restores": self.restores,
+            "crashed_loads": self.crashed_loads,
             "drain": _drain_json(self.drain) if draining and self.drain is not None else None,
         }
 
@@ -116,7 +117,7 @@ def line_of(view: StepView, manifest: Manifest | None, damaged: str, drain: Drai
         saved_ns=saved or view.saved_ns,
         quarantined=view.quarantined,
         damaged=damaged,
-        restores=view.restores,
+        crashed_loads=view.crashed_loads,
         drain=drain,
     )
 
@@ -267,7 +268,7 @@ def _note(line: Line) -> str:
         return line.drain.error
     if not line.whole:
         return f"{line.parts - line.in_memory} of {line.parts} parts are not here"
-    return f"begun from {line.restores} times" if line.restores > 1 else ""
+    return f"{line.crashed_loads} loads of it ended their process here" if line.crashed_loads > 1 else ""
 
 
 def _coloured(state: str) -> str:

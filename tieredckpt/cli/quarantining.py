@@ -10,7 +10,6 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from tieredckpt.agent.messages import QUARANTINE
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Screen
@@ -71,7 +70,6 @@ def _mark(sight: Sight, location: Location, views: Sequence[StepView], reason: s
             sight.agent.quarantine(location.job, view.group, reason)
         marked.append("memory")
     if any(view.durable for view in views):
-        # The agent tries this too, but tells nobody when it fails.
         for view in views:
             sight.catalog(location.job).quarantine(view.group, reason)
         marked.append("durable")
@@ -82,7 +80,7 @@ def _lift(sight: Sight, location: Location, views: Sequence[StepView]) -> list[s
     marked = []
     if sight.agent is not None:
         for view in views:
-            sight.agent.store.remove_blob(location.job, QUARANTINE + names.stem(view.group))
+            sight.agent.lift(location.job, view.group)
         marked.append("memory")
     if sight.durable(location.job).url:
         catalog = sight.catalog(location.job)

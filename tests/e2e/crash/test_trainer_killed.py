@@ -2,15 +2,17 @@
 back, and what comes back continues bit for bit."""
 
 import hashlib
+import os
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.agents import agent_pid, end_agent
+from tests.support.agents import agent_directory, agent_pid, end_agent
 from tests.support.bits import raw
 from tieredckpt import Checkpointer
+from tieredckpt.cli import main
 
 JOB = "tiered://killed"
 STEPS = 6
@@ -78,8 +80,6 @@ def losses(lines):
 
 @pytest.fixture(scope="module")
 def undisturbed(zygote):
-    from tests.support.agents import agent_directory
-
     with agent_directory() as directory:
         return zygote.run(
             train, environ={"TIEREDCKPT_AGENT_DIRECTORY": str(directory), "TIEREDCKPT_AGENT_BUDGET": "1GiB"}
@@ -113,6 +113,57 @@ def test_killed_while_loading(agent_dir, zygote, undisturbed, point):
     assert killed.status == -signal.SIGKILL
     second = zygote.run(train)
     check_resumed(first, second, undisturbed)
+
+
+def two_steps(say, url):
+    with Checkpointer(JOB, durable=url) as ckpt:
+        for step in range(2):
+            assert ckpt.save({"w": torch.full((1000,), float(step))}, step).wait("durable")
+
+
+def look(say, url, step=None):
+    with Checkpointer(JOB, durable=url) as ckpt:
+        return ckpt.restore({"w": torch.zeros(1000)}, step)
+
+
+def go_on(say, url):
+    """Restore, come to a step that is not due to be saved, and be killed."""
+    with Checkpointer(JOB, durable=url, every=100) as ckpt:
+        say(f"restored {ckpt.restore({'w': torch.zeros(1000)})}")
+        ckpt.save({"w": torch.ones(1000)}, 7)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_loads_that_end_their_process_make_this_node_prefer_an_older_step(agent_dir, zygote, tmp_path):
+    """Here, for a while, and where nobody names the step: for others it stays what it is, and nothing is written."""
+    url = f"file://{tmp_path}"
+    zygote.run(two_steps, url)
+    before = sorted(tmp_path.rglob("*"))
+    for point in ["load.half", "load.done"] * 2:
+        assert zygote.run(look, url, environ={"PEERSTORE_CRASH_AT": point}).status == -signal.SIGKILL
+    assert zygote.run(look, url).result == 1
+    assert zygote.run(look, url, environ={"PEERSTORE_CRASH_AT": "load.done"}).status == -signal.SIGKILL
+    assert zygote.run(look, url).result == 0
+    assert zygote.run(look, url, 1).result == 1
+    assert sorted(tmp_path.rglob("*")) == before
+    with agent_directory() as other:
+        assert zygote.run(look, url, environ={"TIEREDCKPT_AGENT_DIRECTORY": str(other)}).result == 1
+    assert main(["quarantine", "killed/step-1", "--lift"]) == 0
+    assert zygote.run(look, url).result == 1
+
+
+def test_a_process_that_came_to_its_first_step_was_not_ended_by_its_load(agent_dir, zygote, tmp_path):
+    """Where the step is lost later on, by a fault or with its machine, there is nothing wrong with what was loaded."""
+    url = f"file://{tmp_path}"
+    zygote.run(two_steps, url)
+    for _ in range(7):
+        killed = zygote.run(go_on, url)
+        assert (killed.status, killed.lines) == (-signal.SIGKILL, ["restored 1"])
+    for _ in range(4):
+        assert zygote.run(look, url, environ={"PEERSTORE_CRASH_AT": "load.done"}).status == -signal.SIGKILL
+    assert zygote.run(go_on, url).lines == ["restored 1"]
+    assert zygote.run(look, url, environ={"PEERSTORE_CRASH_AT": "load.done"}).status == -signal.SIGKILL
+    assert zygote.run(look, url).result == 1, "a load that went well says that the step can be loaded"
 
 
 def test_trainer_and_agent_killed_together_at_any_time(agent_dir, zygote, undisturbed):

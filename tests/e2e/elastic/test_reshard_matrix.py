@@ -82,19 +82,13 @@ def agreed(answers):
     return answers[0]
 
 
-@pytest.fixture
-def patient(agent_dir, monkeypatch):
-    """A step may be begun from any number of times."""
-    monkeypatch.setenv("TIEREDCKPT_MEMORY_QUARANTINE_AFTER", "0")
-
-
-def test_layouts_into_each_other(patient, ranks):
+def test_layouts_into_each_other(agent_dir, ranks):
     assert every_pair(ranks, FEW, FEW) == len(FEW) ** 2
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_every_layout_of_every_world_into_every_other(patient, ranks):
+def test_every_layout_of_every_world_into_every_other(agent_dir, ranks):
     """About 2,000 pairs of real worlds, six minutes on two cores."""
     chosen, began = variants(8), time.monotonic()
     pairs = every_pair(ranks, chosen, chosen)

@@ -38,18 +38,18 @@ def rows_of(rank, size=4):
 
 def test_a_rank_saves_its_own_rows_in_every_world():
     assert rows_of(3) == [6] * 4
-    forget_world(fault=False)
+    forget_world()
     assert rows_of(1) == [2] * 4
-    forget_world(fault=False)
+    forget_world()
     assert rows_of(0, size=8) == [0] * 4
 
 
 def test_without_forgetting_it_would_not():
     """Should this fail one day, torch has learned it, and there is less to forget."""
-    forget_world(fault=False)
+    forget_world()
     assert rows_of(3) == [6] * 4
     assert rows_of(1) != [2] * 4
-    forget_world(fault=False)
+    forget_world()
 
 
 def test_groups_of_a_world_are_gone_with_it():
@@ -61,7 +61,7 @@ def test_groups_of_a_world_are_gone_with_it():
     DTensor.from_local(like_no_other, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
     del mesh
     dist.destroy_process_group()
-    forget_world(fault=False)
+    forget_world()
     assert gone() is None
     assert group() is None
 
@@ -111,21 +111,18 @@ def test_an_error_that_is_its_own_context_is_forgotten_too():
 
 def test_plans_of_dcp_are_forgotten():
     SavePlanner._cached_save_plan["planner"] = "a plan"
-    forget_world(fault=True)
+    forget_world()
     assert not SavePlanner._cached_save_plan
 
 
-@pytest.mark.parametrize("fault", [True, False])
-def test_what_is_saved_next_is_of_a_new_incarnation(fault):
+def test_what_is_saved_next_is_of_a_new_incarnation():
     with memory_node():
         session = open_session("job-forget", Settings())
         first = session.begin_incarnation([session.known_epoch()], 2)
         session.next_key(7, 0)
         session.skip_attempts(7, 5)
-        session._began_from = began = object()
-        forget_world(fault=fault)
+        forget_world()
         assert session.incarnation is None
-        assert (session._began_from is began) is not fault  # a fault makes the next restore another try
         second = session.begin_incarnation([first.epoch], 2)
         assert second.epoch > first.epoch
         assert session.next_key(7, 0).attempt == 0
@@ -143,7 +140,7 @@ def test_garbage_of_a_world_is_collected_and_what_was_there_before_is_not_looked
         old, seen = Cycle(), weakref.ref(kept)
         gone = weakref.ref(old)
         del old, kept
-        forget_world(fault=False)
+        forget_world()
         assert gone() is None
         assert seen() is not None
     assert not gc.get_freeze_count()

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerstore.records import Group
-from tieredckpt.resolve import Candidate, Tier, Verdict, resolve
+from tieredckpt.resolve import Candidate, Tier, Verdict, elect, resolve
 
 MEMORY, DURABLE = (Tier.MEMORY,), (Tier.DURABLE,)
 
@@ -59,6 +59,8 @@ CASES = {
     ),
     "covered without all parts is whole": ([step(7, found=(1,), covered=True)], {}, (7, 1)),
     "a quarantined step is passed over": ([step(1), step(2)], {"quarantined": [Group(1, 2, 0, "a")]}, (1, 1)),
+    "one that ends who loads it is passed over": ([step(1), step(2)], {"reluctant": [Group(1, 2, 0, "a")]}, (1, 1)),
+    "unless there is no other": ([step(1), step(2)], {"reluctant": [Group(1, s, 0, "a") for s in (1, 2)]}, (2, 1)),
     "the step asked for": ([step(1), step(2)], {"step": 1}, (1, 1)),
     "the step asked for is not there": ([step(1), step(2)], {"step": 3}, None),
     "of two attempts at a step the later incarnation": ([step(4, epoch=2, incarnation="b"), step(4)], {}, (4, 2)),
@@ -119,6 +121,20 @@ def test_every_candidate_gets_a_verdict():
         Group(1, 3, 0, "a"): Verdict.TORN,
         Group(3, 2, 0, "c"): Verdict.CHOSEN,
     }
+
+
+def test_what_is_passed_over_is_the_last_to_fall_back_to():
+    found = resolve([step(1), step(3), step(2)], reluctant=[Group(1, 3, 0, "a")])
+    assert [c.group.version for c in found.alternatives] == [1, 3]
+    assert found.verdicts[Group(1, 3, 0, "a")] is Verdict.RELUCTANT
+    assert not found.lost
+
+
+def test_ranks_take_a_step_that_none_is_reluctant_to_load_where_there_is_one():
+    old, new = Group(1, 2, 0, "a"), Group(1, 3, 0, "a")
+    assert elect([[new, old], [old, new]], reluctant=[new]) == old
+    assert elect([[new], [old, new]], reluctant=[new]) == new
+    assert elect([[new, old], [new, old]]) == new
 
 
 def test_alternatives_come_best_first():

@@ -104,7 +104,7 @@ def test_quarantined_steps_are_not_resumed_from():
 
 
 def test_a_step_that_restarts_die_on_is_used_only_when_there_is_no_other():
-    worn = StepView(group(7), 4, {}, restores=5)
+    worn = StepView(group(7), 4, {}, crashed_loads=5)
     lose = foresee(PAIRS, survey(worn), worn_after=5)
     assert lose("node:n0")[0].step == 6
     only = view(node("n0", "", {7: [0]}, parts=1), node("n1", "", {7: [~0]}, parts=1))

@@ -48,7 +48,7 @@ class Job:
         self.ckpt.close()
         self.held.hold()
         dist.destroy_process_group()
-        forget_world(fault=True)
+        forget_world()
 
 
 @pytest.fixture

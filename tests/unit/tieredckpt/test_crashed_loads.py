@@ -1,0 +1,99 @@
+"""Which ends of a process are put down to what it loaded."""
+
+import pytest
+
+from peerstore.owners import Owner, myself
+from peerstore.records import Group
+from tieredckpt.agent.crashed_loads import EXPIRY_S, CrashedLoads
+
+STEP, OLDER = Group(1, 10, 0, "a"), Group(1, 9, 0, "a")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def loads(clock):
+    return CrashedLoads(clock)
+
+
+def dead(number):
+    """A process that there is not any more."""
+    return Owner(1 << 30, number)
+
+
+def end(loads, owner, group=STEP, rank=0, *, done=False):
+    loads.begun(owner, "job", group, rank)
+    if done:
+        loads.done(owner, "job")
+    loads.left(owner, "job")
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_who_dies_in_a_load_or_before_its_first_step_counts(loads, done):
+    for number in range(3):
+        end(loads, dead(number), done=done)
+    assert loads.count("job") == {STEP: 3}
+    assert loads.count("other") == {}
+
+
+def test_who_says_goodbye_or_lives_does_not(loads):
+    loads.begun(dead(1), "job", STEP, 0)
+    loads.over(dead(1), "job", stepped=False)
+    loads.left(dead(1), "job")
+    end(loads, myself())
+    loads.begun(dead(2), "job", STEP, 0)  # its connections are still open
+    assert loads.count("job") == {}
+
+
+def test_ranks_of_one_node_that_die_together_are_one_restart(loads):
+    for rank in range(8):
+        end(loads, dead(rank), rank=rank)
+    assert loads.count("job") == {STEP: 1}
+
+
+def test_who_looks_at_what_it_loaded_for_long_did_not_die_of_it(loads, clock):
+    loads.begun(dead(1), "job", STEP, 0)
+    loads.done(dead(1), "job")
+    clock.now += 3600
+    loads.left(dead(1), "job")
+    assert loads.count("job") == {}
+
+
+def test_it_expires(loads, clock):
+    end(loads, dead(1))
+    clock.now += EXPIRY_S / 2
+    end(loads, dead(2))
+    assert loads.count("job") == {STEP: 2}
+    clock.now += EXPIRY_S / 2
+    assert loads.count("job") == {STEP: 1}
+    clock.now += EXPIRY_S / 2
+    assert loads.count("job") == {}
+
+
+def test_a_step_after_it_and_a_newer_save_clear_it(loads):
+    end(loads, dead(1))
+    end(loads, dead(2), OLDER)
+    loads.begun(dead(3), "job", STEP, 0)
+    loads.over(dead(3), "job", stepped=True)
+    assert loads.count("job") == {OLDER: 1}
+    loads.forget("job", before=10)
+    assert loads.count("job") == {}
+
+
+def test_lifting_one_step_leaves_the_others(loads):
+    end(loads, dead(1))
+    end(loads, dead(2), OLDER)
+    loads.forget("job", group=STEP)
+    assert loads.count("job") == {OLDER: 1}
+    loads.forget("job")
+    assert loads.count("job") == {}
