@@ -18,7 +18,7 @@ from tieredckpt.errors import SaveFailedError, UsageError
 from tieredckpt.layout import ARCHIVE, OBJECT, ItemEntry, Layout, TensorEntry, lay_out
 from tieredckpt.manifest import StateTable, TableTensor
 from tieredckpt.state import Fingerprint, archive
-from tieredckpt.tensors import dtype_name, is_plain
+from tieredckpt.tensors import dtype_name, is_plain, require_memory
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,10 @@ def resolve(planner: SavePlanner, item: WriteItem) -> Any:
     if not isinstance(data, torch.Tensor):
         raise UsageError(f"the planner gave a {type(data).__name__} for tensor {item.index.fqn}")
     data = data.detach()
-    return data.to_local() if isinstance(data, DTensor) else data
+    data = data.to_local() if isinstance(data, DTensor) else data
+    if is_plain(data) and not data.is_meta:
+        require_memory(item.index.fqn, data)
+    return data
 
 
 def entry_of(item: WriteItem, tensor: torch.Tensor) -> TensorEntry:
@@ -141,7 +144,7 @@ class Work:
                     self._tensors[_place(entry)] = tensor
             else:
                 items.append(ItemEntry(entry.fqn, ARCHIVE, entry))
-                self._bytes[_archive_name(entry)] = archive(tensor)
+                self._bytes[_archive_name(entry)] = _archived(entry, tensor)
         self.entries, self.items = tuple(entries), tuple(items)
         self.paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else None
 
@@ -183,6 +186,13 @@ def table_of(plans: Sequence[SavePlan]) -> StateTable:
 
 def _clean_paths(paths: Mapping[str, Any] | None) -> dict[str, tuple[str | int, ...]] | None:
     return None if paths is None else {name: tuple(path) for name, path in paths.items()}
+
+
+def _archived(entry: TensorEntry, tensor: torch.Tensor) -> bytes:
+    try:
+        return archive(tensor)
+    except Exception as error:  # whatever the class's own pickling raises
+        raise UsageError(f"{entry.fqn} is a {type(tensor).__name__} that cannot be pickled: {error}") from error
 
 
 def _place(entry: TensorEntry) -> tuple[str, tuple[int, ...]]:

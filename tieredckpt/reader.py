@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import math
 import os
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -54,7 +54,7 @@ from tieredckpt.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
 from tieredckpt.tensors import dtype_named
-from tieredckpt.writer import at_step
+from tieredckpt.writer import at_step, storage_meta
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class TieredReader(StorageReader):
             if self._plain is not None:
                 return self._plain[1].read_metadata()
             with collector_paused():
-                return _metadata(step or self._steps[self._order[0].group], self.checkpoint_id)
+                return _metadata(step or self._steps[self._order[0].group], self._location)
         except TieredCheckpointError as error:
             self.error = error
             raise
@@ -458,7 +458,7 @@ def _nothing(location: Location, resolution: Resolution) -> TieredCheckpointErro
     return CheckpointNotFoundError(f"{location}: no whole step to load ({resolution.explain()})")
 
 
-def _metadata(step: StoredStep, checkpoint_id: str) -> Metadata:
+def _metadata(step: StoredStep, location: Location) -> Metadata:
     """DCP's view of a stored step."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for fqn in step.tensors:
@@ -471,6 +471,6 @@ def _metadata(step: StoredStep, checkpoint_id: str) -> Metadata:
         )
     for fqn in step.objects:
         described[fqn] = BytesStorageMetadata()
-    return Metadata(
-        described, planner_data=step.paths, storage_data={}, storage_meta=StorageMeta(checkpoint_id=checkpoint_id)
-    )
+    meta = storage_meta(location, step.group)
+    meta.load_id = secrets.token_hex(8)
+    return Metadata(described, planner_data=step.paths, storage_data={}, storage_meta=meta)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
@@ -22,7 +23,7 @@ from tieredckpt.fetch import PinnedShards, from_object
 from tieredckpt.resolve import Tier
 from tieredckpt.session import Session
 from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
-from tieredckpt.tensors import dtype_name, dtype_named
+from tieredckpt.tensors import dtype_name, dtype_named, is_plain, is_writable_at_its_address, require_memory
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +101,16 @@ class Reading:
         fqn, wanted = item.storage_index.fqn, item_box(item)
         if tuple(target.shape) != wanted.sizes:
             raise MismatchError(f"{fqn}: {wanted.sizes} elements are to be read into a tensor of {tuple(target.shape)}")
+        if is_plain(target):
+            require_memory(fqn, target)
+        bytewise = is_writable_at_its_address(target)
+        if bytewise and not target.is_inference():
+            increment_version(target)  # autograd has to see that what it kept of it is gone
         for piece in self._pieces.get((fqn, wanted)) or self._step.pieces(fqn, wanted):
             self._check_dtype(fqn, piece.entry.dtype, target)
-            self._plan_piece(piece, target, wanted)
+            self._plan_piece(piece, target, wanted, bytewise=bytewise)
 
-    def _plan_piece(self, piece: TensorPiece, target: torch.Tensor, wanted: Box) -> None:
+    def _plan_piece(self, piece: TensorPiece, target: torch.Tensor, wanted: Box, *, bytewise: bool) -> None:
         step, entry = self._step, piece.entry
         near = step.tier(piece.part) is Tier.MEMORY
         if piece.item >= 0:
@@ -113,7 +119,7 @@ class Reading:
         if near:
             self.bytes_by_tier[Tier.MEMORY.value] += piece.box.volume * entry.itemsize
         base = step.layouts[piece.part].header_bytes + entry.start
-        simple = target.device.type == "cpu" and target.is_contiguous() and dtype_name(target.dtype) == entry.dtype
+        simple = bytewise and dtype_name(target.dtype) == entry.dtype
         if near and not simple:
             source = self._near_tensor(piece.part, base, entry.dtype, entry.box.sizes)
             _narrow(target, relative(piece.box, wanted)).copy_(_narrow(source, relative(piece.box, entry.box)))

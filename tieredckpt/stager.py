@@ -26,7 +26,7 @@ from tieredckpt.quiet import collector_paused
 from tieredckpt.session import Session, Staged
 from tieredckpt.settings import Settings
 from tieredckpt.state import fingerprint, flatten, local_tensor
-from tieredckpt.tensors import is_plain
+from tieredckpt.tensors import is_plain, own_copy, require_memory, shards_of
 
 
 class Stager:
@@ -64,7 +64,7 @@ class Stager:
             with collector_paused():
                 flat = flatten(state_dict)
                 planned = self.session.planned_for(fingerprint(flat))
-                if planned is None:
+                if planned is None or any(shards_of(one) for one in flat.values() if isinstance(one, torch.Tensor)):
                     return _private(state_dict)
                 self._staged = self.session.stage_provisionally(planned, wait_s=wait_s)
                 return self._stage_into(self._staged, planned, state_dict, flat)
@@ -166,18 +166,18 @@ def _rebuilt(value: Any, name: str, views: Mapping[str, torch.Tensor]) -> Any:
     return copy.deepcopy(value)
 
 
-def _private(value: Any) -> Any:
+def _private(value: Any, name: str = "") -> Any:
     """A copy in this process's own memory; tensors take the room of their elements, whatever they are views of."""
     if type(value) is DTensor:
-        return _like(value, _private(value._local_tensor))
-    if isinstance(value, torch.Tensor) and is_plain(value):
-        return value.detach().to(device="cpu", memory_format=torch.contiguous_format, copy=True)
+        return _like(value, _private(value._local_tensor, name))
     if isinstance(value, torch.Tensor):
-        return copy.deepcopy(value.detach()).cpu()
+        if is_plain(value):
+            require_memory(name, value)
+        return own_copy(value)
     if isinstance(value, Mapping):
-        return {key: _private(inner) for key, inner in value.items()}
+        return {key: _private(inner, f"{name}.{key}" if name else str(key)) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_private(inner) for inner in value]
+        return [_private(inner, f"{name}.{index}") for index, inner in enumerate(value)]
     return copy.deepcopy(value)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tieredckpt.errors import UsageError
 from tieredckpt.layout import TensorEntry
+from tieredckpt.tensors import compact, require_memory, shards_of
 
 Fingerprint = tuple[Any, ...]
 
@@ -70,22 +71,22 @@ def _shape_of(value: Any) -> Fingerprint:
         local = value._local_tensor
         return value.shape, value.dtype, local.shape, value.placements, value.device_mesh
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, type(value) is torch.Tensor or type(value) is torch.nn.Parameter, value.layout
+        kind = None if type(value) in (torch.Tensor, torch.nn.Parameter) else type(value)
+        return value.shape, value.dtype, kind, value.layout, shards_of(value)
     return ()
 
 
 def local_tensor(flat: Mapping[str, Any], entry: TensorEntry) -> torch.Tensor:
-    """The tensor of ``entry`` that this process holds."""
+    """The tensor of ``entry`` that this process holds; refuses one whose elements are nowhere."""
     value = flat[entry.fqn]
-    if type(value) is DTensor:
-        local = value._local_tensor
-        if tuple(local.shape) == entry.box.sizes and type(local) is torch.Tensor:
-            return local.detach()
-    elif type(value) in (torch.Tensor, torch.nn.Parameter):
-        return value.detach()
-    found = find_state_dict_object(dict(flat), MetadataIndex(entry.fqn, torch.Size(entry.box.offsets)))
+    found: Any = value._local_tensor if type(value) is DTensor else value
+    if type(found) not in (torch.Tensor, torch.nn.Parameter) or tuple(found.shape) != entry.box.sizes:
+        found = find_state_dict_object({entry.fqn: value}, MetadataIndex(entry.fqn, torch.Size(entry.box.offsets)))
     if not isinstance(found, torch.Tensor):
         raise UsageError(f"{entry.fqn} was a tensor when the save was planned and is a {type(found).__name__} now")
+    if found.numel() != entry.box.volume:
+        raise UsageError(f"{entry.fqn} was planned with {entry.box.sizes} elements and has {tuple(found.shape)} now")
+    require_memory(entry.fqn, found)
     return found.detach()
 
 
@@ -114,6 +115,8 @@ class ObjectArchives:
 
 
 def archive(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        value = compact(value)
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

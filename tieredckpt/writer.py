@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from peerstore.records import ShardRecord
+from peerstore.records import Group, ShardRecord
 from tieredckpt.copying import Piece
 from tieredckpt.errors import MissingStepError, TieredCheckpointError, UsageError
 from tieredckpt.location import Location, check_step, parse_location
@@ -79,7 +79,7 @@ class TieredWriter(Stager, StorageWriter):
         return os.fspath(checkpoint_id).startswith("tiered:/")
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        return storage_meta(self._location, self.record.key.group if self.record is not None else None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._plain = None
@@ -151,7 +151,10 @@ class TieredWriter(Stager, StorageWriter):
         """Only the coordinator, and only when every rank has written: the step is whole now."""
         if self._plain is not None:
             self._plain.finish(metadata, results)
-        elif self.record is not None and self._collectives:
+            return
+        metadata.storage_data = {}
+        metadata.storage_meta = self.storage_meta()
+        if self.record is not None and self._collectives:
             self.session.commit(self.record.key.group)
 
     # -- inside -----------------------------------------------------------------------------------------------
@@ -242,6 +245,12 @@ class TieredWriter(Stager, StorageWriter):
     def _becomes_durable(self, session: Session) -> bool:
         """Whether the step that is being written is wanted in the durable tier, too."""
         return session.is_durable(self._step)
+
+
+def storage_meta(location: Location, group: Group | None) -> StorageMeta:
+    """What DCP's metadata says of where a step is; which attempt at it this is takes the place of DCP's random name."""
+    name = group and f"{group.epoch}.{group.version}.{group.attempt}.{group.incarnation}"
+    return StorageMeta(checkpoint_id=str(location), save_id=name)
 
 
 def at_step(location: Location, step: int | None) -> Location:

@@ -56,7 +56,7 @@ class _Writer(FileSystemWriter):
                 data = planner.resolve_data(item)
                 if isinstance(data, torch.Tensor):
                     torch.save(data, stream)  # type: ignore[arg-type]
-                    self._advance(data.nbytes)
+                    self._advance(data.nbytes if data.layout is torch.strided else stream.tell() - start)
                 else:
                     stream.write(data.getvalue())
                 size = stream.tell() - start

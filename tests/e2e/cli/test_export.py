@@ -1,5 +1,6 @@
 """``tieredckpt export``: bit for bit, in every format, whole or not at all."""
 
+import io
 import json
 import resource
 
@@ -135,6 +136,23 @@ def test_a_dcp_folder_loads_with_dcp(cli, saved, tmp_path):
     found = zeroed(expected)
     dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert_same(expected, found)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_dcp_folder_has_tensors_of_other_layouts_as_files_have_them(cli, agent_dir, durable, tmp_path):
+    dense = torch.eye(4)
+    state = {"coo": dense.to_sparse(), "csr": dense.to_sparse_csr(), "w": torch.ones(3)}
+    save(Job(agent_dir, durable, "sparse"), state)
+    assert cli("export", "sparse", tmp_path / "dcp", "--format", "dcp").code == 0
+    target = {"w": torch.zeros(3)}
+    dcp.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(target["w"], state["w"])
+    places = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().storage_data
+    for index, place in places.items():
+        data = (tmp_path / "dcp" / place.relative_path).read_bytes()[place.offset :][: place.length]
+        found = torch.load(io.BytesIO(data), weights_only=True)
+        assert found.layout is state[index.fqn].layout
+        assert torch.equal(found.to_dense(), state[index.fqn].to_dense())
 
 
 def test_only_selected_names(cli, saved, tmp_path):

@@ -1,0 +1,356 @@
+"""DCP's own file writer and reader are the reference: the same state through both, and the same comes back.
+
+Where files refuse a tensor (or end the process), this package refuses it and names it.
+"""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.utils._pytree as pytree
+from torch._subclasses import FakeTensorMode
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.support.agents import agent_directory
+from tests.support.bits import assert_same, zeroed
+from tieredckpt import TieredReader, TieredWriter
+from tieredckpt.errors import UsageError
+from tieredckpt.session import open_session
+from tieredckpt.settings import load_settings
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def node():
+    """One agent for all of them; each test has a job of its own."""
+    with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
+        patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
+        open_session("alike", load_settings())  # starts it
+        yield directory
+
+
+class Bare(torch.Tensor):
+    """A wrapper that does not say what is in it: no ``__tensor_flatten__``."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, strides=inner.stride(), device=inner.device
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = pytree.tree_map_only(Bare, lambda one: one.inner, (args, kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, Bare, func(*args, **kwargs))
+
+
+@pytest.fixture(autouse=True)
+def allowed():
+    """What a user of such classes does before ``dcp.load`` reads files."""
+    with torch.serialization.safe_globals([TwoTensor, Bare]):
+        yield
+
+
+class Files:
+    """The reference."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def writer(self, step=1):
+        return dcp.FileSystemWriter(self.path)
+
+    def reader(self, **options):
+        return dcp.FileSystemReader(self.path)
+
+
+class Ours:
+    def __init__(self, job):
+        self.job = job
+
+    def writer(self, step=1):
+        return TieredWriter(self.job, step)
+
+    def reader(self, **options):
+        return TieredReader(self.job, **options)
+
+
+_jobs = itertools.count()
+
+
+@pytest.fixture
+def ours():
+    return Ours(f"alike-{next(_jobs)}")
+
+
+@pytest.fixture(params=["files", "ours"])
+def storage(request, tmp_path):
+    return Files(tmp_path / "files") if request.param == "files" else Ours(f"alike-{next(_jobs)}")
+
+
+def quantised(rows=4):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.randn(rows, 4), 0.1, 0, torch.qint8)
+
+
+def complex_numbers(*shape):
+    return torch.randn(*shape, dtype=torch.complex64)
+
+
+def inside(value):
+    """A tensor as tensors that can be compared."""
+    if isinstance(value, TwoTensor):
+        return [inside(value.a), inside(value.b)]
+    if isinstance(value, Bare):
+        return inside(value.inner)
+    if value.is_quantized:
+        return [value.int_repr(), torch.tensor(value.q_scale()), torch.tensor(value.q_zero_point())]
+    return value.detach()
+
+
+def dcp_save(state, storage, step=1, **kwargs):
+    dcp.save(state, storage_writer=storage.writer(step), no_dist=True, **kwargs)
+
+
+def dcp_async_save(state, storage, step=1):
+    dcp.async_save(state, storage_writer=storage.writer(step), no_dist=True).result()
+
+
+def dcp_load(state, storage, **options):
+    dcp.load(state, storage_reader=storage.reader(**options), no_dist=True)
+
+
+SAVED = {
+    "flattened": lambda: TwoTensor(torch.randn(3, 4), torch.randn(3, 4)),
+    "flattened, nested": lambda: TwoTensor(*(TwoTensor(torch.randn(3), torch.randn(3)) for _ in range(2))),
+    "bare": lambda: Bare(torch.randn(3, 4)),
+    "quantised": quantised,
+    "conjugate": lambda: complex_numbers(3).conj(),
+    "negative": lambda: complex_numbers(3).conj().imag,
+    "a transposed conjugate": lambda: complex_numbers(3, 4).mH,
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_what_is_saved_comes_back(storage, kind):
+    state = {"t": SAVED[kind](), "beside": torch.randn(5)}
+    dcp_save(state, storage)
+    target = {"t": SAVED[kind](), "beside": torch.zeros(5)}
+    dcp_load(target, storage)
+    assert type(target["t"]) is type(state["t"])
+    assert_same(inside(state["t"]), inside(target["t"]))
+    assert_same(state["beside"], target["beside"])
+
+
+def made_in_inference():
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+TARGETS = {
+    "conjugate": (lambda: complex_numbers(3, 4), lambda: torch.zeros(3, 4, dtype=torch.complex64).conj()),
+    "negative": (lambda: torch.randn(3), lambda: torch.zeros(3, dtype=torch.complex64).conj().imag),
+    "negative and in order": (lambda: torch.randn(6), lambda: torch._neg_view(torch.zeros(6))),
+    "a wrapper of two": (lambda: torch.randn(3), lambda: TwoTensor(torch.zeros(3), torch.zeros(3))),
+    "a bare wrapper": (lambda: torch.randn(3), lambda: Bare(torch.zeros(3))),
+    "strided": (lambda: torch.randn(3, 4), lambda: torch.zeros(4, 3).t()),
+    "a view of a larger one": (lambda: torch.randn(3), lambda: torch.zeros(9)[3:6]),
+    "made in inference": (lambda: torch.randn(3), made_in_inference),
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_targets_get_the_values_whatever_they_are(storage, kind):
+    saved, blank = (make() for make in TARGETS[kind])
+    dcp_save({"t": saved}, storage)
+    with torch.inference_mode(blank.is_inference()):
+        dcp_load({"t": blank}, storage)
+    for found in inside(blank) if isinstance(blank, TwoTensor) else [inside(blank)]:
+        assert_same(saved, found.resolve_neg())
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_autograd_sees_that_a_load_has_changed_what_it_kept(storage, kind):
+    weight = torch.randn(3, requires_grad=kind == "parameter")
+    dcp_save({"w": weight}, storage)
+    factor = torch.randn(3, requires_grad=True)
+    loss = (weight * factor).sum()
+    before = weight._version
+    dcp_load({"w": weight}, storage)
+    assert weight._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def freed(left=0):
+    tensor = torch.randn(1024)
+    tensor.untyped_storage().resize_(left)
+    return tensor
+
+
+def freed_transposed():
+    tensor = torch.randn(32, 32).t()
+    tensor.untyped_storage().resize_(64)
+    return tensor
+
+
+def freed_view():
+    base = torch.randn(1024)
+    view = base[1000:]
+    base.untyped_storage().resize_(4 * 1010)
+    return view
+
+
+REFUSED = {
+    "fake": lambda: FakeTensorMode().from_tensor(torch.randn(3)),
+    "zero": lambda: torch._efficientzerotensor((3,)),
+    "freed": freed,
+    "freed in part": lambda: freed(8),
+    "freed, transposed": freed_transposed,
+    "in a distant view": freed_view,
+}
+
+
+@pytest.mark.parametrize("how", ["save", "async_save", "load", "second save"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_tensors_without_memory_are_refused_by_name(ours, kind, how):
+    """Files refuse the first two and end the process for the others."""
+    good = {"inner": {"name": torch.randn(REFUSED[kind]().shape), "other": torch.randn(4)}}
+    state = {"inner": {"name": REFUSED[kind](), "other": torch.randn(4)}}
+    if how in ("load", "second save"):
+        dcp_save(good, ours)
+    do = {"load": lambda: dcp_load(state, ours), "async_save": lambda: dcp_async_save(state, ours, 2)}
+    with pytest.raises((CheckpointException, UsageError)) as failure:
+        do.get(how, lambda: dcp_save(state, ours, 2))()
+    error = failure.value if isinstance(failure.value, UsageError) else failure.value.failures[0][0]
+    assert isinstance(error, UsageError), repr(error)
+    assert "inner.name" in str(error)
+    if how == "second save":
+        target = zeroed(good)
+        dcp_load(target, ours)
+        assert_same(good, target)
+
+
+def test_a_quantised_view_takes_the_room_of_its_elements(ours):
+    writer = ours.writer(1)
+    dcp.save({"q": quantised(1 << 16)[:2]}, storage_writer=writer, no_dist=True)
+    assert writer.record.size_bytes < 1 << 16
+
+
+SPARSE = {
+    "coo": lambda: torch.eye(4).to_sparse(),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "csc": lambda: torch.eye(4).to_sparse_csc(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "bsc": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+    "quantised": quantised,
+    "flattened": lambda: TwoTensor(torch.ones(3), torch.ones(3)),
+    "bare": lambda: Bare(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_async_save_takes_what_save_takes(ours, kind):
+    for step in range(2):
+        state = {"t": SPARSE[kind](), "w": torch.randn(3)}
+        dcp_save(state, ours, 2 * step)
+        expected = state["w"].clone()
+        future = dcp.async_save(state, storage_writer=ours.writer(2 * step + 1), no_dist=True)
+        state["w"].fill_(-1)
+        future.result()
+        target = {"w": torch.zeros(3)}
+        dcp_load(target, ours, step=2 * step + 1)
+        assert_same(expected, target["w"])
+    metadata = ours.reader().read_metadata().state_dict_metadata
+    assert tuple(metadata["t"].size) == tuple(state["t"].shape)
+
+
+def test_what_a_save_returns_says_where_it_is(storage):
+    state = {"w": torch.randn(3)}
+    saved = dcp.save(state, storage_writer=storage.writer(), no_dist=True)
+    read = storage.reader().read_metadata()
+    for metadata in (saved, read):
+        assert metadata.storage_meta is not None
+        assert "alike" in str(metadata.storage_meta.checkpoint_id) or "files" in str(
+            metadata.storage_meta.checkpoint_id
+        )
+        assert metadata.storage_meta.save_id
+    assert saved.storage_meta.save_id == read.storage_meta.save_id
+    assert read.storage_meta.load_id
+
+
+def strided_shards(path):
+    """A 2 x 2 mesh, sharded twice along one dimension as FSDP2 over tensor parallelism does it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for rows in (8, 16):
+        full = torch.arange(float(rows * 3)).view(rows, 3)
+        # first over tp, then what is left over dp: the order of the mesh's dimensions is the other one
+        local = distribute_tensor(full, mesh["tp"], [Shard(0)]).to_local()
+        part = local.chunk(2)[mesh.get_local_rank("dp")].contiguous()
+        state = {
+            "t": DTensor.from_local(
+                part, mesh, [_StridedShard(0, split_factor=2), Shard(0)], shape=full.shape, stride=full.stride()
+            )
+        }
+        for one in (Files(f"{path}/{rows}"), Ours("strided")):
+            dcp.save(state, storage_writer=one.writer(rows))
+            blank = {"t": torch.zeros_like(state["t"])}
+            dcp.load(blank, storage_reader=one.reader())
+            whole = {"t": torch.zeros(rows, 3)}
+            dcp.load(whole, storage_reader=one.reader())
+            found.append(torch.equal(blank["t"].to_local(), part) and torch.equal(whole["t"], full))
+            dist.barrier()
+    return found
+
+
+def test_strided_shards(ranks, tmp_path):
+    assert ranks.run(4, strided_shards, str(tmp_path)) == [[True] * 4] * 4
+
+
+@pytest.mark.skipif(
+    not hasattr(dcp, "CheckpointableTensor"), reason="this torch does not ask tensors which slices they are"
+)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_tensors_that_say_which_slices_they_are(storage, how):
+    """A plain tensor with two slices of a larger one, and padding between them."""
+
+    def sliced(values, at):
+        values.global_shape = (8, 2)
+        values.global_offsets = at
+        values.local_offsets = ((0, 0), (3, 0))
+        values.local_sizes = ((2, 2), (1, 2))
+        return values
+
+    for step, at in enumerate([((1, 0), (6, 0)), ((0, 0), (7, 0)), ((0, 0), (7, 0))]):
+        state = {"t": sliced(torch.randn(4, 2), at), "beside": torch.ones(2) * step}
+        before = state["t"].clone()
+        if how == "save":
+            dcp_save(state, storage, step)
+        else:
+            dcp_async_save(state, storage, step)
+        target = {"t": sliced(torch.zeros(4, 2), at), "beside": torch.zeros(2)}
+        dcp_load(target, storage)
+        assert torch.equal(target["t"][:2], before[:2])
+        assert torch.equal(target["t"][3:], before[3:])
+        assert target["beside"][0] == step
