@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
+from collections.abc import Callable
 
 import msgspec
 
@@ -25,29 +26,47 @@ _KIND = re.compile(r"(parity\.[0-9a-f]{16})?")
 class Leasing:
     """``lease``, ``grow``, ``relabel``, ``abandon`` of the store. The shelf's lock is taken here."""
 
-    def __init__(self, shelf: Shelf, jobs: Jobs) -> None:
+    def __init__(self, shelf: Shelf, jobs: Jobs, give_way: Callable[[str], bool]) -> None:
         self._shelf = shelf
         self._jobs = jobs
+        self._give_way = give_way
+        """Asked before a writer is refused; never with the shelf's lock held."""
 
     def lease(
         self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float, owner: Owner, copy: bool = False
     ) -> Lease:
         """A slot for ``key``. Who may write a ``copy`` of another node's shard, or a parity, was decided before."""
         check_key(key, size_bytes, parts)
-        with self._shelf.lock:
-            deadline = self._shelf.clock() + wait_s
-            while True:
+
+        def attempt() -> Lease | Busy | Full | None:
+            if not copy:
+                self._jobs.check_fence(key)
+            slot = self._asked_before(key, owner)
+            if slot is not None:
+                refused = self._grown(slot, key.epoch, size_bytes)
+            else:
+                slot, refused = self._chosen(key, size_bytes, copy=copy)
+            if slot is not None and refused is None:
+                return self._give(slot, key, size_bytes, parts, owner)
+            return refused
+
+        # Who takes a copy holds the lock already, and takes no slot that a drain could give up.
+        return self._until_given(attempt, wait_s, "" if copy else key.job)
+
+    def _until_given(self, attempt: Callable[[], Lease | Busy | Full | None], wait_s: float, job: str) -> Lease:
+        deadline = self._shelf.clock() + wait_s
+        while True:
+            with self._shelf.lock:
                 self._shelf.check_open()
-                if not copy:
-                    self._jobs.check_fence(key)
-                slot = self._asked_before(key, owner)
-                if slot is not None:
-                    refused = self._grown(slot, key.epoch, size_bytes)
-                else:
-                    slot, refused = self._chosen(key, size_bytes, copy=copy)
-                if slot is not None and refused is None:
-                    return self._give(slot, key, size_bytes, parts, owner)
-                self._wait(refused, deadline)
+                found = attempt()
+                if isinstance(found, Lease):
+                    return found
+                if isinstance(found, Full) or not job:
+                    self._wait(found, deadline)
+                    continue
+            if not self._give_way(job):
+                with self._shelf.lock:
+                    self._wait(found, deadline)
 
     def _asked_before(self, key: ShardKey, owner: Owner) -> Slot | None:
         """The slot ``key`` already has, when its owner asks again (its answer was lost, or staging failed)."""
@@ -110,18 +129,20 @@ class Leasing:
 
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float) -> Lease:
         with self._shelf.lock:
-            deadline = self._shelf.clock() + wait_s
-            while True:
-                self._shelf.check_open()
-                slot, lease, owner = self._writable(lease_id)
-                self._jobs.check_fence(lease.key)
-                if size_bytes <= lease.size_bytes:
-                    return lease
-                refused = self._grown(slot, lease.key.epoch, size_bytes)
-                if refused is None:
-                    self._shelf.counters["grown"] += 1
-                    return self._shelf.give(slot, msgspec.structs.replace(lease, size_bytes=size_bytes), owner)
-                self._wait(refused, deadline)
+            job = self._writable(lease_id)[1].key.job
+
+        def attempt() -> Lease | Busy | Full | None:
+            slot, lease, owner = self._writable(lease_id)
+            self._jobs.check_fence(lease.key)
+            if size_bytes <= lease.size_bytes:
+                return lease
+            refused = self._grown(slot, lease.key.epoch, size_bytes)
+            if refused is None:
+                self._shelf.counters["grown"] += 1
+                return self._shelf.give(slot, msgspec.structs.replace(lease, size_bytes=size_bytes), owner)
+            return refused
+
+        return self._until_given(attempt, wait_s, job)
 
     def _grown(self, slot: Slot, epoch: int, size_bytes: int) -> Busy | Full | None:
         """Make the leased slot large enough, or say why not."""

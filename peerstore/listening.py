@@ -35,6 +35,10 @@ class SealListener:
     def marked(self, job: str, group: Group) -> None:
         """Somebody who can see more than this node says that a version is whole."""
 
+    def give_way(self, job: str) -> bool:
+        """A writer of ``job`` finds no slot: let go of something that is held and can be spared; False: nothing is."""
+        return False
+
 
 class Listeners(SealListener):
     """All of them. Never called with the store's lock held."""
@@ -86,3 +90,6 @@ class Listeners(SealListener):
     def marked(self, job: str, group: Group) -> None:
         for listener in self._all:
             listener.marked(job, group)
+
+    def give_way(self, job: str) -> bool:
+        return any(listener.give_way(job) for listener in self._all)

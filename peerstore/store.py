@@ -64,7 +64,7 @@ class NodeStore:
         self._listeners = Listeners()
         self._pool = ThreadPoolExecutor(threads or _hash_threads(), thread_name_prefix="peerstore-hash")
         self._jobs = Jobs(self._shelf, settings.job_ttl_s)
-        self._leasing = Leasing(self._shelf, self._jobs)
+        self._leasing = Leasing(self._shelf, self._jobs, self._listeners.give_way)
         self._sealing = Sealing(self._shelf, self._jobs, self._pool)
         self._adoption = Adoption(self._shelf, self._jobs, self._leasing)
         self._reading = Reading(self._shelf, self._jobs, self._pool, self._adoption.wait)

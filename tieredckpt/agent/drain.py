@@ -5,7 +5,8 @@
     waiting ──> running ──> done          the manifest is there: the step is durable
        │           ├──────> failed        the store said no; the next step tries again
        │           └──────> waiting       the store is away; tried again later, shard by shard
-       └──> skipped                       a newer step was sealed first and policy says skip
+       └──> skipped                       a newer step was sealed first and policy says skip, or a save in memory
+                                          needs the slots: those go on whatever the store does
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class _Step:
     done: set[ShardKey] = field(default_factory=set)
     bytes_done: int = 0
     error: str = ""
+    held: bool = False
+    """Its shards keep their slots."""
     not_before: float = 0.0
     sealed_at: float = 0.0
 
@@ -135,7 +138,7 @@ class Drain(SealListener):
             if step.state in ("done", "skipped"):
                 return
             self._hold(key)
-            step.shards[key] = record.size_bytes
+            step.held, step.shards[key] = True, record.size_bytes
             step.sealed_at, step.not_before = self._clock(), 0.0
             step.state = "running" if step.state == "running" else "waiting"
             if len(step.shards) >= step.parts:
@@ -156,7 +159,27 @@ class Drain(SealListener):
             return
         for step in list(self._steps.values()):
             if step.job == newer.job and step.group < newer.group and step.state == "waiting" and not step.done:
-                self._skip(step)
+                self._skip(step, "a newer one is ready")
+
+    def give_way(self, job: str) -> bool:
+        """A save finds no slot: first what is uploaded already need not be held, then the oldest step that waits goes.
+
+        One that is running goes on: with it, the newest whole step and the one being written each rank has a slot.
+        """
+        with self._changed:
+            waiting = sorted(
+                (step for step in self._steps.values() if step.job == job and step.state == "waiting"),
+                key=lambda step: (bool(step.done), step.group),
+            )
+            uploaded = [step for step in waiting if step.held and step.done.issuperset(step.shards)]
+            for step in uploaded:
+                self._unhold(step)
+            held = [step for step in waiting if step.held]
+            if not uploaded and held:
+                trouble = f"; the store: {held[0].error}" if held[0].error else ""
+                self._skip(held[0], f"it gave way to saves in memory{trouble}")
+                self._changed.notify_all()
+            return bool(uploaded or held)
 
     def wake(self) -> None:
         """Settings changed: what failed may work now."""
@@ -238,10 +261,10 @@ class Drain(SealListener):
         step.state = "running"
         return step
 
-    def _skip(self, step: _Step) -> None:
-        log.info("%s step %d is left out of the durable tier: a newer one is ready", step.job, step.group.version)
+    def _skip(self, step: _Step, why: str) -> None:
+        log.info("%s step %d is left out of the durable tier: %s", step.job, step.group.version, why)
         self.totals.skipped += 1
-        step.state = "skipped"
+        step.state, step.error = "skipped", why
         self._release(step)
 
     def _drain(self, step: _Step) -> None:
@@ -306,7 +329,7 @@ class Drain(SealListener):
             with self._changed:
                 if record.key not in step.shards:
                     self._hold(record.key)
-                    step.shards[record.key] = record.size_bytes
+                    step.held, step.shards[record.key] = True, record.size_bytes
 
     def _all_files(self, step: _Step, catalog: Catalog) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
         """Every part's index, or too few. Where several nodes have parts, the one with the first part looks first."""
@@ -373,10 +396,22 @@ class Drain(SealListener):
         self._store.mark_whole(step.job, step.group)
         self._settle(step, "done")
         log.info("%s step %d is durable in %s", step.job, step.group.version, catalog.store.url)
+        self._leave_torn(step)
         try:
             self._retain(step.job, catalog)
         except (TieredCheckpointError, OSError) as error:
             log.warning("old steps of %s were not deleted: %s", step.job, error)
+
+    def _leave_torn(self, newer: _Step) -> None:
+        """An older step whose part here is uploaded has waited long enough for parts that other nodes left out."""
+        with self._changed:
+            if self._places.durable_settings(newer.job).on_busy == "wait":
+                return
+            for step in list(self._steps.values()):
+                older = step.job == newer.job and step.group < newer.group and step.state == "waiting"
+                if older and step.done.issuperset(step.shards):
+                    self._skip(step, "other nodes left it out, and a newer one is durable")
+            self._changed.notify_all()
 
     def _retain(self, job: str, catalog: Catalog) -> None:
         settings = self._places.durable_settings(job)
@@ -408,9 +443,14 @@ class Drain(SealListener):
             self._release(step)
             self._changed.notify_all()
 
-    def _release(self, step: _Step) -> None:
+    def _unhold(self, step: _Step) -> None:
+        step.held = False
         for key in step.shards:
             self._store.unhold(key, "drain")
+
+    def _release(self, step: _Step) -> None:
+        self._unhold(step)
+        for key in step.shards:
             self._store.remove_blob(step.job, DRAINED + _shard_stem(key))
         closed = sorted((k for k, s in self._steps.items() if k[0] == step.job and not s.open), key=lambda k: k[1])
         for old in closed[:-_REMEMBERED]:

@@ -283,6 +283,29 @@ def test_a_slow_store_skips_steps_and_keeps_the_newest(agent_dir, rclone, rclone
     job.expect(4, tiers={"durable"})
 
 
+@pytest.mark.parametrize("on_busy", ["skip", "wait"])
+def test_memory_saves_go_on_while_the_store_is_away_and_durable_steps_fall_due(
+    agent_dir, rclone, rclone_proxy, on_busy
+):
+    settings, endpoint = through(rclone_proxy, rclone, retry_s=1.0, timeout_s=1.0, on_busy=on_busy)
+    settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
+    for method in ("GET", "PUT"):
+        rclone_proxy.on(method, times=10**6).fail(Answer(503, "SlowDown"))
+    job = Job(agent_dir, settings)
+    with job.checkpointer(durable_every=5) as ckpt:
+        ckpt.session.incarnation = Incarnation(1, "known")  # or the first save would ask the store
+        saved = [ckpt.save(state_at(step), step).wait() for step in range(1, 18)]
+        assert saved == [SaveState.SEALED] * len(saved)
+        assert ckpt.restore(zeroed(state_at(0))) == 17
+        gave_way = [view for view in ckpt.session.node.drains(job.name) if view.state == "skipped"]
+        assert gave_way
+        assert all("gave way" in view.error for view in gave_way)
+        rclone_proxy.clear()
+        assert ckpt.save(state_at(20), 20).wait("durable", timeout_s=60) is SaveState.DURABLE
+    job.lose_memory()
+    job.expect(20, tiers={"durable"})
+
+
 def test_waiting_policy_makes_every_durable_step_durable(agent_dir, directory, tmp_path):
     settings = DurableSettings(**{**vars(directory), "on_busy": "wait"})
     job = Job(agent_dir, settings)

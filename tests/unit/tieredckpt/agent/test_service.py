@@ -10,7 +10,10 @@ from peerstore.reading import Reading
 from peerstore.records import ShardKey
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
+from tests.support.neighbours import until
+from tieredckpt.agent.messages import LAYOUT
 from tieredckpt.agent.service import NodeService
+from tieredckpt.layout import Layout, encode
 from tieredckpt.manifest import ShardMeta, encode_meta
 from tieredckpt.settings import DurableSettings
 
@@ -56,6 +59,32 @@ def test_a_step_that_is_still_being_verified_is_not_nothing_to_wait_for(arena, m
         assert not too_soon
         assert answers[0] is not None, "the step was not known yet, so it seemed that there was none"
         assert answers[0].group.version == 3
+    finally:
+        service.close()
+        store.close()
+
+
+def seal(store, step, part, parts):
+    lease = store.lease(ShardKey("job", step, 1, "incarnation", 0, part), SIZE, parts, owner=myself())
+    layout = Layout((), (), {})
+    store.put_blob("job", LAYOUT + layout.digest, encode(layout))
+    meta = ShardMeta(layout=layout.digest, item_sizes=(), table="", durable=True, saved_ns=0)
+    store.seal(lease.id, SIZE, encode_meta(meta))
+
+
+def test_a_step_that_another_node_left_out_ends_when_a_newer_one_is_durable(arena, tmp_path):
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    service = NodeService(store)
+    try:
+        store.claim("job", "incarnation")
+        service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
+        seal(store, 3, 0, 2)
+        assert service.wait_durable("job", None, 0.0).state in ("waiting", "running")
+        until(lambda: "other parts" in service.drains("job")[0].error)
+        seal(store, 6, 0, 2)
+        seal(store, 6, 1, 2)
+        assert service.wait_durable("job", None, 20.0).state == "done"
+        assert [view.state for view in service.drains("job")] == ["skipped", "done"]
     finally:
         service.close()
         store.close()
