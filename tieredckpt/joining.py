@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,12 @@ from tieredckpt.session import Session
 from tieredckpt.settings import PeerSettings
 from tieredckpt.teaming import WORLD, alone, configured_plan, secret_of, team_settings
 
+log = logging.getLogger(__name__)
+
 _WITHIN = timedelta(seconds=120)
+_SILENT_S = 30.0
+"""How long nodes that the job went on with are waited for by one that it went on without."""
+_LOOK_AGAIN_S = 0.5
 
 
 class _Invitation(msgspec.Struct, frozen=True):
@@ -70,7 +76,7 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Tea
     store = dist.distributed_c10d._get_default_store()
     prefix = f"tieredckpt/{session.job}/nodes/{'restoring' if restoring else 'saving'}"
     rank = dist.get_rank()
-    known = session.node.acquaintance(session.job) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
+    known = _acquaintance(session, restoring) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
     store.set(f"{prefix}/{rank}", _text(_guest(session, known)))
     if rank == 0:
         guests = _guests(store, prefix)
@@ -91,12 +97,33 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Tea
 
 
 def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> TeamPlan | None:
-    """On a single node: ``None``, unless it knows others from an earlier world. Those may be read from, no more."""
-    known = session.node.acquaintance(session.job)
+    """On a single node: ``None``, unless it knows others from an earlier world. Those may be read from, no more.
+
+    Also where none of them lives: what the job's quorum is counted from is this node alone from now on.
+    """
+    known = _acquaintance(session, restoring)
     me = session.node.me() if known is not None else None
-    if known is None or me is None or restoring or len(known.nodes) < 2:
+    if known is None or me is None or restoring:
         return None
     return TeamPlan(known.secret, team_settings(peer), roster=roster_of(time.time_ns(), [me]))
+
+
+def _acquaintance(session: Session, restoring: bool) -> Acquaintance | None:
+    """What this node knows of the job. Where that went on without it, on nodes that are away just now, they are waited
+    for: a job that begins here meanwhile begins from an older step than it has.
+    """
+    known = session.node.acquaintance(session.job)
+    if not restoring or known is None or not known.silent:
+        return known
+    silent = ", ".join(known.silent)
+    log.warning("%s went on without this node, on %s: waiting up to %.0f s for that", session.job, silent, _SILENT_S)
+    deadline = time.monotonic() + _SILENT_S
+    while known is not None and known.silent and time.monotonic() < deadline:
+        time.sleep(_LOOK_AGAIN_S)
+        known = session.node.acquaintance(session.job)
+    if known is not None and known.silent:
+        log.error("%s: %s did not come back; what only it has is lost to this start", session.job, silent)
+    return known
 
 
 def _guest(session: Session, known: Acquaintance | None) -> _Guest | None:
@@ -139,7 +166,7 @@ def _invite(guests: Sequence[_Guest], known: Acquaintance | None, peer: PeerSett
         nodes[node.id] = node
     if restoring and known is not None:
         nodes = {**{node.id: node for node in known.nodes}, **nodes}
-    if len(nodes) < 2:
+    if len(nodes) < 2 and (known is None or restoring):
         return _Invitation(None, b"")
     try:
         secret = secret_of(peer) if peer.secret else known.secret if known is not None else new_secret()

@@ -84,6 +84,8 @@ class Acquaintance(msgspec.Struct, frozen=True):
     """Those that live, this one included, as far as it has seen them."""
     version: int
     """Of the list of nodes it goes by."""
+    silent: tuple[str, ...] = ()
+    """Nodes that the job went on with, without this one, and that do not answer now."""
 
 
 class Durability(msgspec.Struct, frozen=True):

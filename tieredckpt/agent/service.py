@@ -259,7 +259,9 @@ class NodeService(SealListener):
             return None
         roster = team.tending.roster
         version = roster.version if roster is not None else 0
-        return Acquaintance(team.credentials.secret, tuple(team.tending.living.values()), version)
+        went_on = {node.id for node in roster.nodes} if roster is not None else set()
+        silent = () if team.me.id in went_on else sorted(went_on & team.sight(fresh=True).silent.keys())
+        return Acquaintance(team.credentials.secret, tuple(team.tending.living.values()), version, tuple(silent))
 
     def durability(self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0) -> Durability:
         team = self.others.team(key.job) if self.others is not None else None

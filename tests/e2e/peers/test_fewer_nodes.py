@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from tests.e2e.peers.test_node_lost import restore, save
 from tests.support.clusters import cluster_of
+from tests.support.neighbours import until
 
 pytestmark = pytest.mark.e2e
 
@@ -23,3 +26,45 @@ def test_half_of_the_nodes_leave_at_once(ranks):
             cluster[name].lose()
         assert cluster.run(stay, save, [8]) == ["2 copies in 2 racks"] * 2
         assert cluster.run(["n1"], save, [9], 1) == ["1 copy"]
+
+
+@pytest.mark.parametrize("left", ["n1", "n2"])
+def test_the_only_node_that_a_fault_has_left_saves_whether_or_not_its_name_is_the_lowest(ranks, left):
+    (lost,) = {"n1", "n2"} - {left}
+    with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+        assert cluster.run(["n1", "n2"], save, [5, 6]) == ["2 copies in 2 racks"] * 2
+        cluster[lost].lose()
+        until(lambda: standing(cluster, left, lost) == "dead", "its death is known")
+        cluster.run([left], restore, 6)
+        assert cluster.run([left], save, [7, 8], 1) == ["1 copy"]
+        cluster.run([left], restore, 8)
+
+
+def test_the_node_that_the_job_went_on_with_is_waited_for_by_one_that_it_went_on_without(ranks):
+    with cluster_of(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+        assert cluster.run(["n1", "n2"], save, [5, 6]) == ["2 copies in 2 racks"] * 2
+        cluster.run(["n1"], save, [7, 8], 1)
+        until(lambda: roster(cluster, "n2") == roster(cluster, "n1"), "n2 has heard of it")
+        cluster["n1"].freeze()
+        until(lambda: standing(cluster, "n2", "n1") == "dead", "it is missed")
+        with ThreadPoolExecutor(1) as aside:
+            restored = aside.submit(cluster.run, ["n2"], restore, 8)
+            until(lambda: at_work(cluster, "n2") or restored.done(), "a rank has begun there")
+            cluster["n1"].thaw()
+            ((tiers, _),) = restored.result()
+        assert "peer" in tiers
+
+
+def roster(cluster, name):
+    with cluster[name].agent(cluster.job) as agent:
+        return agent.cluster(cluster.job).roster
+
+
+def at_work(cluster, name):
+    with cluster[name].agent() as agent:
+        return next(job.clients for job in agent.store.status().jobs if job.job == cluster.job)
+
+
+def standing(cluster, asked, node):
+    with cluster[asked].agent(cluster.job) as agent:
+        return next(view.standing for view in agent.cluster(cluster.job).nodes if view.node.id == node)
