@@ -468,8 +468,12 @@ class Checkpointer:
 
     # -- restoring --------------------------------------------------------------------------------------------
 
-    def restore(self, state: State, step: int | None = None) -> int:
+    def restore(self, state: State, step: int | None = None, *, strict: bool = True) -> int:
         """Fill ``state`` from the newest whole step (or ``step``) and return which one it was.
+
+        Every entry that was saved has to have a place in ``state``, and the other way round: else
+        :class:`MismatchError` names them, and ``strict=False`` restores what both have. A ``Stateful`` of your own is
+        given all it saved, also what it has no place for yet.
 
         Returns -1 only when every tier was asked and there is nothing to restore. A damaged step is reported and the
         next older whole one is used; a tier that cannot be asked and nothing in the others is an error. After an error
@@ -480,16 +484,16 @@ class Checkpointer:
             expected = expectation(job, self._together.from_all) if step is None else None
             if expected is not None and expected.exactly:
                 step = expected.step
-            told.step = self._restore_any(state, step)
+            told.step = self._restore_any(state, step, strict=strict)
             told.report = self.last_restore
             compare(job, expected, told.step)
             return told.step
 
-    def _restore_any(self, state: State, step: int | None) -> int:
+    def _restore_any(self, state: State, step: int | None, *, strict: bool) -> int:
         if not self.settings.enabled:
             return self._restoring.restore_plain(state, step)
         self._join(restoring=True)
-        restored, report = self._restoring.restore(state, step)
+        restored, report = self._restoring.restore(state, step, strict=strict)
         if restored < 0:
             self.session.base = -1
         else:

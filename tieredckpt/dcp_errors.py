@@ -38,5 +38,6 @@ def typed_error(failure: CheckpointException) -> BaseException:
         return own
     first = next(iter(failure.failures.values()))[0]
     if isinstance(first, ValueError | RuntimeError):  # how DCP's planner says that names or shapes differ
-        return MismatchError(f"the state and the checkpoint do not fit: {first}")
+        hint = " With strict=False what there is of the state is restored" if "Missing key" in str(first) else ""
+        return MismatchError(f"the state and the checkpoint do not fit: {first}{hint}")
     return failure

@@ -28,8 +28,8 @@ class NullCheckpointer:
         del durable, timeout_s
         return self.save(state, step)
 
-    def restore(self, state: State, step: int | None = None) -> int:
-        del state, step
+    def restore(self, state: State, step: int | None = None, *, strict: bool = True) -> int:
+        del state, step, strict
         return -1
 
     def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:

@@ -59,6 +59,7 @@ from tieredckpt.writer import at_step, storage_meta
 log = logging.getLogger(__name__)
 
 _MAX_VOTES = 8
+_SHOWN = 5
 _REBUILD_S = 60.0
 """How long a load waits for a newer step that the other nodes are rebuilding, before it takes an older one."""
 
@@ -132,6 +133,8 @@ class TieredReader(StorageReader):
         """A plain DCP checkpoint that is newer than everything else, and DCP's own reader of it."""
         self.fresh = False
         """Ask every node and the durable tier again, instead of taking an answer of a few seconds ago."""
+        self.strict = False
+        """An entry that the step has and no rank asks for is an error."""
         self.error: TieredCheckpointError | None = None
         """Why the last load failed on this rank."""
         self.report: RestoreReport | None = None
@@ -209,6 +212,11 @@ class TieredReader(StorageReader):
             # A tensor without elements is asked for by nobody.
             held = (fqn for fqn in step.tensors if math.prod(step.tensors[fqn][0].entry.shape))
             self.unused = tuple(sorted({*held, *step.objects} - asked))
+            if self.strict and self.unused:
+                raise MismatchError(
+                    f"step {decision.group.version} of {self._location.job} has {len(self.unused)} entries without a "
+                    f"place in the state: {some(self.unused)}. Add them, or leave them out with strict=False"
+                )
         return [dataclasses.replace(plan, storage_data=decision) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -422,6 +430,11 @@ class TieredReader(StorageReader):
                 )
         session.node.quarantine(session.job, group, str(error))
         return CheckpointDamagedError(f"{what} is quarantined on this node: {error}")
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _needs(plan: LoadPlan) -> tuple[list[tuple[str, Box]], list[str]]:

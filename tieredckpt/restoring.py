@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import set_element  # the inverse of DCP's own flattening
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
 
 from peerstore.errors import PeerStoreError
+from peerstore.units import show_size
 from tieredckpt.dcp_errors import typed_error
 from tieredckpt.errors import (
     CheckpointDamagedError,
@@ -23,8 +28,9 @@ from tieredckpt.errors import (
 from tieredckpt.live.keeping import Hydration, keeper
 from tieredckpt.moments import make_moments
 from tieredckpt.plain import plain_reader, plain_steps
-from tieredckpt.reader import RestoreReport, TieredReader
+from tieredckpt.reader import RestoreReport, TieredReader, some
 from tieredckpt.settings import Settings
+from tieredckpt.state import as_plain, flatten
 from tieredckpt.together import Together
 
 log = logging.getLogger(__name__)
@@ -41,10 +47,11 @@ class Restoring:
         self._settings = settings
         self._together = together
 
-    def restore(self, state: State, step: int | None) -> tuple[int, RestoreReport | None]:
+    def restore(self, state: State, step: int | None, *, strict: bool = True) -> tuple[int, RestoreReport | None]:
         """Fill ``state``: with which step, or -1 where every tier was asked and there is nothing; and what was read.
 
-        Of a plain checkpoint nothing is known but its step.
+        Of a plain checkpoint nothing is known but its step. ``strict``: every entry that was saved has a place in
+        ``state`` and the other way round, else :class:`MismatchError` names them before anything is read.
         """
         held = keeper()
         given = None if held is None else held.hydrations.get(self._job)
@@ -52,13 +59,15 @@ class Restoring:
         error: BaseException | None = None
         for _ in range(_MAX_FALLBACKS):
             reader = TieredReader(self._job, step, settings=self._settings)
-            reader.fresh = fresh
+            reader.fresh, reader.strict = fresh, strict
             if not self._anything(reader, step):
                 return -1, None
             _make_moments(state, reader)
             _tell_saved(state, reader)
+            filled = _with_room(state, reader)
+            planner = DefaultLoadPlanner(allow_partial_load=not strict)
             try:
-                self._together.dcp(dcp.load, state, storage_reader=reader)
+                self._together.dcp(dcp.load, filled, storage_reader=reader, planner=planner)
             except CheckpointException as failure:
                 error = typed_error(failure)
                 # What is left may be whole all the same, or another step is.
@@ -70,12 +79,9 @@ class Restoring:
                     raise error from failure
                 log.error("restore of %s: %s; trying the next older step", self._job, error)
                 continue
+            state.update({name: value for name, value in filled.items() if not isinstance(value, _Roomy)})
             self._hydrated(reader.report, given)
-            if reader.unused:
-                log.warning(
-                    "%s step %d: %d entries were saved but are not in the state to be restored, so left out: %s",
-                    *(self._job, reader.restored_step, len(reader.unused), _some(reader.unused)),
-                )
+            self._say(state, reader, strict=strict)
             return reader.restored_step, reader.report
         if isinstance(error, PeersLostError | CheckpointDeletedError):  # unknown, not damaged
             raise error
@@ -89,6 +95,23 @@ class Restoring:
         report.lost = max(0, found.reached - report.step)
         tiers = ", ".join(f"{size >> 10} KiB from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
         log.info("%s: step %d (%s), %d lost: %s", self._job, report.step, report.mode, report.lost, tiers)
+
+    def _say(self, state: State, reader: TieredReader, *, strict: bool) -> None:
+        """One line: which step, from where, how much, how long. And what a restore that is not strict left out."""
+        report, step = reader.report, reader.restored_step
+        if report is not None:
+            tiers = ", ".join(f"{show_size(n)} from {tier}" for tier, n in sorted(report.bytes_by_tier.items()))
+            entries = len(flatten(as_plain(state)))
+            log.info(
+                "%s: rank %d restored step %d, %d entries (%s) in %.2f s",
+                *(self._job, self._together.rank, step, entries, tiers or "0 bytes", report.seconds),
+            )
+        if strict:
+            return
+        missing = sorted(flatten(as_plain(state)).keys() - reader.read_metadata().state_dict_metadata.keys())
+        for what, names in (("saved and not restored", reader.unused), ("not in the checkpoint, left as is", missing)):
+            if names:
+                log.warning("%s step %d: %d entries %s: %s", self._job, step, len(names), what, some(names))
 
     def _anything(self, reader: TieredReader, step: int | None) -> bool:
         """Whether there is something to load: one answer for all ranks, absent and unknown kept apart."""
@@ -156,5 +179,68 @@ def _tell_saved(state: State, reader: TieredReader) -> None:
         value.before_restore([key.removeprefix(f"{name}.") for key in saved if key.startswith(f"{name}.")])
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+class _Roomy:
+    """A ``Stateful`` whose state has a place for every entry its saved self had.
+
+    What fills up while training (best scores, histories) is empty in a fresh process, and DCP fills only what is there.
+    """
+
+    def __init__(self, own: Stateful, missing: Mapping[tuple[str | int, ...], object]) -> None:
+        self._own = own
+        self._missing = missing
+
+    def state_dict(self) -> State:
+        state: State = _copied(self._own.state_dict())
+        for path, place in self._missing.items():
+            set_element(state, path, place)
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        self._own.load_state_dict(state)
+
+
+def _copied(value: Any) -> Any:
+    """With containers of its own: a restore that fails must leave nothing in those of the object."""
+    if isinstance(value, Mapping):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _with_room(state: State, reader: TieredReader) -> State:
+    """``state``, with a place for each entry that a ``Stateful`` of the user's saved and does not have yet.
+
+    Modules and optimizers say themselves what they are made of: an entry they have no place for is an error.
+    """
+    own = (torch.nn.Module, torch.optim.Optimizer)
+    asking = {name: value for name, value in state.items() if _is_stateful(value) and not isinstance(value, own)}
+    if not asking:
+        return dict(state)
+    try:
+        metadata = reader.read_metadata()
+    except TieredCheckpointError:
+        return dict(state)  # the load that follows says so to all ranks
+    filled = dict(state)
+    for name, value in asking.items():
+        missing = _missing(name, flatten({name: value.state_dict()}).keys(), metadata)
+        if missing:
+            filled[name] = _Roomy(value, missing)
+    return filled
+
+
+def _is_stateful(value: object) -> bool:
+    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+
+
+def _missing(name: str, there: Collection[str], metadata: Metadata) -> dict[tuple[str | int, ...], object]:
+    """By their paths, places for what was saved below ``name``. Not for tensors in pieces: each rank would hold all."""
+    paths = metadata.planner_data or {}
+    found: dict[tuple[str | int, ...], object] = {}
+    for entry, kind in sorted(metadata.state_dict_metadata.items()):
+        if not entry.startswith(f"{name}.") or entry in there:
+            continue
+        path = paths.get(entry, tuple(entry.split(".")))[1:]
+        if not isinstance(kind, TensorStorageMetadata):
+            found[path] = None
+        elif [chunk.sizes for chunk in kind.chunks] == [kind.size]:
+            found[path] = torch.empty(kind.size, dtype=kind.properties.dtype)
+    return found

@@ -524,11 +524,3 @@ def test_a_fresh_start_leaves_the_optimizer_alone(agent_dir):
         ckpt.save({"optim": optimizer}, 0).wait()  # saved before the first step: there are no moments
         assert ckpt.restore({"optim": optimizer}) == 0
         assert not optimizer.state
-
-
-def test_what_is_not_asked_for_is_told(agent_dir, caplog):
-    with Checkpointer(JOB) as ckpt:
-        ckpt.save(state_at(0), 0).wait()
-        ckpt.restore({"w": torch.zeros(1000)})
-        assert "3 entries were saved but are not in the state" in caplog.text
-        assert "nested.b" in caplog.text

@@ -1,0 +1,126 @@
+"""A restore gives every entry that was saved its place, or says which it has no place for."""
+
+import logging
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.bits import assert_same
+from tieredckpt import Checkpointer
+from tieredckpt.errors import MismatchError
+
+JOB = "tiered://entries"
+
+
+class Tracker:
+    """Its state begins empty and fills up: best scores, histories, a running mean."""
+
+    def __init__(self):
+        self.scores = {}
+        self.history = []
+        self.mean = None
+
+    def state_dict(self):
+        return {"scores": self.scores, "history": self.history} | ({} if self.mean is None else {"mean": self.mean})
+
+    def load_state_dict(self, state):
+        self.scores, self.history, self.mean = state["scores"], state["history"], state.get("mean")
+
+
+def a_tracker():
+    tracker = Tracker()
+    tracker.scores = {"per-class": torch.arange(3.0), "val": {"at": 7, "best": 0.25}}
+    tracker.history = [torch.full((2,), 5.0), {"lr": 0.1}]
+    tracker.mean = torch.tensor([1.0, 2.0])
+    return tracker
+
+
+def saved(state, step=1):
+    with Checkpointer(JOB) as ckpt:
+        ckpt.save(state, step).wait()
+
+
+def test_a_stateful_gets_what_it_saved_also_where_it_is_still_empty(agent_dir):
+    tracker = a_tracker()
+    saved({"w": torch.ones(4), "tracker": tracker})
+    fresh, weights = Tracker(), torch.zeros(4)
+    with Checkpointer(JOB) as ckpt:
+        assert ckpt.restore({"w": weights, "tracker": fresh}) == 1
+    assert_same(torch.ones(4), weights)
+    assert_same(tracker.state_dict(), fresh.state_dict())
+
+
+def test_a_stateful_that_hands_out_its_own_dicts_keeps_them_when_a_restore_fails(agent_dir):
+    saved({"w": torch.ones(4), "tracker": a_tracker()})
+    fresh = Tracker()
+    with Checkpointer(JOB) as ckpt, pytest.raises(MismatchError):
+        ckpt.restore({"w": torch.zeros(5), "tracker": fresh})
+    assert fresh.state_dict() == {"scores": {}, "history": []}
+
+
+def test_an_entry_without_a_place_is_an_error_that_names_it(agent_dir):
+    saved({"w": torch.ones(4), "best": {"loss": 0.5, "step": 3}})
+    state = {"w": torch.zeros(4), "best": {}}
+    with Checkpointer(JOB) as ckpt:
+        with pytest.raises(MismatchError, match=r"best\.loss.*best\.step.*strict=False"):
+            ckpt.restore(state)
+        assert_same(torch.zeros(4), state["w"])  # nothing is read before all of it has a place
+
+
+def test_moments_of_an_optimizer_that_is_not_in_the_state_are_not_dropped(agent_dir):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    saved({"model": model, "optim": optimizer})
+    with Checkpointer(JOB) as ckpt, pytest.raises(MismatchError, match=r"optim\."):
+        ckpt.restore({"model": nn.Linear(4, 2)})
+
+
+def test_with_strict_off_they_are_left_out_and_named_in_the_log(agent_dir, caplog):
+    saved({"w": torch.ones(4), "best": {"loss": 0.5}})
+    state = {"w": torch.zeros(4), "new": 3}
+    with Checkpointer(JOB) as ckpt, caplog.at_level(logging.WARNING):
+        assert ckpt.restore(state, strict=False) == 1
+    assert_same({"w": torch.ones(4), "new": 3}, state)
+    assert "best.loss" in caplog.text
+    assert "new" in caplog.text
+
+
+def test_an_entry_that_was_never_saved_is_an_error_that_names_it(agent_dir):
+    saved({"w": torch.ones(4)})
+    with Checkpointer(JOB) as ckpt, pytest.raises(MismatchError, match=r"\bb\b.*strict=False"):
+        ckpt.restore({"w": torch.zeros(4), "b": torch.zeros(2)})
+
+
+def test_each_restore_says_in_one_line_what_it_read(agent_dir, caplog):
+    saved({"w": torch.ones(1 << 18)}, step=12)
+    with Checkpointer(JOB) as ckpt, caplog.at_level(logging.INFO):
+        ckpt.restore({"w": torch.zeros(1 << 18)})
+    lines = [record.getMessage() for record in caplog.records if "restored step 12" in record.getMessage()]
+    assert len(lines) == 1
+    assert "entries" in lines[0]
+    assert "memory" in lines[0]
+    assert "MiB" in lines[0]
+
+
+def test_a_defaultdict_of_scores_stays_one(agent_dir):
+    class Scores:
+        def __init__(self):
+            self.best = defaultdict(float)
+
+        def state_dict(self):
+            return {"best": dict(self.best)}
+
+        def load_state_dict(self, state):
+            self.best.update(state["best"])
+
+    scores = Scores()
+    scores.best["val"] = 0.75
+    saved({"scores": scores})
+    fresh = Scores()
+    with Checkpointer(JOB) as ckpt:
+        ckpt.restore({"scores": fresh})
+    assert fresh.best == {"val": 0.75}
