@@ -101,10 +101,9 @@ class Restoring:
         report, step = reader.report, reader.restored_step
         if report is not None:
             tiers = ", ".join(f"{show_size(n)} from {tier}" for tier, n in sorted(report.bytes_by_tier.items()))
-            entries = len(flatten(as_plain(state)))
             log.info(
-                "%s: rank %d restored step %d, %d entries (%s) in %.2f s",
-                *(self._job, self._together.rank, step, entries, tiers or "0 bytes", report.seconds),
+                "%s: rank %d restored step %d: %s in %.2f s",
+                *(self._job, self._together.rank, step, tiers or "0 bytes", report.seconds),
             )
         if strict:
             return
