@@ -3,7 +3,7 @@ PYTHON ?= python3
 TOX := .venv/bin/tox
 BIN := .tox/py/bin
 
-.PHONY: help test check demo demo-hyperpod bench docs soak test-system clean
+.PHONY: help test check demo demo-hyperpod bench docs nightly test-system clean
 
 help:
 	@echo "make demo         kill a rank, lose a node, shrink, grow, drain: the whole story in two minutes"
@@ -13,7 +13,7 @@ help:
 	@echo "make bench        measure everything in docs/benchmarks.md again"
 	@echo "make docs         check the documentation"
 	@echo "make test-system  tests that need Debian packages or root (says what it skips and why)"
-	@echo "make soak         long randomised runs"
+	@echo "make nightly      everything that takes hours"
 
 $(TOX): requirements/tox.txt
 	$(PYTHON) -m venv .venv
@@ -25,22 +25,16 @@ $(TOX): requirements/tox.txt
 env: $(TOX)
 	@$(TOX) -q -e py --notest
 
-# In two workers: what computes test by test, what starts processes file by file, so that what a file starts for all its
-# tests is started once. What waits for copies on other nodes runs alone: it has limits of time. With ARGS: only what they
-# name, in one worker.
-ALONE := tests/e2e/peers tests/e2e/hyperpod tests/scenario
+# Two workers for each core: many tests wait. With ARGS: only what they name, in this process.
+WORKERS ?= $(shell echo $$((2 * $$(nproc))))
 
 test: $(TOX)
-ifeq ($(strip $(ARGS)),)
-	$(TOX) -e py -- -n 2 --dist worksteal --ignore tests/e2e --ignore tests/scenario
-	$(TOX) -e py -- -n 2 --dist loadfile tests/e2e $(patsubst tests/e2e/%,--ignore tests/e2e/%,$(filter tests/e2e/%,$(ALONE)))
-	$(TOX) -e py -- $(ALONE)
-else
-	$(TOX) -e py -- $(ARGS)
-endif
+	$(TOX) -e py -- $(or $(ARGS),--workers $(WORKERS) --durations 20)
 
-soak: $(TOX)
-	$(TOX) -e py -- -m soak $(ARGS)
+nightly: $(TOX)
+	$(TOX) -e py -- -m nightly $(ARGS)
+	$(BIN)/python -m tests.simulation --seeds 2000 202000
+	$(BIN)/python -m tests.worlds --seeds 2000 202000
 
 test-system: $(TOX)
 	$(TOX) -e py -- -m system -rs $(ARGS)

@@ -117,7 +117,7 @@ def test_answers_are_alike(both: tuple[Any, Any], stream: list[Sent]) -> None:
         assert send(both[1], sent) == answer, sent
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @settings(max_examples=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stream=streams)
 def test_answers_are_alike_for_long(both: tuple[Any, Any], stream: list[Sent]) -> None:

@@ -152,7 +152,7 @@ def test_a_stopped_member_is_read_around(servers, connect):
     assert store.check([key, other])
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_member_that_was_stopped_before_is_read_around(servers, connect):
     """A client of torch's takes its time to find out; it is not waited for a second time."""
     key, other = key_at(1, 2), key_at(0, 1)
@@ -241,7 +241,7 @@ def test_ranks_meet_although_a_member_dies(servers, zygote, tmp_path, when):
     assert [rank.wait().result for rank in ranks] == [([9.0] * 4, [0, 1, 2])] * size
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_ranks_meet_although_a_member_is_stopped(servers, zygote, tmp_path):
     gate, addresses, size = tmp_path / "gate", [server.address for server in servers], 3
     gate.touch()

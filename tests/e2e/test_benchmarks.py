@@ -25,6 +25,7 @@ _ROOT = Path(__file__).parents[2]
 _COMPARED = {"P1": 3, "P2": 5, "P3": 7, "P4": 5, "P5": 6, "P6": 2, "P8": 1, "P11": 8}
 _ON_OTHER_NODES = 4
 """Rows of P11 where it is about several nodes."""
+_ON_NODES = {"P4": replicate.OURS, "P5": hydrate.OURS, "P6": reshard.OURS, "P11": NODE_THAT_READS}
 _OPPONENTS = {"torchft": 3, "nixl_cu12": 2}
 """Of P5, where they are installed."""
 
@@ -41,9 +42,10 @@ def left_behind() -> set[str]:
 
 
 _PARTS = {"one node": ("P1,P2,P3,P7,P8,P10,P11", "A,B,C"), "several nodes": ("P4,P5,P6", "B,C,U")}
+"""Nightly; every run has a small part of each in the tests that spoil a byte."""
 
 
-@pytest.fixture(scope="module", params=_PARTS)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.nightly) for name in _PARTS])
 def part(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -148,11 +150,12 @@ def test_a_wrong_byte_is_a_failed_row_and_two_ranks_plan_without_a_collective(tm
     assert plain["collectives"][0] > 0  # the counter counts
 
 
-def test_a_wrong_byte_from_another_node_is_a_failed_row(tmp_path: Path) -> None:
-    spoilt = {"P4": replicate.OURS, "P5": hydrate.OURS, "P6": reshard.OURS, "P11": NODE_THAT_READS}
+@pytest.mark.parametrize("subjects", ["P4", pytest.param("P5,P6,P11", marks=pytest.mark.nightly)])
+def test_a_wrong_byte_from_another_node_is_a_failed_row(tmp_path: Path, subjects: str) -> None:
+    spoilt = {subject: _ON_NODES[subject] for subject in subjects.split(",")}
     out = tmp_path / "raw.json"
     ran = bench(
-        *("--only", "P4,P5,P6,P11", "--states", "C,U", "--ranks", 1, "--worlds", "3-2"),
+        *("--only", subjects, "--states", "C,U", "--ranks", 1, "--worlds", "3-2"),
         *("--rounds", 1, "--size", "4MiB"),
         *(argument for name in set(spoilt.values()) for argument in ("--spoil", name)),
         *("--out", out),

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import tempfile
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.zygote import Running, Zygote
 
 _TIMEOUT_S = 120.0
 _OURS = ("TIEREDCKPT_", "AWS_")
 """Environment that tests set for their ranks."""
 
 
-def _worker(pipe: Connection) -> None:
-    import torch
-
-    torch.set_num_threads(1)
+def _worker(_say: Callable[[str], None], address: str) -> None:
+    pipe = Client(address)
     plain = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
     while True:
         try:
@@ -57,11 +57,11 @@ def _run(function: Callable[..., Any], rank: int, world: int, store: str, args: 
 
 
 class RankPool:
-    """Processes that run module-level functions as the ranks of a world."""
+    """Processes that run module-level functions as ranks of a world; forked by ``zygote``, or by one of their own."""
 
-    def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
-        self._workers: list[tuple[Any, Connection]] = []
+    def __init__(self, zygote: Zygote | None = None) -> None:
+        self._zygote, self._owned = zygote, None if zygote is not None else Zygote()
+        self._workers: list[tuple[Running, Connection]] = []
 
     def run(
         self, world: int, function: Callable[..., Any], *args: Any, environ: dict[str, str] | None = None
@@ -84,44 +84,51 @@ class RankPool:
         try:
             if pipe.poll(_TIMEOUT_S):
                 return pipe.recv()
-            process.kill()
-            process.join()
+            _end(process)
             return False, f"rank {rank} did not answer within {_TIMEOUT_S} s"
         except EOFError:
-            process.join()
-            return False, f"rank {rank} died with status {process.exitcode}"
+            return False, f"rank {rank} died with status {_end(process)}"
 
     def _grow(self, count: int) -> None:
         """Who is there keeps its rank: DTensor would take it for the one that it was before."""
         for rank, (process, pipe) in enumerate(self._workers):
-            if not process.is_alive():
-                process.join()
+            if process.has_ended:
+                _end(process)
                 pipe.close()
                 self._workers[rank] = self._another()
         while len(self._workers) < count:
             self._workers.append(self._another())
 
-    def _another(self) -> tuple[Any, Connection]:
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=_worker, args=(there,))
-        process.start()
-        there.close()
-        return process, here
+    def _another(self) -> tuple[Running, Connection]:
+        zygote = self._zygote or self._owned
+        with Listener() as listener:
+            process = zygote.start(_worker, listener.address)
+            return process, listener.accept()
 
     def close(self) -> None:
         for process, pipe in self._workers:
             with contextlib.suppress(OSError):
                 pipe.send(None)
             pipe.close()
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            _end(process, patience_s=10)
         self._workers.clear()
+        if self._owned is not None:
+            self._owned.close()
+
+
+def _end(process: Running, patience_s: float = 0.0) -> int:
+    """Its status; it is killed where it does not end by itself."""
+    deadline = time.monotonic() + patience_s
+    while not process.has_ended and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill_if_alive()
+    with contextlib.suppress(AssertionError):
+        return process.wait().status
+    return 1
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
+def ranks(zygote: Zygote) -> Iterator[RankPool]:
+    pool = RankPool(zygote)
     yield pool
     pool.close()

@@ -1,15 +1,21 @@
-"""Processes that may be killed, forked from one that has imported torch already: a start costs milliseconds."""
+"""Processes that may be killed, forked from one that has imported torch already: a start costs milliseconds.
+
+That one is a fork of the test process where :mod:`tests.support.workers` has made it, else an interpreter of its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +36,8 @@ class Ended(NamedTuple):
     lines: list[str]
 
 
-def _zygote(pipe: Connection) -> None:
+def warm() -> None:
+    """Import what takes longest."""
     import torch
     import torch._dynamo  # what every optimizer imports when it is made
     import torch.distributed.checkpoint
@@ -39,6 +46,14 @@ def _zygote(pipe: Connection) -> None:
     import tieredckpt.checkpointer  # noqa: F401 - warm
 
     torch.set_num_threads(1)
+
+
+def _zygote(pipe: Connection) -> None:
+    warm()
+    _serve(pipe)
+
+
+def _serve(pipe: Connection) -> None:
     while True:
         try:
             task = pipe.recv()
@@ -151,10 +166,60 @@ class Running:
         return -os.WTERMSIG(code) if os.WIFSIGNALED(code) else os.WEXITSTATUS(code)
 
 
+class _Forked:
+    """The part of ``multiprocessing.Process`` that is needed here, for a process that :func:`prepare` forked."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def join(self, timeout_s: float | None = None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.is_alive() and (deadline is None or time.monotonic() < deadline):
+            time.sleep(0.005)
+
+    def is_alive(self) -> bool:
+        with contextlib.suppress(ChildProcessError):
+            return os.waitpid(self._pid, os.WNOHANG) == (0, 0)
+        return False
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+
+_prepared: list[tuple[Any, Connection]] = []
+"""The zygote of this worker, until somebody asks for it."""
+
+
+def prepare(*closed: Any) -> None:
+    """Fork this worker's zygote while the worker has no thread and no file of a test; ``closed`` is not for it."""
+    warm()
+    here, there = mp.Pipe()
+    pid = os.fork()
+    if pid:
+        there.close()
+        _prepared.append((_Forked(pid), here))
+        return
+    try:
+        here.close()
+        for one in closed:
+            one.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        warnings.resetwarnings()  # what is an error in a test is none in its processes
+        for quiet in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", quiet)
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        _serve(there)
+    finally:
+        os._exit(0)
+
+
 class Zygote:
     """Forks test functions; each is called with a ``say(text)`` and the given arguments."""
 
     def __init__(self) -> None:
+        if _prepared:
+            self._process, self._pipe = _prepared.pop()
+            return
         context = mp.get_context("spawn")
         self._pipe, there = context.Pipe()
         self._process = context.Process(target=_zygote, args=(there,))

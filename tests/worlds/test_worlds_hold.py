@@ -9,8 +9,8 @@ import pytest
 from elastic.world.members import Phase
 from tests.worlds.schedules import KINDS, broken, run, schedule_of, shrunk
 
-IN_A_TEST_RUN = 2_500
-IN_A_SOAK = 100_000
+IN_A_TEST_RUN = 2_000
+"""``make nightly`` goes on from there: a hundred times as many."""
 
 
 def hold(first: int, count: int) -> None:
@@ -40,9 +40,3 @@ def test_schedules_have_everything_in_them_and_end_in_every_way():
 @pytest.mark.timeout(1800)
 def test_random_schedules_keep_the_invariants():
     hold(0, IN_A_TEST_RUN)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(6 * 3600)
-def test_many_random_schedules_keep_the_invariants():
-    hold(IN_A_TEST_RUN, IN_A_SOAK)

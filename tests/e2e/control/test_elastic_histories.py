@@ -153,7 +153,7 @@ def test_a_history_of_faults_and_resizes(seed: int) -> None:
     play(seed)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", IN_A_SOAK)
 def test_many_histories_of_faults_and_resizes(seed: int) -> None:
     play(seed)

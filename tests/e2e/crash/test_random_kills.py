@@ -1,4 +1,4 @@
-"""Random kills of trainer, agent and both, at random places; a short run always, a long one in ``make soak``."""
+"""Random kills of trainer, agent and both, at random places; a short run always, a long one in ``make nightly``."""
 
 import os
 import random
@@ -17,7 +17,7 @@ def test_a_few_random_kills(agent_dir, zygote):
     survive(agent_dir, zygote, seed=1, kills=8)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 22))
 def test_many_random_kills(agent_dir, zygote, seed):

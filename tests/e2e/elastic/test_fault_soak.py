@@ -26,7 +26,7 @@ from tests.support.golden_runs import (
     size_of,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 __all__ = ["golden"]
 

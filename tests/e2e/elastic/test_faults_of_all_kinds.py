@@ -80,7 +80,7 @@ def test_a_crash_and_then_a_loss_that_is_never_finite():
     assert_ends_with_words(said, status, output)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_every_fault_at_every_stage():
     faults = (

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.elastic_runs import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("seed", [2, 3])

@@ -57,7 +57,7 @@ def test_after_twenty_five_recoveries_a_process_is_as_it_was(zygote, ranks):
     assert_nothing_stays(recover(zygote, ranks, 25), 25)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_after_two_hundred_recoveries_a_process_is_as_it_was(zygote, ranks):
     assert_nothing_stays(recover(zygote, ranks, 200), 200)

@@ -86,7 +86,7 @@ def test_layouts_into_each_other(agent_dir, ranks):
     assert every_pair(ranks, FEW, FEW) == len(FEW) ** 2
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_every_layout_of_every_world_into_every_other(agent_dir, ranks):
     """About 2,000 pairs of real worlds, six minutes on two cores."""

@@ -14,7 +14,7 @@ from tests.support.clusters import cluster_of
 from tests.support.elastic_training import train, undisturbed
 from tests.support.neighbours import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak]  # what test_whole_story.py does in every run, on another plane
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]  # what test_whole_story.py does in every run, on another plane
 
 TOTAL = 24
 NODES = ("n1", "n2", "n3", "n4")

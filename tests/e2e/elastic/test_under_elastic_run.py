@@ -10,7 +10,7 @@ from tests.support.agents import end_agent
 from tests.support.elastic_runs import ROOT, elastic_job
 from tests.support.neighbours import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak]  # test_whole_story.py shrinks and grows in every run
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]  # test_whole_story.py shrinks and grows in every run
 
 SCRIPT = ROOT / "tests/support/training_rank.py"
 

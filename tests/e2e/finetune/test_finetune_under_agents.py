@@ -9,7 +9,7 @@ from tests.support import tiny_models
 from tests.support.agents import agent_directory
 from tests.support.hyperpod_agents import agents, start, wait
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(900)]
 pytest.importorskip("transformers")
 pytest.importorskip("hyperpod_elastic_agent")
 

@@ -32,7 +32,7 @@ def test_each_budget_that_is_exhausted_leads_to_the_next_level_and_then_to_an_en
     assert done(said) == {key: value for key, value in undisturbed(zygote).items() if key[1] < 4}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_new_pods_go_on_where_the_old_ones_were_and_a_rank_may_ask_for_them(tmp_path: Path, zygote: Zygote) -> None:
     """And the whole job may be started anew once."""
     limits = {"numRestartBeforeFullJobRestart": 2, "maxFullJobRestarts": 1}

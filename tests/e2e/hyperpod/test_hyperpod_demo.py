@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.hyperpod_agents import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(1800)]
 pytest.importorskip("hyperpod_elastic_agent")
 
 

@@ -67,7 +67,7 @@ def test_killed_and_started_again_with_its_arena(job, point):
 
 
 @pytest.mark.parametrize(
-    "point", [pytest.param(point, marks=[] if point in LOST else pytest.mark.soak) for point in SAVING]
+    "point", [pytest.param(point, marks=[] if point in LOST else pytest.mark.nightly) for point in SAVING]
 )
 def test_killed_and_lost_for_good(job, point):
     die_while_saving(job, point)

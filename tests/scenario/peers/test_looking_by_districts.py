@@ -8,7 +8,6 @@ import pytest
 
 from peerstore.cluster.lookouts import LOOKOUTS, Districts
 from peerstore.errors import PeerStoreError, ProtocolError, RequestError, UnavailableError
-from peerstore.peers.afar import MOST_BYTES
 from peerstore.peers.messages import MOST_LOOKED_FOR, Looked, LookedFor, LookFor
 from peerstore.records import ShardKey
 from tests.support.neighbours import JOB, neighbours, until
@@ -296,16 +295,17 @@ def test_too_many_names_are_refused(nodes):
 
 def test_what_does_not_fit_into_one_answer_is_left_to_the_asker(nodes):
     """Here because one node has very much to say; the asker gets it from that node."""
-    big = FAR[1]
+    big, room = FAR[1], 1 << 20
+    nodes.monkeypatch.setattr("peerstore.peers.looking.MOST_BYTES", room)
     honest = nodes[big].team.look
 
     def look():
         looked = honest()
-        return msgspec.structs.replace(looked, incarnation="x" * (MOST_BYTES + 1))
+        return msgspec.structs.replace(looked, incarnation="x" * (room + 1))
 
     nodes.monkeypatch.setattr(nodes[big].team, "look", look)
     answer = ask(nodes, FAR)
     assert set(answer.nodes) == set(FAR) - {big}
     assert "does not fit" in answer.silent[big]
     sight = sees_everything(nodes)
-    assert len(sight.nodes[big].incarnation) > MOST_BYTES
+    assert len(sight.nodes[big].incarnation) > room

@@ -51,7 +51,7 @@ def test_whatever_happens_the_ranks_end_up_in_one_world(script, nodes, spares):
     play(table, script)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @settings(max_examples=4000)
 @given(steps, st.integers(1, 4), st.integers(0, 1))
 def test_whatever_happens_for_long(script, nodes, spares):

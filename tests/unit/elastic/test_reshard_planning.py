@@ -6,6 +6,7 @@ Worlds that no machine here has room for, through the same pure code that a load
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,12 +91,13 @@ def test_large_worlds_into_each_other(before, after):
         held = boxes(after, m, shape)
         for rank in sorted({0, 1, m // 3, m // 2, m - 1}):
             check(step, shape, held[rank])
-        each_once = {box for rank in held for box in rank if box.volume}
-        assert sum(box.volume for box in each_once) == math.prod(shape)
-        assert not uncovered(whole(shape), sorted(each_once)) if len(each_once) < 80 else True
+        times = np.zeros(shape, dtype=int)
+        for box in {box for rank in held for box in rank if box.volume}:
+            times[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))] += 1
+        assert (times == 1).all()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_every_large_world_into_every_other():
     shape = (1003, 520)

@@ -208,6 +208,6 @@ def test_whatever_agents_do_the_job_comes_through():
     run_state_machine_as_test(Jobs, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_whatever_agents_do_for_long():
     run_state_machine_as_test(Jobs, settings=settings(max_examples=4000, stateful_step_count=60, deadline=None))

@@ -205,7 +205,7 @@ def test_every_sample_once_whatever_happens(history):
     job.close()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @settings(max_examples=3000)
 @given(histories())
 def test_every_sample_once_whatever_happens_for_long(history):
@@ -239,7 +239,7 @@ def test_every_sample_once_with_any_number_of_workers(num_workers, tail):
     job.close()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @settings(max_examples=60)
 @given(histories(), st.integers(1, 3))
 def test_every_sample_once_with_workers_for_long(history, num_workers):

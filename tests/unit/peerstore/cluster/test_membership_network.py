@@ -232,7 +232,7 @@ def test_messages_of_a_node_do_not_grow_with_the_job():
         assert most <= 14
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_messages_of_each_of_a_thousand_nodes_are_as_many_as_of_ten():
     mean, most = measure(1000, 3)
@@ -240,7 +240,7 @@ def test_messages_of_each_of_a_thousand_nodes_are_as_many_as_of_ten():
     assert most <= 16
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_four_hundred_nodes_notice_deaths_and_partitions_and_agree_again():
     net = Network(nodes(400), 1)
@@ -355,7 +355,7 @@ class ManyLives(Lives):
     largest = 60
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
 class TestManyLives(ManyLives.TestCase):
     settings = settings(

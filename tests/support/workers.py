@@ -1,0 +1,356 @@
+"""``pytest --workers 4``: collect once, then fork workers that share the tests, the longest first.
+
+A worker has all that collecting has imported, torch among it: to start an interpreter and collect for each worker costs
+more than many tests. Tests stay together where fixtures live as long as their file. Every other test goes to whoever is
+free.
+
+Tests that wait for what has to happen within a time (:data:`TIMED`) run one at a time, beside half as many others.
+
+How long a file took is kept in pytest's cache, and orders the next run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from _pytest.runner import CallInfo, TestReport
+
+from tests.support import zygote
+
+_SECONDS = "workers/seconds"
+_LENGTH = struct.Struct("!Q")
+_KEPT_TOGETHER = {"class", "module", "package"}
+TIMED = ("tests/e2e/peers/", "tests/e2e/hyperpod/", "tests/scenario/")
+"""They wait for copies on other nodes, for agents that are missed and for ranks that start again."""
+_GUESSED_S = {"tests/e2e": 8.0, "tests/scenario": 8.0, "tests/simulation": 20.0, "tests/worlds": 20.0}
+"""Of a file that was never timed here, by the beginning of its path: where processes are started first."""
+
+
+# -- what is decided ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tests that one worker runs one after the other: their positions in the collection."""
+
+    tests: tuple[int, ...]
+    seconds: float
+    timed: bool = False
+
+
+def units_of(tests: Sequence[tuple[str, bool]], seconds: Mapping[str, float]) -> list[Unit]:
+    """``tests``: the file of each, and whether it stays with its file. The units of the longest files come first.
+
+    ``seconds`` is how long the tests of a file took the last time.
+    """
+    of_file: dict[str, list[int]] = defaultdict(list)
+    for position, (file, _) in enumerate(tests):
+        of_file[file].append(position)
+    units = []
+    for file, positions in of_file.items():
+        guessed = next((s for start, s in _GUESSED_S.items() if file.startswith(start)), 0.05 * len(positions))
+        share, timed = seconds.get(file, guessed) / len(positions), file.startswith(TIMED)
+        if any(tests[position][1] for position in positions):
+            units.append(Unit(tuple(positions), share * len(positions), timed))
+        else:
+            units += [Unit((position,), share, timed) for position in positions]
+    return sorted(units, key=lambda unit: (-unit.seconds, unit.tests))
+
+
+class Queue:
+    """What is run next by so many workers."""
+
+    def __init__(self, units: Iterable[Unit], workers: int) -> None:
+        self._free: list[Unit] = []
+        self._timed: list[Unit] = []
+        for unit in units:
+            (self._timed if unit.timed else self._free).append(unit)
+        self._beside_timed = max(1, workers // 2)
+        self._running_timed = False
+        self._running_free = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._free or self._timed)
+
+    def next(self) -> Unit | None:
+        """``None``: nothing that may begin now."""
+        if self._timed and not self._running_timed and self._running_free <= self._beside_timed:
+            self._running_timed = True
+            return self._timed.pop(0)
+        few = self._running_free < self._beside_timed or not (self._timed or self._running_timed)
+        if self._free and few:
+            self._running_free += 1
+            return self._free.pop(0)
+        return None
+
+    def done(self, unit: Unit) -> None:
+        if unit.timed:
+            self._running_timed = False
+        else:
+            self._running_free -= 1
+
+    def again(self, unit: Unit) -> None:
+        """The rest of a unit whose worker died."""
+        if unit.tests:
+            (self._timed if unit.timed else self._free).insert(0, unit)
+
+
+# -- messages between the session and its workers ----------------------------------------------------------------------
+
+
+def _send(end: socket.socket, message: Any) -> None:
+    body = pickle.dumps(message)
+    end.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def _receive(end: socket.socket) -> Any:
+    """:class:`EOFError` when the other side is gone."""
+    (size,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
+    return pickle.loads(_exactly(end, size))
+
+
+def _exactly(end: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        try:
+            part = end.recv(size - len(found))
+        except ConnectionError:
+            part = b""
+        if not part:
+            raise EOFError
+        found += part
+    return bytes(found)
+
+
+# -- a worker ----------------------------------------------------------------------------------------------------------
+
+
+class _AllOfTheSession:
+    """Stands for a next test of which nothing is known: only what the session has made stays."""
+
+    def __init__(self, session: pytest.Session) -> None:
+        self._session = session
+
+    def listchain(self) -> list[Any]:
+        return [self._session]
+
+
+class _Reporting:
+    """In a worker, in place of what prints."""
+
+    def __init__(self, config: pytest.Config, end: socket.socket) -> None:
+        self._config, self._end = config, end
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        _send(
+            self._end, ("report", self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+        )
+
+
+def _work(session: pytest.Session, end: socket.socket, number: int) -> None:
+    config = session.config
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends its workers
+    for name in ("terminalreporter", "junitxml", "lfplugin", "nfplugin", "stepwiseplugin", "workers-durations"):
+        if (plugin := config.pluginmanager.get_plugin(name)) is not None:
+            config.pluginmanager.unregister(plugin)
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if capture is not None:  # its files are the session's
+        capture.stop_global_capturing()
+        capture.start_global_capturing()
+    paths = config._tmp_path_factory
+    paths._given_basetemp, paths._basetemp = paths.getbasetemp() / f"worker{number}", None
+    config.pluginmanager.register(_Reporting(config, end))
+    zygote.prepare(end)
+    last: Any = None
+    while (tests := _receive(end)) is not None:
+        for index, position in enumerate(tests):
+            last = session.items[position]
+            following = session.items[tests[index + 1]] if index + 1 < len(tests) else _AllOfTheSession(session)
+            _send(end, ("begins", position))
+            config.hook.pytest_runtest_protocol(item=last, nextitem=following)
+        _send(end, ("done", None))
+    call = CallInfo.from_call(lambda: session._setupstate.teardown_exact(None), when="teardown")
+    if call.excinfo is not None and last is not None:
+        config.hook.pytest_runtest_logreport(report=TestReport.from_item_and_call(last, call))
+    _send(end, ("bye", None))
+
+
+# -- the session -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Worker:
+    pid: int
+    end: socket.socket
+    unit: Unit | None = None
+    at: int | None = None
+    """The position of the test that it is in."""
+    over: bool = False
+    ran: set[int] = field(default_factory=set)
+
+
+class _Session:
+    def __init__(self, session: pytest.Session, count: int) -> None:
+        self._session, self._config = session, session.config
+        self._workers: list[_Worker] = []
+        self._count, self._number = count, 0
+        self._selector = selectors.DefaultSelector()
+        cache = getattr(self._config, "cache", None)
+        seconds = {} if cache is None else cache.get(_SECONDS, {})
+        self._queue = Queue(units_of([_described(item) for item in session.items], seconds), count)
+
+    def run(self) -> None:
+        gc.collect()
+        gc.freeze()  # what all workers share stays shared
+        try:
+            for _ in range(min(self._count, len(self._session.items))):
+                self._fork()
+            while self._workers:
+                self._hand_out()
+                for key, _ in self._selector.select():
+                    self._hear(key.data)
+        finally:
+            for worker in self._workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
+                os.waitpid(worker.pid, 0)
+        if self._session.shouldfail:
+            raise self._session.Failed(self._session.shouldfail)
+        if self._session.shouldstop:
+            raise self._session.Interrupted(self._session.shouldstop)
+        if self._queue:
+            raise pytest.UsageError("the workers ended before all tests had run")
+
+    def _fork(self) -> None:
+        self._number += 1
+        ours, theirs = socket.socketpair()
+        self._config.get_terminal_writer().flush()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                ours.close()
+                self._selector.close()
+                for worker in self._workers:
+                    worker.end.close()
+                _work(self._session, theirs, self._number)
+                status = 0
+            except EOFError:  # the session is gone
+                pass
+            finally:
+                os._exit(status)
+        theirs.close()
+        worker = _Worker(pid, ours)
+        self._workers.append(worker)
+        self._selector.register(ours, selectors.EVENT_READ, worker)
+
+    def _hand_out(self) -> None:
+        for worker in self._workers:
+            if worker.unit is None and not worker.over:
+                stopping = bool(self._session.shouldfail or self._session.shouldstop)
+                worker.unit = None if stopping else self._queue.next()
+                if worker.unit is not None:
+                    worker.ran.clear()
+                    self._tell(worker, list(worker.unit.tests))
+                elif stopping or not self._queue:
+                    worker.over = True
+                    self._tell(worker, None)
+
+    def _tell(self, worker: _Worker, what: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # it has died, which is heard of
+            _send(worker.end, what)
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            what, body = _receive(worker.end)
+        except EOFError:
+            self._ended(worker)
+            return
+        if what == "report":
+            hook = self._config.hook
+            hook.pytest_runtest_logreport(report=hook.pytest_report_from_serializable(config=self._config, data=body))
+        elif what == "begins":
+            worker.at = body
+            worker.ran.add(body)
+            item = self._session.items[body]
+            self._config.hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        elif what == "done":
+            self._queue.done(worker.unit)
+            worker.unit = worker.at = None
+
+    def _ended(self, worker: _Worker) -> None:
+        self._selector.unregister(worker.end)
+        worker.end.close()
+        self._workers.remove(worker)
+        _, status = os.waitpid(worker.pid, 0)
+        if worker.unit is None:
+            return
+        if worker.at is not None:
+            item = self._session.items[worker.at]
+            code = os.waitstatus_to_exitcode(status)
+            words = f"its worker {'was ended by signal' if code < 0 else 'ended with status'} {abs(code)}"
+            report = TestReport(
+                item.nodeid, item.location, {}, "failed", f"{item.nodeid}: {words}", "call", duration=0.0
+            )
+            self._config.hook.pytest_runtest_logreport(report=report)
+        self._queue.done(worker.unit)
+        rest = tuple(position for position in worker.unit.tests if position not in worker.ran)
+        self._queue.again(Unit(rest, worker.unit.seconds, worker.unit.timed))
+        if not self._session.shouldfail:
+            self._fork()
+
+
+def _described(item: pytest.Item) -> tuple[str, bool]:
+    info = getattr(item, "_fixtureinfo", None)
+    found = info.name2fixturedefs.values() if info is not None else ()
+    together = any(fixture.scope in _KEPT_TOGETHER for each in found for fixture in each)
+    return item.nodeid.split("::", 1)[0], together
+
+
+class _Durations:
+    """How long each file's tests took, for the next time."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.split("::", 1)[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        known = self._config.cache.get(_SECONDS, {})
+        self._config.cache.set(_SECONDS, {**known, **{file: round(s, 1) for file, s in self._seconds.items()}})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("workers").addoption(
+        "--workers", type=int, default=0, metavar="N", help="share the tests among N forked processes"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "timed: waits for something that has to happen within a time; runs beside no other such test"
+    )
+    if config.option.workers and getattr(config, "cache", None) is not None:
+        config.pluginmanager.register(_Durations(config), "workers-durations")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if not session.config.option.workers or session.config.option.collectonly or session.testsfailed:
+        return None
+    _Session(session, session.config.option.workers).run()
+    return True
