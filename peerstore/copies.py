@@ -223,6 +223,14 @@ class Copies:
             known = self._jobs.if_known(job)
             return known is not None and (group in known.marks or group == known.settled)
 
+    def once_whole(self, job: str) -> Group | None:
+        """The newest version of the job that is known to have been whole, whether it is still there or not."""
+        with self._shelf.lock:
+            known = self._jobs.if_known(job)
+            if known is None:
+                return None
+            return max({*known.marks, *({known.settled} if known.settled is not None else ())}, default=None)
+
     def touch(self, job: str) -> None:
         """Other nodes still take part in the job: what is kept for it here is not forgotten."""
         with self._shelf.lock:

@@ -188,11 +188,15 @@ class Jobs:
         keys = [slot.record.key for slot in self._shelf.slots.values() if slot.record is not None]
         return tuple(sorted(key.part for key in keys if (key.job, key.group) == (job, group) and not key.kind))
 
-    def forgot(self, job: str, groups: set[Group]) -> None:
-        """These versions are not kept any more, whoever called them whole."""
+    def forgot(self, job: str, groups: Collection[Group] | None) -> None:
+        """These versions (all, when none is named) are not kept any more, whoever called them whole."""
         known = self._jobs.get(job)
-        if known is not None and groups & known.marks.keys():
-            known.marks = {group: parts for group, parts in known.marks.items() if group not in groups}
+        if known is None:
+            return
+        gone = {*known.marks, known.settled} if groups is None else set(groups)
+        if gone & {*known.marks, known.settled}:
+            known.marks = {group: parts for group, parts in known.marks.items() if group not in gone}
+            known.settled = None if known.settled in gone else known.settled
             self._save(job)
 
     def lost_part(self, job: str, group: Group, part: int) -> None:

@@ -26,7 +26,7 @@ class Keeping:
             ]
             for slot, _ in found:
                 self._shelf.give_up(slot)
-            self._jobs.forgot(job, {record.key.group for _, record in found} | set(groups or ()))
+            self._jobs.forgot(job, groups)
             if groups is None:
                 self._drop_job(job)
             return sum(not record.key.kind for _, record in found)

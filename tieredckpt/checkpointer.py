@@ -43,7 +43,7 @@ from tieredckpt.preemption import Preemption
 from tieredckpt.quiet import collector_paused
 from tieredckpt.reader import RestoreReport
 from tieredckpt.recorded import Recorded
-from tieredckpt.restoring import Restoring
+from tieredckpt.restoring import OnLost, Restoring
 from tieredckpt.saved import Saved, SaveState, StepInfo, show_durability, step_infos
 from tieredckpt.session import Session, Staged, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override
@@ -468,32 +468,34 @@ class Checkpointer:
 
     # -- restoring --------------------------------------------------------------------------------------------
 
-    def restore(self, state: State, step: int | None = None, *, strict: bool = True) -> int:
+    def restore(self, state: State, step: int | None = None, *, strict: bool = True, on_lost: OnLost = "raise") -> int:
         """Fill ``state`` from the newest whole step (or ``step``) and return which one it was.
 
         Every entry that was saved has to have a place in ``state``, and the other way round: else
         :class:`MismatchError` names them, and ``strict=False`` restores what both have. A ``Stateful`` of your own is
         given all it saved, also what it has no place for yet.
 
-        Returns -1 only when every tier was asked and there is nothing to restore. A damaged step is reported and the
-        next older whole one is used; a tier that cannot be asked and nothing in the others is an error. After an error
-        ``state`` may hold parts of what was being read: do not train on it.
+        Returns -1 only when every tier was asked and no step was ever whole. A damaged step is reported and the next
+        older whole one is used. Where there is none: ``CheckpointDamagedError`` and ``CheckpointLostError`` (there
+        were whole steps, and parts of them are on no node that answers) name the steps and what is missing of them,
+        ``TierUnavailableError`` the tier that could not be asked. ``on_lost="begin"`` begins from nothing in the first
+        two cases. After an error ``state`` may hold parts of what was being read: do not train on it.
         """
         job = self._location.job
         with self._recorded.restoring() as told:
             expected = expectation(job, self._together.from_all) if step is None else None
             if expected is not None and expected.exactly:
                 step = expected.step
-            told.step = self._restore_any(state, step, strict=strict)
+            told.step = self._restore_any(state, step, strict=strict, on_lost=on_lost)
             told.report = self.last_restore
             compare(job, expected, told.step)
             return told.step
 
-    def _restore_any(self, state: State, step: int | None, *, strict: bool) -> int:
+    def _restore_any(self, state: State, step: int | None, *, strict: bool, on_lost: OnLost) -> int:
         if not self.settings.enabled:
             return self._restoring.restore_plain(state, step)
         self._join(restoring=True)
-        restored, report = self._restoring.restore(state, step, strict=strict)
+        restored, report = self._restoring.restore(state, step, strict=strict, on_lost=on_lost)
         if restored < 0:
             self.session.base = -1
         else:

@@ -16,6 +16,7 @@
     │   ├── PeersLostError              the nodes that held some of the bytes went away while they were read
     │   └── CheckpointDeletedError      retention deleted the step while it was read: newer ones are there
     ├── CheckpointDamagedError      bytes are not what was saved, and no other copy of them is left
+    ├── CheckpointLostError         there was a whole step, and no node that answers has all of it any more
     ├── DurableRefusedError         the object store says no (credentials, permission, no such bucket)
     └── SaveFailedError             this save did not happen; training may go on and the last whole step is kept
 
@@ -79,6 +80,10 @@ class CheckpointDeletedError(TierUnavailableError):
 
 class CheckpointDamagedError(TieredCheckpointError):
     """Bytes differ from what was saved and no good copy of them was found."""
+
+
+class CheckpointLostError(TieredCheckpointError):
+    """A step was whole once, and parts of it are on no node that answers: neither absent nor damaged."""
 
 
 class DurableRefusedError(TieredCheckpointError):

@@ -270,7 +270,7 @@ class FileSpace:
             if survey.unreachable:
                 text = "; ".join(survey.unreachable.values())
                 raise TierUnavailableError(f"it is not known whether there is a {where}: {text}")
-            if found.lost:
+            if found.damaged:
                 raise CheckpointDamagedError(f"{where} cannot be used any more ({found.explain()})")
             raise CheckpointNotFoundError(f"there is no {where} made of files ({found.explain()})")
         group = found.chosen.group

@@ -38,7 +38,13 @@ class StepView(msgspec.Struct, frozen=True):
     @property
     def candidate(self) -> Candidate:
         return Candidate(
-            self.group, self.parts, self.found, self.base, covered=self.covered or self.durable, damaged=self.damaged
+            self.group,
+            self.parts,
+            self.found,
+            self.base,
+            covered=self.covered or self.durable,
+            damaged=self.damaged,
+            saved_ns=self.saved_ns,
         )
 
 
@@ -51,6 +57,8 @@ class Survey(msgspec.Struct, frozen=True):
     """Steps that were written as plain DCP checkpoints to the durable tier while this package was switched off."""
     durable: DurableSettings | None = None
     """Where this job becomes durable, when the agent knows."""
+    once_whole: Group | None = None
+    """The newest version that a node which answers knows to have been whole, whether it still is or not."""
 
 
 class Source(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from tieredckpt.location import check_step
 from tieredckpt.reader import RestoreReport
+from tieredckpt.restoring import OnLost
 from tieredckpt.saved import Saved, SaveState, StepInfo
 
 State = dict[str, Any]
@@ -28,8 +29,8 @@ class NullCheckpointer:
         del durable, timeout_s
         return self.save(state, step)
 
-    def restore(self, state: State, step: int | None = None, *, strict: bool = True) -> int:
-        del state, step, strict
+    def restore(self, state: State, step: int | None = None, *, strict: bool = True, on_lost: OnLost = "raise") -> int:
+        del state, step, strict, on_lost
         return -1
 
     def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:

@@ -38,6 +38,7 @@ from tieredckpt.durable.store import ObjectNotFoundError
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointDeletedError,
+    CheckpointLostError,
     CheckpointNotFoundError,
     MismatchError,
     TieredCheckpointError,
@@ -60,6 +61,7 @@ log = logging.getLogger(__name__)
 
 _MAX_VOTES = 8
 _SHOWN = 5
+ON_PURPOSE = "To start from nothing on purpose: restore(..., on_lost='begin'), or another job name"
 _REBUILD_S = 60.0
 """How long a load waits for a newer step that the other nodes are rebuilding, before it takes an older one."""
 
@@ -135,6 +137,8 @@ class TieredReader(StorageReader):
         """Ask every node and the durable tier again, instead of taking an answer of a few seconds ago."""
         self.strict = False
         """An entry that the step has and no rank asks for is an error."""
+        self.unfinished = False
+        """Whether :meth:`check` found parts of steps that are not whole."""
         self.error: TieredCheckpointError | None = None
         """Why the last load failed on this rank."""
         self.report: RestoreReport | None = None
@@ -239,6 +243,7 @@ class TieredReader(StorageReader):
     def check(self) -> str:
         """What would be loaded, in words; raises what a load would raise when there is nothing."""
         resolution, plain = self._survey()
+        self.unfinished = bool(resolution.incomplete)
         if plain is not None:
             return f"step {plain} (plain)"
         if resolution.chosen is None:
@@ -258,7 +263,12 @@ class TieredReader(StorageReader):
         often = {view.group: view.crashed_loads for view in seen.views if limit and view.crashed_loads >= limit}
         self._reluctant = often if step is None else {}
         found = resolve(
-            candidates, step=step, quarantined=bad, reluctant=self._reluctant, unreachable=list(seen.unreachable)
+            candidates,
+            step=step,
+            quarantined=bad,
+            reluctant=self._reluctant,
+            unreachable=list(seen.unreachable),
+            once_whole=seen.once_whole,
         )
         plain = max((s for s in seen.plain if step in (None, s)), default=None)
         if plain is not None and (found.chosen is None or found.chosen.group.version < plain):
@@ -287,6 +297,9 @@ class TieredReader(StorageReader):
                 ", ".join(resolution.unreachable),
                 resolution.chosen.group.version,
             )
+        for group in resolution.lost:
+            if group.version > resolution.chosen.group.version and not resolution.unreachable:
+                self._refuse(group, CheckpointLostError(resolution.describe(group)))
         self._order = [resolution.chosen, *resolution.alternatives][:_MAX_VOTES]
         for group, verdict in resolution.verdicts.items():
             if verdict is Verdict.RELUCTANT:
@@ -463,10 +476,15 @@ def _nothing(location: Location, resolution: Resolution) -> TieredCheckpointErro
             f"{location}: nothing to load in the tiers that answered, and the {', '.join(resolution.unreachable)} tier "
             f"could not be asked, so it is not known whether there is a checkpoint ({resolution.explain()})"
         )
-    if resolution.lost:
+    purpose = f"To look at them: tieredckpt ls {location.job}. {ON_PURPOSE}"
+    if resolution.damaged:
         return CheckpointDamagedError(
-            f"{location}: there were checkpoints, and none of them can be used ({resolution.explain()}). To look at "
-            f"them: tieredckpt ls {location.job}. To start from nothing on purpose, use another job name"
+            f"{location}: there were checkpoints, and none of them can be used ({resolution.explain()}). {purpose}"
+        )
+    if resolution.lost:
+        return CheckpointLostError(
+            f"{location}: there were whole steps, and no node that answers has all of one any more "
+            f"({resolution.explain()}). Bring back the nodes that are missing. {purpose}"
         )
     return CheckpointNotFoundError(f"{location}: no whole step to load ({resolution.explain()})")
 

@@ -7,10 +7,15 @@ Absent, unreachable and damaged stay three answers: a tier that could not be ask
 from __future__ import annotations
 
 import enum
+import itertools
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peerstore.records import Group
+from tieredckpt.manifest import OPEN_ENDED
+
+_NAMED = 8
 
 
 class Tier(str, enum.Enum):
@@ -36,6 +41,7 @@ class Candidate:
     """The parts that were seen hold the whole state although some are missing."""
     damaged: Mapping[int, str] = field(default_factory=dict)
     """The parts whose copies were found damaged and dropped, and how."""
+    saved_ns: int = 0
 
     @property
     def whole(self) -> bool:
@@ -51,6 +57,7 @@ class Verdict(str, enum.Enum):
     CHOSEN = "chosen"
     OLDER = "older than the chosen one"
     TORN = "not whole"
+    LOST = "was whole once"
     DAMAGED = "damaged"
     QUARANTINED = "quarantined"
     RELUCTANT = "loads of it ended their process on this node"
@@ -68,20 +75,47 @@ class Resolution:
     """Tiers that could not be asked."""
     alternatives: tuple[Candidate, ...] = field(default=())
     """Whole steps to fall back to, best first."""
+    incomplete: Mapping[Group, Candidate] = field(default_factory=dict)
+    """Torn and lost steps, of which parts are there."""
+    once_whole: Group | None = None
+    """The newest version that somebody knows to have been whole, whether anything is left of it or not."""
 
     @property
-    def lost(self) -> bool:
-        """There was a step that is not usable any more: that is damage, and not absence."""
+    def damaged(self) -> bool:
+        """There was a step that cannot be used any more."""
         return any(verdict in (Verdict.DAMAGED, Verdict.QUARANTINED) for verdict in self.verdicts.values())
+
+    @property
+    def lost(self) -> tuple[Group, ...]:
+        """Versions that were whole, and of which nobody has all parts now, oldest first."""
+        gone = {self.once_whole} if self.once_whole is not None and self.once_whole not in self.verdicts else set()
+        return tuple(sorted(gone | {group for group, verdict in self.verdicts.items() if verdict is Verdict.LOST}))
 
     def explain(self) -> str:
         """One line per candidate, newest first."""
+        verdicts = {**(dict.fromkeys(self.lost, Verdict.LOST) if self.chosen is None else {}), **self.verdicts}
         lines = [
-            f"step {group.version} (epoch {group.epoch}): {verdict.value}"
-            for group, verdict in sorted(self.verdicts.items(), key=lambda item: _order(item[0]), reverse=True)
+            f"step {group.version} (epoch {group.epoch}): {verdict.value}{self._missing(group)}"
+            for group, verdict in sorted(verdicts.items(), key=lambda item: _order(item[0]), reverse=True)
         ]
         lines += [f"{tier.value} tier: could not be asked" for tier in self.unreachable]
         return "; ".join(lines) or "nothing is saved in any tier"
+
+    def describe(self, group: Group) -> str:
+        """What became of a step that is lost."""
+        return f"it {Verdict.LOST.value}{self._missing(group)}"
+
+    def _missing(self, group: Group) -> str:
+        torn = self.incomplete.get(group)
+        if torn is None:
+            return ", nobody has any part" if group in self.lost else ""
+        saved = f", saved {time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime(torn.saved_ns / 1e9))}" * bool(torn.saved_ns)
+        if torn.parts >= OPEN_ENDED:
+            return saved
+        count = torn.parts - len(torn.found)
+        first = itertools.islice((part for part in range(torn.parts) if part not in torn.found), _NAMED)
+        more = f" and {count - _NAMED} more" if count > _NAMED else ""
+        return f"{saved}, nobody has part{'s' * (count > 1)} {', '.join(map(str, first))}{more} of {torn.parts}"
 
 
 def resolve(
@@ -91,17 +125,24 @@ def resolve(
     quarantined: Collection[Group] = (),
     reluctant: Collection[Group] = (),
     unreachable: Collection[Tier] = (),
+    once_whole: Group | None = None,
 ) -> Resolution:
     """The newest whole step, or the newest attempt at ``step`` when one is named.
+
+    ``once_whole`` is the newest version that somebody knows to have been whole: where it is not, it is lost.
 
     Newest means the highest step; between attempts at one step, the later incarnation. A step above the point
     where a later incarnation branched off belongs to a past that the job has left. ``reluctant`` ones are taken when
     there is no other.
     """
+    if step is not None and once_whole is not None and once_whole.version != step:
+        once_whole = None
     verdicts: dict[Group, Verdict] = {}
     left = []
     for candidate in candidates:
         verdict = _rejection(candidate, candidates, step, quarantined)
+        if verdict is Verdict.TORN and once_whole is not None and candidate.group == once_whole:
+            verdict = Verdict.LOST
         if verdict is None:
             left.append(candidate)
         else:
@@ -110,7 +151,15 @@ def resolve(
     for number, candidate in enumerate(left):
         other = Verdict.RELUCTANT if candidate.group in reluctant else Verdict.OLDER
         verdicts[candidate.group] = other if number else Verdict.CHOSEN
-    return Resolution(left[0] if left else None, verdicts, tuple(t for t in Tier if t in unreachable), tuple(left[1:]))
+    incomplete = {one.group: one for one in candidates if verdicts[one.group] in (Verdict.TORN, Verdict.LOST)}
+    return Resolution(
+        left[0] if left else None,
+        verdicts,
+        tuple(tier for tier in Tier if tier in unreachable),
+        tuple(left[1:]),
+        incomplete,
+        once_whole,
+    )
 
 
 def elect(votes: Sequence[Collection[Group]], *, reluctant: Collection[Group] = ()) -> Group | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,6 +20,7 @@ from tieredckpt.dcp_errors import typed_error
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointDeletedError,
+    CheckpointLostError,
     CheckpointNotFoundError,
     PeersLostError,
     TieredCheckpointError,
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _MAX_FALLBACKS = 8
 State = dict[str, Any]
+OnLost = Literal["raise", "begin"]
 
 
 class Restoring:
@@ -47,7 +49,9 @@ class Restoring:
         self._settings = settings
         self._together = together
 
-    def restore(self, state: State, step: int | None, *, strict: bool = True) -> tuple[int, RestoreReport | None]:
+    def restore(
+        self, state: State, step: int | None, *, strict: bool = True, on_lost: OnLost = "raise"
+    ) -> tuple[int, RestoreReport | None]:
         """Fill ``state``: with which step, or -1 where every tier was asked and there is nothing; and what was read.
 
         Of a plain checkpoint nothing is known but its step. ``strict``: every entry that was saved has a place in
@@ -60,7 +64,13 @@ class Restoring:
         for _ in range(_MAX_FALLBACKS):
             reader = TieredReader(self._job, step, settings=self._settings)
             reader.fresh, reader.strict = fresh, strict
-            if not self._anything(reader, step):
+            try:
+                if not self._anything(reader, step):
+                    return -1, None
+            except (CheckpointDamagedError, CheckpointLostError) as nothing:
+                if on_lost == "raise" or step is not None:
+                    raise
+                log.error("%s begins from nothing, as on_lost='begin' says: %s", self._job, nothing)
                 return -1, None
             _make_moments(state, reader)
             _tell_saved(state, reader)
@@ -120,16 +130,21 @@ class Restoring:
             found = f"absent {error}"
         except CheckpointDamagedError as error:
             found = f"damaged {error}"
+        except CheckpointLostError as error:
+            found = f"lost {error}"
         except (TieredCheckpointError, PeerStoreError) as error:
             found = f"unknown {error}"
         answers = self._together.from_all(found)
         unknown = [answer for answer in answers if answer.startswith("unknown ")]
         damaged = [answer for answer in answers if answer.startswith("damaged ")]
+        lost = [answer for answer in answers if answer.startswith("lost ")]
         absent = [answer for answer in answers if answer.startswith("absent ")]
         if unknown:
             raise TierUnavailableError(unknown[0].removeprefix("unknown "))
         if damaged:
             raise CheckpointDamagedError(damaged[0].removeprefix("damaged "))
+        if lost:
+            raise CheckpointLostError(lost[0].removeprefix("lost "))
         if absent and len(absent) < len(answers):
             raise TierUnavailableError(
                 f"{self._job}: {len(answers) - len(absent)} of {len(answers)} ranks reach a checkpoint, the "
@@ -137,6 +152,10 @@ class Restoring:
             )
         if absent and step is not None:
             raise CheckpointNotFoundError(absent[0].removeprefix("absent "))
+        if absent and reader.unfinished:
+            log.warning(
+                "%s begins from nothing: no save ever came to its end: %s", self._job, absent[0].removeprefix("absent ")
+            )
         return not absent
 
     def restore_plain(self, state: State, step: int | None) -> int:

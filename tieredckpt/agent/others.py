@@ -51,14 +51,15 @@ class Others:
         if team is not None:
             team.await_others(timeout_s)
 
-    def facts(self, job: str) -> tuple[Facts, str]:
-        """What other nodes hold right now, by version and part; and who could not be asked."""
+    def facts(self, job: str) -> tuple[Facts, str, Group | None]:
+        """What other nodes hold right now, by version and part; who could not be asked; the newest they saw settled."""
         team = self.team(job)
         if team is None:
-            return {}, ""
+            return {}, "", None
         sight = team.sight(fresh=True)
         silent = "; ".join(f"{node}: {why}" for node, why in sorted(sight.silent.items()))
-        return elsewhere(sight.nodes, team.me.id), silent
+        settled = max((one.settled for one in sight.nodes.values() if one.settled is not None), default=None)
+        return elsewhere(sight.nodes, team.me.id), silent, settled
 
     def sources(self, job: str, group: Group) -> dict[int, tuple[Source, ...]]:
         """For each part of a version, the other nodes that hold it."""

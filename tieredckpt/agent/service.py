@@ -130,9 +130,11 @@ class NodeService(SealListener):
             self.others.await_others(job, patience_s)
         unreachable: dict[Tier, str] = {}
         elsewhere: Facts = {}
+        once_whole = [self.store.copies.once_whole(job)]
         if self.others is not None:
             # What was sealed a moment ago counts: a job that goes on at once must not find an older step, or nothing.
-            elsewhere, silent = self.others.facts(job)
+            elsewhere, silent, settled = self.others.facts(job)
+            once_whole.append(settled)
             if silent:
                 unreachable[Tier.PEER] = silent
         covers = functools.partial(self._covers, job)
@@ -149,7 +151,8 @@ class NodeService(SealListener):
             views[group] = msgspec.structs.replace(view, quarantined=reason, crashed_loads=crashed.get(group, 0))
         settings = self.durable_settings(job)
         known = settings if settings.url else None
-        return Survey(tuple(views[group] for group in sorted(views)), unreachable, plain, known)
+        newest = max((group for group in once_whole if group is not None), default=None)
+        return Survey(tuple(views[group] for group in sorted(views)), unreachable, plain, known, newest)
 
     def describe(self, job: str, group: Group) -> Described:
         here = {record.key.part: record for record in self.store.records(job, group)}

@@ -53,6 +53,7 @@ _ORDER: tuple[tuple[type[Exception], Exit], ...] = (
     (errors.CheckpointNotFoundError, Exit.NOT_FOUND),
     (store_errors.ShardNotFoundError, Exit.NOT_FOUND),
     (errors.CheckpointDamagedError, Exit.DAMAGED),
+    (errors.CheckpointLostError, Exit.DAMAGED),
     (store_errors.ShardDamagedError, Exit.DAMAGED),
     (errors.TierUnavailableError, Exit.UNAVAILABLE),
     (store_errors.UnavailableError, Exit.UNAVAILABLE),

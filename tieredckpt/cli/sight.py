@@ -22,6 +22,7 @@ from tieredckpt.durable.open import open_store
 from tieredckpt.durable.store import ObjectStore
 from tieredckpt.errors import (
     CheckpointDamagedError,
+    CheckpointLostError,
     CheckpointNotFoundError,
     TieredCheckpointError,
     TierUnavailableError,
@@ -90,9 +91,12 @@ class Sight:
             step=location.step,
             quarantined=bad if location.step is None else (),
             unreachable=list(survey.unreachable),
+            once_whole=survey.once_whole,
         )
         if found.chosen is None:
-            if found.lost and Tier.DURABLE not in survey.unreachable:
+            if found.lost and not survey.unreachable:
+                raise CheckpointLostError(f"{location} was whole and is not any more ({found.explain()})")
+            if found.damaged and Tier.DURABLE not in survey.unreachable:
                 raise CheckpointDamagedError(f"{location} cannot be used any more ({found.explain()})")
             raise nothing(location, survey, found.explain())
         group = found.chosen.group

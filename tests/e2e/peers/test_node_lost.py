@@ -8,7 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from tests.support.bits import assert_same, zeroed
+from tests.support.neighbours import until
 from tieredckpt import Checkpointer
+from tieredckpt.errors import CheckpointLostError
 
 ROWS = 1 << 12
 
@@ -66,3 +68,28 @@ def test_a_lost_node_comes_back_from_the_others_memory(cluster):
             assert "n4" not in nodes
         else:
             assert "memory" in tiers
+
+
+def refused(job):
+    with Checkpointer(job, on_sigterm="ignore") as ckpt:
+        state = zeroed(sharded(0))
+        try:
+            return ckpt.restore(state)
+        except CheckpointLostError as error:
+            assert ckpt.restore(state, on_lost="begin") == -1
+            return str(error)
+
+
+def test_what_too_many_nodes_took_with_them_is_said_and_not_taken_for_nothing(cluster):
+    cluster.run(["n1", "n2", "n3"], save, [5, 6])
+    for name in ("n1", "n2"):
+        cluster[name].lose()
+    with cluster["n3"].agent(cluster.job) as agent:
+        until(lambda: [one.standing for one in agent.cluster(cluster.job).nodes] == ["dead", "dead", "alive"])
+    for name in ("n4", "n5"):
+        cluster.add(name, f"rack=r{name[1:]}")
+    for said in cluster.run(["n4", "n5", "n3"], refused):
+        assert "step 6" in str(said)
+        assert "was whole once, saved 20" in said
+        assert "nobody has part" in said
+        assert "of 3" in said

@@ -22,7 +22,7 @@ def lost(number, parts=2, found=(0,)):
 
 
 @pytest.mark.parametrize(
-    ("candidates", "quarantined", "is_lost"),
+    ("candidates", "quarantined", "is_damaged"),
     [
         ([], [], False),
         ([step(3, found=(0,))], [], False),
@@ -32,10 +32,27 @@ def lost(number, parts=2, found=(0,)):
     ],
     ids=["nothing", "torn", "a part was damaged", "all parts were damaged", "quarantined"],
 )
-def test_lost_is_not_absent(candidates, quarantined, is_lost):
+def test_damaged_is_not_absent(candidates, quarantined, is_damaged):
     found = resolve(candidates, quarantined=quarantined)
     assert found.chosen is None
-    assert found.lost is is_lost
+    assert found.damaged is is_damaged
+    assert found.lost == ()
+
+
+def test_a_torn_step_is_lost_where_somebody_knows_that_it_was_whole():
+    torn = Candidate(Group(1, 7, 0, "a"), 12, {3: MEMORY}, saved_ns=10**18)
+    never = resolve([torn, step(6, found=(1,))])
+    assert (never.lost, never.verdicts[torn.group]) == ((), Verdict.TORN)
+    known = resolve([torn, step(6, found=(1,))], once_whole=torn.group)
+    assert known.lost == (torn.group,)
+    assert "step 7 (epoch 1): was whole once, saved 2001-09-09 01:46:40Z, nobody has parts" in known.explain()
+    assert "parts 0, 1, 2, 4, 5, 6, 7, 8 and 3 more of 12; step 6" in known.explain()
+    gone = resolve([], once_whole=torn.group)
+    assert "step 7 (epoch 1): was whole once, nobody has any part" in gone.explain()
+    assert resolve([], step=3, once_whole=torn.group).lost == ()
+    older = resolve([torn, step(6)], once_whole=torn.group)
+    assert older.chosen is not None
+    assert older.lost == (torn.group,)
 
 
 def test_a_step_with_a_damaged_part_is_passed_over_by_name():
@@ -249,7 +266,7 @@ def test_the_tiers_a_step_would_be_read_from_are_the_nearest_ones():
 def test_an_explanation_names_every_candidate_newest_first():
     found = resolve([step(1), step(3, found=(0,)), step(2)], unreachable=[Tier.DURABLE])
     assert found.explain().split("; ") == [
-        "step 3 (epoch 1): not whole",
+        "step 3 (epoch 1): not whole, nobody has part 1 of 2",
         "step 2 (epoch 1): chosen",
         "step 1 (epoch 1): older than the chosen one",
         "durable tier: could not be asked",

@@ -17,6 +17,7 @@ from tieredckpt.cli.exits import EXIT_HELP, Exit, advice_for, exit_for, worst
         (errors.CheckpointNotFoundError("x"), 3),
         (store_errors.ShardNotFoundError("x"), 3),
         (errors.CheckpointDamagedError("x"), 4),
+        (errors.CheckpointLostError("x"), 4),
         (store_errors.ShardDamagedError("x"), 4),
         (errors.TierUnavailableError("x"), 5),
         (errors.StoreBusyError("x"), 5),
