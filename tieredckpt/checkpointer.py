@@ -123,6 +123,7 @@ class Checkpointer:
         self._planned_before = False
         self._preparing: list[threading.Thread] = []
         self._joined = False
+        self._closed = False
         self._asked_to_join: set[bool] = set()
         """For restoring, for saving."""
         self._last: ShardKey | None = None
@@ -159,6 +160,7 @@ class Checkpointer:
         After SIGTERM this is the last save: it is made durable within the grace period, and the signal is delivered.
         """
         check_step(step)
+        self._check_open()
         self._noter.note(state, step)
         self._came_further()
         last = self._preemption is not None and self._preemption.requested
@@ -482,6 +484,7 @@ class Checkpointer:
         two cases. After an error ``state`` may hold parts of what was being read: do not train on it.
         """
         job = self._location.job
+        self._check_open()
         with self._recorded.restoring() as told:
             expected = expectation(job, self._together.from_all) if step is None else None
             if expected is not None and expected.exactly:
@@ -526,8 +529,13 @@ class Checkpointer:
             return [StepInfo(step, ("durable",), whole=True) for step in found]
         return step_infos(self.session.node.survey(self._location.job, fresh=True))
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"this Checkpointer of {self._location.job} is closed; make another one")
+
     def close(self) -> None:
         """Seal what is staged and let go of the agent; what is draining goes on without this process."""
+        self._closed = True
         self._noter.forget()
         for preparing in self._preparing:  # one that came later might have an agent started again
             preparing.join()

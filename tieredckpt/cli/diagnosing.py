@@ -35,6 +35,8 @@ from tieredckpt.errors import DurableRefusedError, SettingsError, TieredCheckpoi
 from tieredckpt.settings import DurableSettings, Settings, override
 
 _PATIENCE_S = 10.0
+_STORE = ("durable tier", "credentials", "clock")
+"""Findings without which nothing is uploaded."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -68,7 +70,8 @@ def doctor(screen: Screen, *, bandwidth: bool, size: str, agent_dir: Path | None
 
 def _say(screen: Screen, settings: Settings | None, found: Sequence[Finding]) -> Exit:
     code = Exit.FAILED if any(one.verdict is Verdict.BAD for one in found) else Exit.OK
-    rows = survivals(settings) if settings else []
+    broken = any(one.verdict is Verdict.BAD and one.what in _STORE for one in found)
+    rows = survivals(settings, store_works=not broken) if settings else []
     value = {
         "well": code is Exit.OK,
         "findings": [one.as_json() for one in found],
@@ -243,11 +246,11 @@ def _about_failure(settings: DurableSettings, error: TieredCheckpointError) -> F
 
 def _about_credentials(settings: DurableSettings) -> list[Finding]:
     import botocore.exceptions
-    import botocore.session
 
-    profile = settings.options.get("profile") or None
+    from tieredckpt.durable.account import aws_session
+
     try:
-        session = botocore.session.Session(profile=profile)
+        session = aws_session(settings.options.get("profile", ""))
         credentials = session.get_credentials()
         if credentials is None:
             advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or give the node or pod a role"

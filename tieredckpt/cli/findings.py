@@ -109,18 +109,21 @@ class Survival:
     left: str
 
 
-def survivals(settings: Settings) -> list[Survival]:
-    """What would survive what, with these settings."""
+def survivals(settings: Settings, *, store_works: bool = True) -> list[Survival]:
+    """What would survive what, with these settings, and with the store as it was found."""
     every = settings.memory.every
     durable = settings.durable
     sealed = "every step" if every == 1 else f"one step in {every}"
     uploaded = "every step" if durable.every == 1 else f"one step in {durable.every}"
+    broken = f"nothing as it is now: {durable.url} does not work (above)"
     if not settings.enabled:
+        if not store_works:
+            return [Survival("anything", broken)]
         left = f"plain checkpoints in {durable.url}, {uploaded}"
         return [Survival("anything but the store", left), Survival("the store", "nothing")]
     newest = f"the newest sealed step ({sealed} is sealed), in this node's memory"
     last = f"the newest durable step ({uploaded} is uploaded) in {durable.url}"
-    lost = last if durable.url else "nothing: there is no durable tier"
+    lost = (last if store_works else broken) if durable.url else "nothing: there is no durable tier"
     kept = f"{newest}, for {settings.agent.job_ttl_s / 60:.0f} min after the last trainer left"
     rows = [
         Survival("a trainer, killed at any moment", kept),

@@ -71,6 +71,14 @@ class Connection:
         return str(self.client.generate_presigned_url(operation, Params=params, ExpiresIn=3600))
 
 
+def aws_session(profile: str) -> Any:
+    """The SDK's own chain, with the variable for the region that all other SDKs of AWS read beside its own."""
+    import botocore.session
+
+    region = {"region": ("region", ["AWS_DEFAULT_REGION", "AWS_REGION"], None, None)}
+    return botocore.session.Session(session_vars=region, profile=profile or None)
+
+
 class Account:
     """Any thread may call. Nothing is imported, read or opened before it is asked for."""
 
@@ -139,9 +147,7 @@ class Account:
         return WireSettings(self._timeout_s, proxy_for, str(trusted))
 
     def _session(self) -> Any:
-        import botocore.session
-
-        return botocore.session.Session(profile=self._options.profile or None)
+        return aws_session(self._options.profile)
 
     def _connect(self) -> Connection:
         from botocore.exceptions import NoCredentialsError

@@ -134,3 +134,22 @@ def test_an_upload_that_failed_is_found(cli, agent_dir, tmp_path):
     said = cli("doctor", "--json")
     assert said.code == 1
     assert verdicts(said)["durable tier"] == "bad"
+
+
+def test_a_store_that_fails_keeps_nothing(cli, agent_dir, rclone, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={rclone.endpoint},region=us-east-1")
+    said = cli("doctor", "--durable", "s3://no-such-bucket/x", "--json")
+    left = {row["lost"]: row["left"] for row in said.json["survival"]}
+    assert left["this node or its memory"].startswith("nothing as it is now: s3://no-such-bucket/x does not work")
+    assert left["all nodes of the job"] == left["this node or its memory"]
+    assert left["the store"].startswith("the newest sealed step")
+
+
+def test_the_region_of_every_other_sdk_counts(cli, agent_dir, rclone, monkeypatch):
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.setenv("AWS_REGION", "eu-north-1")
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={rclone.endpoint}")
+    said = cli("doctor", "--durable", "s3://checkpoints/region", "--json")
+    assert "region eu-north-1" in text(said, "credentials")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-south-2")
+    assert "region eu-south-2" in text(cli("doctor", "--durable", "s3://checkpoints/region", "--json"), "credentials")

@@ -524,3 +524,14 @@ def test_a_fresh_start_leaves_the_optimizer_alone(agent_dir):
         ckpt.save({"optim": optimizer}, 0).wait()  # saved before the first step: there are no moments
         assert ckpt.restore({"optim": optimizer}) == 0
         assert not optimizer.state
+
+
+def test_one_that_is_closed_says_so(agent_dir):
+    ckpt = Checkpointer(JOB)
+    ckpt.save(state_at(0), 0).wait()
+    ckpt.close()
+    with pytest.raises(UsageError, match="loop is closed"):
+        ckpt.save(state_at(1), 1)
+    with pytest.raises(UsageError, match="loop is closed"):
+        ckpt.restore(state_at(1))
+    ckpt.close()
