@@ -190,10 +190,14 @@ class Leasing:
             check_key(key, lease.size_bytes, lease.parts)
             if (key.job, key.part) != (lease.key.job, lease.key.part):
                 raise RequestError(f"{lease.key} cannot become {key}: another writer")
-            self._jobs.check_fence(key)
             if key != lease.key and self._shelf.slot_of(key) is not None:
                 raise RequestError(f"{key} exists already")
-            slot, lease, owner = self._writable(lease_id)  # a newer incarnation's key ends what was leased before
+            slot.lease = msgspec.structs.replace(lease, key=key)  # a newer incarnation ends other leases, not this one
+            try:
+                self._jobs.check_fence(key)
+            except BaseException:
+                slot.lease = lease
+                raise
             return self._shelf.give(slot, msgspec.structs.replace(lease, key=key), owner)
 
     def abandon(self, lease_id: str) -> None:

@@ -33,7 +33,7 @@ class Board:
         name = f"{self._prefix}/{group.epoch}/{group.incarnation}/{group.version}/{group.attempt}"
         try:
             with self._lock:
-                if self._store.add(name, 1) == self._session.parts:  # not known yet when the board was made
+                if self._store.add(name, 1) == self._session.owner.parts:  # not known yet when the board was made
                     text = f"{group.epoch} {group.version} {group.attempt} {group.incarnation}"
                     self._store.set(f"{self._prefix}/whole", text)
                     self._store.delete_key(name)
@@ -77,7 +77,7 @@ class Skips:
 
     def _name(self) -> str | None:
         """Where this incarnation's are; ``None`` before it has one."""
-        incarnation = self._session.incarnation
+        incarnation = self._session.owner.current
         if incarnation is None:
             return None
         name = f"tieredckpt/{self._session.job}/{incarnation.epoch}/{incarnation.name}/skipped"

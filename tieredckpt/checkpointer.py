@@ -193,6 +193,12 @@ class Checkpointer:
         if not self._planned_before:
             return self._save_first(state, step, durable=durable)
         session = self.session
+        if session.owner.went_back_alone:
+            raise SaveFailedError(
+                f"step {session.owner.base} of {self._location.job} was loaded by this rank and not by the others that "
+                "save with it: nobody can tell which step the job goes on from. Load it on all ranks, "
+                "by Checkpointer.restore or dcp.load; to look at an old step, use a process of its own"
+            )
         flat = flatten(as_plain(state))
         planned = session.planned_for(fingerprint(flat))
         if planned is None:
@@ -245,7 +251,7 @@ class Checkpointer:
                 good = False
         session = self.session
         rank = self._together.rank
-        mine = _Tried(bool(good), session.attempts_at(step), session.sealed_by(rank))
+        mine = _Tried(bool(good), session.owner.attempts_at(step), session.sealed_by(rank))
         answers = [
             msgspec.json.decode(answer, type=_Tried)
             for answer in self._together.from_all(msgspec.json.encode(mine).decode())
@@ -254,7 +260,7 @@ class Checkpointer:
             return saved
         self._torn.made_anew(step)
         # Some may have tried more often than others, and parts of different attempts make no step.
-        session.skip_attempts(step, max(answer.attempts for answer in answers))
+        session.owner.skip_attempts(step, max(answer.attempts for answer in answers))
         # Where each skipped other steps than the rest, their slots hold what can never be whole: nobody would get one.
         kept = set(answers[0].sealed).intersection(*(answer.sealed for answer in answers))
         session.forget_torn(kept, before=step)
@@ -299,7 +305,7 @@ class Checkpointer:
     ) -> tuple[Staged, list[bytes]]:
         layout = planned.layout
         items = [self._archives.archive(item.fqn, flat[item.fqn]) for item in layout.items]
-        key = session.next_key(step, planned.part)
+        key = session.owner.next_key(step, planned.part)
         staged = session.stage(key, planned.parts, layout, sum(map(len, items)), wait_s=wait_s)
         with session.abandoned_on_error(staged):
             pieces = [Piece(local_tensor(flat, entry), layout.header_bytes + entry.start) for entry in layout.tensors]
@@ -369,7 +375,7 @@ class Checkpointer:
         """Save as ``step`` what the planners of all ranks have kept of it, and know it to be whole."""
         self._all_ready()
         self._join()
-        self.session.base = step  # what was sealed of later steps is of a past that the job leaves
+        self.session.go_back(step)  # what was sealed of later steps is of a past that the job leaves
         # In the durable tier some nodes' part of it would be missing: new ones do not know where that is.
         settings = override(self.settings, durable={"url": ""})
         writer = TieredWriter(self._location.job, step, settings=settings)
@@ -500,7 +506,7 @@ class Checkpointer:
         self._join(restoring=True)
         restored, report = self._restoring.restore(state, step, strict=strict, on_lost=on_lost)
         if restored < 0:
-            self.session.base = -1
+            self.session.go_back(-1)
         else:
             self.last_restore = report
             self._board = self._board or board_for(self.session)

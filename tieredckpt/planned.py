@@ -12,37 +12,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from peerstore.records import Group
 from tieredckpt.boxes import Box
 from tieredckpt.errors import SaveFailedError, UsageError
 from tieredckpt.layout import ARCHIVE, OBJECT, ItemEntry, Layout, TensorEntry, lay_out
 from tieredckpt.manifest import StateTable, TableTensor
 from tieredckpt.state import Fingerprint, archive
 from tieredckpt.tensors import dtype_name, is_plain, require_memory
-
-
-@dataclass(frozen=True)
-class PlanNote:
-    """What the coordinator tells every rank, travelling as the plan's ``storage_data``."""
-
-    job: str
-    epoch: int
-    incarnation: str
-    part: int
-    parts: int
-    table: StateTable | None = None
-    """Only for the coordinator itself."""
-    whole: Group | None = None
-    """The newest version the coordinator saw committed."""
-    step: int = -1
-    """Of the save this was said in: a cached plan comes with an old note."""
-
-
-@dataclass(frozen=True)
-class LocalNote:
-    """What every rank tells the coordinator with its plan."""
-
-    known_epoch: int
 
 
 @dataclass(frozen=True)
@@ -116,7 +91,7 @@ def _fits(tensor: torch.Tensor, sizes: tuple[int, ...]) -> bool:
 class Work:
     """One final plan, taken apart into tensors that are copied and items that are written as bytes."""
 
-    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+    def __init__(self, plan: SavePlan, planner: SavePlanner, *, staged: bool = False) -> None:
         self._planner = planner
         self.keeps = resolves_plainly(planner)
         """Whether the planner's tensors are the state's own: holding on to them costs nothing."""
@@ -132,10 +107,7 @@ class Work:
                 continue
             tensor = resolve(planner, item)
             if tensor.is_meta:
-                raise SaveFailedError(
-                    f"{item.index.fqn} is to be written by this rank, but when the state was staged another rank wrote "
-                    "it: the plan changed in between. This save is lost, the next one stages everything"
-                )
+                raise _without_values(item.index.fqn, staged=staged)
             entry = entry_of(item, tensor)
             if is_plain(tensor):
                 entries.append(entry)
@@ -168,6 +140,18 @@ class Work:
 
     def item_bytes(self, layout: Layout) -> list[bytes | memoryview]:
         return [self._bytes[item.fqn if item.tensor is None else _archive_name(item.tensor)] for item in layout.items]
+
+
+def _without_values(fqn: str, *, staged: bool) -> SaveFailedError:
+    if staged:
+        return SaveFailedError(
+            f"{fqn} is to be written by this rank, but when the state was staged another rank wrote it: the plan "
+            "changed in between. This save is lost, the next one stages everything"
+        )
+    return SaveFailedError(
+        f"{fqn} is on the meta device and has no values to save: materialise it (to_empty(device=...), then load or "
+        "initialise it), or leave it out of the state"
+    )
 
 
 def table_of(plans: Sequence[SavePlan]) -> StateTable:

@@ -55,7 +55,7 @@ from tieredckpt.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
 from tieredckpt.tensors import dtype_named
-from tieredckpt.writer import at_step, storage_meta
+from tieredckpt.writer import at_step, moved_to, storage_meta
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,8 @@ class Vote:
 @dataclass(frozen=True)
 class Decision:
     group: Group
+    ranks: int = 1
+    """How many load it together."""
 
 
 @dataclass
@@ -119,6 +121,7 @@ class TieredReader(StorageReader):
         settings = settings or load_settings()
         self.settings = settings if durable is None else override(settings, durable={"url": durable})
         self._location: Location = at_step(parse_location(target), step)
+        self._step_given = step
         self._cast = on_dtype_mismatch == "cast"
         self._rank = 0
         self._steps: dict[Group, StoredStep] = {}
@@ -167,7 +170,7 @@ class TieredReader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._location = parse_location(checkpoint_id)
+            self._location = moved_to(checkpoint_id, self._location, self._step_given)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -209,7 +212,7 @@ class TieredReader(StorageReader):
         if self._plain:
             return self._plain[1].prepare_global_plan(plans)
         votes = [plan.storage_data for plan in plans]
-        decision = Decision(_agree([vote for vote in votes if isinstance(vote, Vote)], self._location))
+        decision = Decision(_agree([vote for vote in votes if isinstance(vote, Vote)], self._location), len(plans))
         step = self._described(decision.group)
         if step is not None:
             asked = {item.storage_index.fqn for plan in plans for item in plan.items}
@@ -419,7 +422,7 @@ class TieredReader(StorageReader):
             if last:
                 raise TierUnavailableError(f"the node agent went away twice while step {group.version} was read")
         seconds = time.perf_counter() - began
-        session.restored(group)
+        session.restored(group, decision.ranks if isinstance(decision, Decision) else 1)
         reach("load.done")
         session.observe(
             loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}

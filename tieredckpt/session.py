@@ -1,4 +1,4 @@
-"""This process's tie to its node: the connection, the incarnation it writes for, the slots it has mapped."""
+"""This process's tie to its node: the connection, the incarnation's owner, the slots it has mapped."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import contextlib
 import itertools
 import logging
 import os
-import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +25,7 @@ from tieredckpt.copying import Copier, SlotMemory
 from tieredckpt.durable.open import open_store
 from tieredckpt.durable.store import ObjectStore
 from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableError
+from tieredckpt.incarnation import CapturePoint, IncarnationOwner, SaveDecision, SaveProposal
 from tieredckpt.layout import Layout, encode, round_up
 from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table
 from tieredckpt.node import Node, Passport, Source
@@ -107,14 +106,6 @@ def nodes_from(factory: NodeFactory) -> Iterator[None]:
         _factory = before
 
 
-@dataclass(frozen=True)
-class Incarnation:
-    """On whose behalf this process writes."""
-
-    epoch: int
-    name: str
-
-
 @dataclass
 class Staged:
     """A slot that is filled (or being filled) and not sealed yet."""
@@ -132,11 +123,7 @@ class Session:
         self.settings = settings
         self.node = node
         self.copier = Copier(copy_threads(settings))
-        self.incarnation: Incarnation | None = None
-        self.parts = 0
-        """World size of the incarnation."""
-        self.base: int | None = None
-        """The step this incarnation was restored from."""
+        self.owner = IncarnationOwner(job)
         self.sealed_step = -1
         """What this process sealed last."""
         self._loading = False
@@ -149,9 +136,6 @@ class Session:
         self._item_bytes = 0
         self._provisional = itertools.count()
         self._durable: ObjectStore | None = None
-        self._attempts: Counter[tuple[int, str, int]] = Counter()
-        self._skipped = (-1, 0)
-        """A step, and how many attempts at it other ranks have made."""
         self._memories: dict[str, SlotMemory] = {}
         self._known_blobs: set[str] = set()
         self._arena_id = node.store.arena_id
@@ -187,37 +171,42 @@ class Session:
 
     # -- incarnation ------------------------------------------------------------------------------------------
 
-    def adopt(self, incarnation: Incarnation, parts: int) -> None:
-        """Write for ``incarnation`` from now on, unless a newer one is known already."""
-        with self._lock:
-            if self.incarnation is None or incarnation.epoch >= self.incarnation.epoch:
-                if parts != self.parts:
-                    self._planned.clear()
-                self.incarnation, self.parts = incarnation, parts
+    def propose(self, step: int, point: CapturePoint) -> SaveProposal:
+        """What this rank says to the others of a save of what was captured at ``point``."""
+        return self.owner.propose(step, point, self.known_epoch(), self.committed)
 
-    def begin_incarnation(self, known_epochs: Sequence[int], parts: int) -> Incarnation:
-        """The current incarnation, or a new one when there is none, the world changed or others know a newer one."""
+    def adopt(self, decision: SaveDecision, point: CapturePoint) -> None:
+        """Write for what the ranks of a save have decided."""
         with self._lock:
-            newest = max(known_epochs, default=0)
-            current = self.incarnation
-            if current is None or parts != self.parts or newest > current.epoch:
-                current = Incarnation(newest + 1, secrets.token_hex(6))
-                self.adopt(current, parts)
-            return current
+            parts = self.owner.parts
+            self.owner.adopt(decision, point)
+            if self.owner.parts != parts:
+                self._planned.clear()
+        if decision.whole is not None:
+            self.commit(decision.whole)
+        self.forget_unfinished()
 
     def forget_world(self) -> None:
         """What is saved next is of a new incarnation, also where the next world is as large as the last one was."""
         with self._lock:
-            self.incarnation, self.parts = None, 0
+            self.owner.leave_world()
             self._planned.clear()
-            self._attempts.clear()
-            self._skipped = (-1, 0)
+
+    def go_back(self, step: int, ranks: int | None = None) -> None:
+        """What is saved next goes on from ``step`` (-1: from nothing): what was saved after it is of a past.
+
+        ``ranks``: how many have loaded it together; ``None``: all.
+        """
+        with self._lock:
+            self.owner.go_back(step, ranks)
+            self._planned.clear()
 
     def known_epoch(self) -> int:
         """The newest epoch anybody has heard of: this node's agent, or who wrote what is in the durable tier."""
         known = self.node.store.epoch(self.job)
-        if self.incarnation is not None:
-            return max(known, self.incarnation.epoch)
+        current = self.owner.current
+        if current is not None:
+            return max(known, current.epoch)
         return max(known, self._epoch_in_tiers())
 
     def _epoch_in_tiers(self) -> int:
@@ -226,27 +215,6 @@ class Session:
         newest = max((view.group.epoch for view in seen.views), default=0)
         # A tier that cannot be asked may hold any number that was counted so far; the time is above all of them.
         return max(newest, int(time.time())) if seen.unreachable else newest
-
-    def next_key(self, step: int, part: int) -> ShardKey:
-        """The key of this process's next shard for ``step``: every try at a step is an attempt of its own."""
-        with self._lock:
-            if self.incarnation is None:
-                raise SaveFailedError(f"step {step} of {self.job}: no incarnation was agreed on before writing")
-            count = (step, self.incarnation.name, part)
-            skipped = self._skipped[1] if self._skipped[0] == step else 0
-            attempt = max(self._attempts[count], skipped)
-            self._attempts[count] = attempt + 1
-            return ShardKey(self.job, step, self.incarnation.epoch, self.incarnation.name, attempt, part)
-
-    def attempts_at(self, step: int) -> int:
-        """How often this process has tried to write ``step``."""
-        with self._lock:
-            return max((count for (tried, _, _), count in self._attempts.items() if tried == step), default=0)
-
-    def skip_attempts(self, step: int, count: int) -> None:
-        """The next try at ``step`` is at least the one that others would call ``count``."""
-        with self._lock:
-            self._skipped = (step, count)
 
     def sealed_by(self, part: int) -> tuple[Group, ...]:
         """What this node still has of the versions that ``part`` sealed in this incarnation."""
@@ -273,7 +241,7 @@ class Session:
         For a process that has just heard which version is the newest whole one. A version of this incarnation that is
         newer than that one was left by a save that some rank failed.
         """
-        mine, whole = self.incarnation, self.committed
+        mine, whole = self.owner.current, self.committed
         torn = [
             group
             for group in self.unfinished
@@ -287,9 +255,9 @@ class Session:
             self.node.store.forget(self.job, given_up)
 
     def _of_this_incarnation(self) -> list[ShardFact]:
-        if self.incarnation is None:
+        mine = self.owner.current
+        if mine is None:
             return []
-        mine = (self.incarnation.epoch, self.incarnation.name)
         return [one for one in self.node.store.inventory(self.job) if (one.key.epoch, one.key.incarnation) == mine]
 
     def commit(self, group: Group) -> None:
@@ -321,15 +289,9 @@ class Session:
             except (PeerStoreError, OSError) as error:
                 log.debug("the node agent was not told that a load is over: %s", error)
 
-    def restored(self, group: Group) -> None:
-        """This process continues from ``group``; what it saves next says so."""
-        with self._lock:
-            self.base = group.version
-            if self.incarnation is not None:
-                # What this incarnation saved after that step is of a past it leaves, and a new one has to say so.
-                # Whether it saved anything may differ between ranks, that it restores does not.
-                self.incarnation = None
-                self._planned.clear()
+    def restored(self, group: Group, ranks: int) -> None:
+        """This process continues from ``group``, which so many ranks have loaded; what it saves next says so."""
+        self.go_back(group.version, ranks)
         try:
             self.commit(group)
             self.node.restored(self.job, group)
@@ -376,7 +338,7 @@ class Session:
     def planned_for(self, found: Sequence[Fingerprint]) -> PlannedSave | None:
         """What was planned for a state like this one, in this world."""
         wanted = tuple(found)
-        return next((p for p in self._planned if p.fingerprint == wanted and p.parts == self.parts), None)
+        return next((p for p in self._planned if p.fingerprint == wanted and p.parts == self.owner.parts), None)
 
     def remember(self, planned: PlannedSave) -> None:
         others = [
@@ -424,11 +386,25 @@ class Session:
 
     def stage_provisionally(self, planned: PlannedSave, *, wait_s: float) -> Staged:
         """A slot for a planned save whose step is not known yet; :meth:`seal` gives it its key."""
-        if self.incarnation is None:
+        current = self.owner.current
+        if current is None:
             raise SaveFailedError(f"{self.job}: a planned save without an incarnation")
-        epoch, name = self.incarnation.epoch, self.incarnation.name
-        key = ShardKey(self.job, 0, epoch, name, _PROVISIONAL + next(self._provisional), planned.part)
-        return self.stage(key, planned.parts, planned.layout, self._item_bytes, wait_s=wait_s)
+        key = ShardKey(self.job, 0, current.epoch, current.name, _PROVISIONAL + next(self._provisional), planned.part)
+        try:
+            return self.stage(key, planned.parts, planned.layout, self._item_bytes, wait_s=wait_s)
+        except (StoreBusyError, SaveFailedError, TierUnavailableError) as error:
+            what = f"what part {planned.part} of {self.job} stages (epoch {current.epoch} {current.name})"
+            raise type(error)(str(error).replace(str(key), what)) from error
+
+    def carry_over(self, staged: Staged, key: ShardKey) -> Staged:
+        """The same slot, as one of the incarnation of ``key``; :meth:`seal` gives it its key."""
+        mine = staged.lease.key
+        later = ShardKey(self.job, 0, key.epoch, key.incarnation, _PROVISIONAL + next(self._provisional), mine.part)
+        try:
+            lease = self.node.store.relabel(staged.lease.id, later)
+        except PeerStoreError as error:
+            raise SaveFailedError(f"{key}: what was staged for it was lost: {error}") from error
+        return Staged(lease, staged.layout, staged.memory)
 
     def take_over(self, lease: Lease, layout: Layout) -> Staged:
         """Go on with a slot that another process of this rank has staged."""
@@ -460,7 +436,7 @@ class Session:
             meta = ShardMeta(
                 layout=layout.digest,
                 item_sizes=sizes,
-                base=self.base,
+                base=self.owner.base,
                 table=table.digest if table else "",
                 durable=durable,
                 saved_ns=time.time_ns(),
@@ -469,6 +445,7 @@ class Session:
         except PeerStoreError as error:
             raise SaveFailedError(f"{key} was not sealed: {error}") from error
         self.sealed_step = key.version
+        self.owner.sealed(key)
         reach("seal.asked")
         return record
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tieredckpt.copying import Piece
 from tieredckpt.errors import StoreBusyError
+from tieredckpt.incarnation import CapturePoint, Handover
 from tieredckpt.layout import TensorEntry
 from tieredckpt.planned import PlannedSave, Work
 from tieredckpt.quiet import collector_paused
@@ -37,6 +38,10 @@ class Stager:
 
     def __init__(self) -> None:
         self._staged: Staged | None = None
+        self._point: CapturePoint | None = None
+        """Where this job stood when the state that is staged was captured."""
+        self._handed_over: Handover | None = None
+        """The trainer's owner, in a process that saves for it."""
         self._in_use = threading.Semaphore(1)
         self._holding = False
 
@@ -61,6 +66,7 @@ class Stager:
         try:
             if not self.settings.enabled:
                 return _private(state_dict)
+            self.captured()
             with collector_paused():
                 flat = flatten(state_dict)
                 planned = self.session.planned_for(fingerprint(flat))
@@ -72,6 +78,11 @@ class Stager:
             self._discard_staged()
             raise
 
+    def captured(self) -> None:
+        """The state that is saved next has just been staged, by this writer or by another stager."""
+        if self.settings.enabled:
+            self._point = self.session.owner.capture()
+
     def close(self) -> None:
         """Give back what was staged and never written."""
         self._discard_staged()
@@ -79,18 +90,20 @@ class Stager:
     def __getstate__(self) -> dict[str, Any]:
         """What a process that writes in the background needs; the slot is named, not copied, and is its from now on."""
         kept = {name: value for name, value in self.__dict__.items() if name not in ("_in_use", "_staged")}
-        kept["_handed_over"] = None if self._staged is None else (self._staged.lease, self._staged.layout)
+        kept["_slot"] = None if self._staged is None else (self._staged.lease, self._staged.layout)
         kept["_holding"] = False
+        if self.settings.enabled:
+            kept["_handed_over"] = self.session.owner.hand_over()
         self._end_staging()
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        handed_over = state.pop("_handed_over")
+        slot = state.pop("_slot")
         self.__dict__.update(state)
         self._in_use = threading.Semaphore(1)
         self._staged = None
-        if handed_over is not None:
-            self._staged = self.session.take_over(*handed_over)
+        if slot is not None:
+            self._staged = self.session.take_over(*slot)
 
     # -- for the writer ---------------------------------------------------------------------------------------
 
@@ -108,10 +121,10 @@ class Stager:
         }
         return _rebuilt(state_dict, "", views)
 
-    def _take_staged(self, work: Work) -> Staged | None:
+    def _take_staged(self, work: Work, part: int) -> Staged | None:
         """The slot that was staged, with everything of ``work`` in it; ``None`` when there is none that fits."""
         staged = self._staged
-        if staged is None or work.layout([staged.layout]) is not staged.layout:
+        if staged is None or staged.lease.key.part != part or work.layout([staged.layout]) is not staged.layout:
             return None
         moved = [entry for entry in staged.layout.tensors if not _in_place(staged, entry, work.tensor(entry))]
         header = staged.layout.header_bytes
@@ -124,7 +137,7 @@ class Stager:
         return staged
 
     def _end_staging(self) -> None:
-        self._staged = None
+        self._staged = self._point = None
         if self._holding:
             self._holding = False
             self._in_use.release()

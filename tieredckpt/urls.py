@@ -2,7 +2,9 @@
 
 DCP has no registration for storage: it looks for a class that accepts the URL in a fixed list. While URLs are enabled,
 a stand-in is at the head of that list; it makes this package's writer or reader for ``tiered://`` and passes
-everything else to the class it stands for. Nothing is changed on import.
+everything else to the class it stands for. What saves in the background gets its writer from the process that trains:
+DCP's background process has no stand-in, and would know nothing of the incarnation that the job is in. Nothing is
+changed on import.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from tieredckpt.settings import Settings, load_settings, override
 _lock = threading.Lock()
 _enabled: list[Urls] = []
 _PROBE = "tiered://probe/step-0"
+_EXECUTORS = ("_ThreadBasedAsyncCheckpointExecutor", "_ProcessBasedAsyncCheckpointExecutor")
 
 
 class Urls:
@@ -79,15 +82,46 @@ class _StandIn:
     def __call__(self, checkpoint_id: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         if not _is_tiered(checkpoint_id):
             return self.own(checkpoint_id, *args, **kwargs)
+        if not self._reader:
+            return _writer(checkpoint_id)
         from tieredckpt.reader import TieredReader
-        from tieredckpt.writer import TieredWriter
 
-        settings = _enabled[-1].settings if _enabled else None
-        kind = TieredReader if self._reader else TieredWriter
-        return kind(checkpoint_id, settings=settings)
+        return TieredReader(checkpoint_id, settings=_enabled[-1].settings if _enabled else None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
+
+
+class _Executor:
+    """Where ``dcp.async_save`` looks for what saves in the background."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __call__(self) -> Any:
+        executor = self.own()
+        save = executor.execute_save
+
+        def execute_save(
+            staged: Any,
+            *,
+            checkpoint_id: str | os.PathLike[str] | None = None,
+            storage_writer: Any = None,
+            **how: Any,
+        ) -> Any:
+            if storage_writer is None and checkpoint_id is not None and _is_tiered(checkpoint_id):
+                storage_writer = _writer(checkpoint_id)
+                storage_writer.captured()
+            return save(staged, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **how)
+
+        executor.execute_save = execute_save
+        return executor
+
+
+def _writer(checkpoint_id: str | os.PathLike[str]) -> Any:
+    from tieredckpt.writer import TieredWriter
+
+    return TieredWriter(checkpoint_id, settings=_enabled[-1].settings if _enabled else None)
 
 
 def _is_tiered(checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -98,6 +132,7 @@ def _install() -> None:
     """Put the stand-ins in their places, and make sure that this torch looks there."""
     import torch
     from torch.distributed.checkpoint import _storage_utils as places
+    from torch.distributed.checkpoint import state_dict_saver
 
     from tieredckpt.reader import TieredReader
     from tieredckpt.writer import TieredWriter
@@ -106,6 +141,9 @@ def _install() -> None:
     try:
         places.FileSystemWriter = _StandIn(places.FileSystemWriter, reader=False)  # type: ignore[misc,assignment]
         places.FileSystemReader = _StandIn(places.FileSystemReader, reader=True)  # type: ignore[misc,assignment]
+        for name in _EXECUTORS:
+            if hasattr(state_dict_saver, name):  # older ones save in a thread of async_save's own
+                setattr(state_dict_saver, name, _Executor(getattr(state_dict_saver, name)))
         found = [type(places._storage_setup(None, _PROBE, reader=reader)) for reader in (False, True)]
     except (AttributeError, TypeError, RuntimeError):
         pass
@@ -119,8 +157,10 @@ def _install() -> None:
 
 def _uninstall() -> None:
     from torch.distributed.checkpoint import _storage_utils as places
+    from torch.distributed.checkpoint import state_dict_saver
 
-    for name in ("FileSystemWriter", "FileSystemReader"):
-        standing = getattr(places, name, None)
-        if isinstance(standing, _StandIn):
-            setattr(places, name, standing.own)
+    for module, names in ((places, ("FileSystemWriter", "FileSystemReader")), (state_dict_saver, _EXECUTORS)):
+        for name in names:
+            standing = getattr(module, name, None)
+            if isinstance(standing, _StandIn | _Executor):
+                setattr(module, name, standing.own)

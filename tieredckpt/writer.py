@@ -8,20 +8,37 @@ import os
 import time
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from peerstore.records import Group, ShardRecord
+from peerstore.errors import PeerStoreError
+from peerstore.records import Group, ShardKey, ShardRecord
+from tieredckpt.agreement import (
+    Enclosed,
+    SavingRanks,
+    agree_through_store,
+    decide_for_all,
+    expect_messages,
+    received,
+    saving_ranks,
+)
 from tieredckpt.copying import Piece
-from tieredckpt.errors import MissingStepError, TieredCheckpointError, UsageError
+from tieredckpt.errors import (
+    MissingStepError,
+    SaveFailedError,
+    TieredCheckpointError,
+    TierUnavailableError,
+    UsageError,
+)
+from tieredckpt.incarnation import CapturePoint, SaveDecision, SaveProposal
 from tieredckpt.location import Location, check_step, parse_location
+from tieredckpt.manifest import StateTable
 from tieredckpt.plain import plain_writer
-from tieredckpt.planned import LocalNote, PlannedSave, PlanNote, Work, is_default, table_of
+from tieredckpt.planned import PlannedSave, Work, is_default, table_of
 from tieredckpt.quiet import collector_paused
-from tieredckpt.session import Incarnation, Session, Staged, open_session
+from tieredckpt.session import Session, Staged, open_session
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.stager import Stager
 from tieredckpt.state import fingerprint
@@ -29,6 +46,15 @@ from tieredckpt.state import fingerprint
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 64 << 20
+_NOWHERE = CapturePoint("", None, 0, None, -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """What all ranks of a save write for, and which part of it is this rank's."""
+
+    decision: SaveDecision
+    part: int
 
 
 class TieredWriter(Stager, StorageWriter):
@@ -50,9 +76,15 @@ class TieredWriter(Stager, StorageWriter):
         settings = settings or load_settings()
         self.settings = settings if durable is None else override(settings, durable={"url": durable})
         self._location = at_step(parse_location(target), step)
+        self._step_given = step
         self._coordinator = False
         self._collectives = True
         self._rank = 0
+        self._saving = SavingRanks(())
+        self._saved_at = _NOWHERE
+        self._proposal: SaveProposal | None = None
+        self._assignment: Assignment | None = None
+        self._table: StateTable | None = None
         self._plain: StorageWriter | None = None
         """DCP's own writer, while this package is switched off."""
         self.error: TieredCheckpointError | None = None
@@ -72,7 +104,7 @@ class TieredWriter(Stager, StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._location = at_step(parse_location(checkpoint_id), None)
+            self._location = moved_to(checkpoint_id, self._location, self._step_given)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -89,42 +121,38 @@ class TieredWriter(Stager, StorageWriter):
         self._coordinator = is_coordinator
         self._rank = kwargs.get("rank", 0)
         self._collectives = kwargs.get("use_collectives", True)
+        self._saving = saving_ranks()
+        self._proposal = self._assignment = self._table = None
         self.error = self.record = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._plain is not None:
             return self._plain.prepare_local_plan(plan)
-        return _with_note(plan, LocalNote(self.session.known_epoch()))
+        self._proposal = self._propose()
+        expect_messages()
+        return _with(plan, Enclosed(self._proposal))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._plain is not None:
             return self._plain.prepare_global_plan(plans)
-        session = self.session
+        if self._proposal is None:
+            raise UsageError("prepare_global_plan was called before prepare_local_plan")
         if not self._collectives:
-            parts = dist.get_world_size() if dist.is_initialized() else 1
-            incarnation = _agree_incarnation(session, parts)
-            return [_with_note(plans[0], PlanNote(session.job, incarnation.epoch, incarnation.name, self._rank, parts))]
-        known = [plan.storage_data.known_epoch for plan in plans if isinstance(plan.storage_data, LocalNote)]
-        incarnation = session.begin_incarnation(known, len(plans))
-        # With plan caching the plans that did not change arrive empty; the table of the first save still holds.
-        table = table_of(plans) if all(plan.usable for plan in plans) else None
-        whole = session.committed
-        return [
-            _with_note(
-                plan,
-                PlanNote(
-                    session.job,
-                    incarnation.epoch,
-                    incarnation.name,
-                    part,
-                    len(plans),
-                    table if part == self._rank else None,
-                    whole,
-                    self._step,
-                ),
+            self._agree_without_collectives(self._proposal)
+            return plans
+        proposals = received(SaveProposal) or [self._proposal]
+        if len(proposals) != len(plans):
+            raise SaveFailedError(
+                f"{len(plans)} ranks have planned step {self._step} of {self._location.job} and {len(proposals)} have "
+                "said what they write for: all of them have to save with a TieredWriter"
             )
-            for part, plan in enumerate(plans)
-        ]
+        decision = decide_for_all(proposals)
+        if all(plan.usable for plan in plans):  # else the planner has them, see _whole_table
+            self._table = table_of(plans)
+        assignments = [Assignment(decision, part) for part in range(len(plans))]
+        self._assignment = assignments[self._rank]
+        expect_messages()
+        return [_with(plan, Enclosed(one)) for plan, one in zip(plans, assignments, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if self._plain is not None:
@@ -132,6 +160,8 @@ class TieredWriter(Stager, StorageWriter):
             return self._plain.write_data(plan, planner)
         future: Future[list[WriteResult]] = Future()
         try:
+            if self.error is not None:
+                raise self.error
             with collector_paused():
                 self.record = self._write(plan, planner)
         except TieredCheckpointError as error:
@@ -168,30 +198,81 @@ class TieredWriter(Stager, StorageWriter):
             )
         return self._location.step
 
+    def _propose(self) -> SaveProposal:
+        """What this rank says before a save; without collectives also why it cannot, for nobody may wait for it."""
+        step = self._step
+        try:
+            owner = self.session.owner
+            if self._handed_over is not None:
+                owner.take_over(self._handed_over)
+                self._handed_over = None
+            self._saved_at = self._point or owner.capture()
+            return self.session.propose(step, self._saved_at)
+        except (TieredCheckpointError, PeerStoreError) as error:
+            if self._collectives:
+                raise
+            return SaveProposal(self._location.job, step, _NOWHERE, False, 0, 0, problem=str(error))
+
+    def _agree_without_collectives(self, proposal: SaveProposal) -> None:
+        """A rank that raises here would leave the others waiting at DCP's barrier: :meth:`write_data` does."""
+        try:
+            decision = agree_through_store(proposal, self._saving)
+            self._assignment = Assignment(decision, self._saving.part)
+        except TieredCheckpointError as error:
+            self.error = error
+        except RuntimeError as error:  # of torch's stores
+            self.error = TierUnavailableError(f"{self._location}: the ranks' store did not answer: {error}")
+
+    def _assigned(self) -> Assignment:
+        """As it has arrived for this save; nothing travels where a process saves alone."""
+        arrived = received(Assignment) if self._collectives else []
+        expect_messages()
+        assignment = arrived[-1] if arrived else self._assignment
+        if assignment is None or assignment.decision.job != self._location.job:
+            raise SaveFailedError(
+                f"step {self._step} of {self._location.job}: nothing arrived from the coordinator of this save. All "
+                "ranks have to save with a TieredWriter, and DCP has to plan and write in one thread"
+            )
+        return assignment
+
+    def _whole_table(self, planner: SavePlanner) -> StateTable | None:
+        """The names of the whole state, from whoever coordinates.
+
+        With plan caching the plans that did not change arrive empty, and the planner has all of them.
+        """
+        if self._table is None and self._coordinator and self._collectives:
+            plans = getattr(planner, "global_plan", None)
+            if plans and all(plan.usable for plan in plans):
+                self._table = table_of(plans)
+        return self._table
+
     def _write(self, plan: SavePlan, planner: SavePlanner) -> ShardRecord:
         began = time.perf_counter()
         session = self.session
-        note = self._note(plan, session)
-        work = Work(plan, planner)
-        key = session.next_key(self._step, note.part)
+        assigned = self._assigned()
+        decision, part = assigned.decision, assigned.part
+        session.adopt(decision, self._saved_at)
+        key = decision.key(part)
+        work = Work(plan, planner, staged=self._staged is not None)
         self._wait_for_durable(session)
-        earlier, staged = self._staged, self._take_staged(work)
+        earlier = self._staged = self._under(session, self._staged, key)
+        staged = self._take_staged(work, part)
         if staged is None:
             layout = work.layout(session.layouts)
             size = sum(map(len, work.item_bytes(layout)))
-            staged = session.stage(key, note.parts, layout, size, wait_s=self.settings.memory.wait_s)
+            staged = session.stage(key, decision.parts, layout, size, wait_s=self.settings.memory.wait_s)
             with session.abandoned_on_error(staged):
                 self._fill(session, staged, work)
             if earlier is not None:
                 session.abandon(earlier)
         self._staged = staged
-        copied = time.perf_counter()
+        copied, table = time.perf_counter(), self._whole_table(planner)
         items = work.item_bytes(staged.layout)
-        record = session.seal(staged, key, items, durable=self._becomes_durable(session), table=note.table)
+        record = session.seal(staged, key, items, durable=self._becomes_durable(session), table=table)
         self._end_staging()
         if self._collectives:
             session.unfinished.append(record.key.group)
-        self._remember(session, staged, note, planner)
+        self._remember(session, PlannedSave(staged.layout, part, decision.parts, table), planner)
         session.observe(
             saves=1,
             saved_bytes=record.size_bytes,
@@ -213,29 +294,20 @@ class TieredWriter(Stager, StorageWriter):
                 window, size = [], 0
         staged.memory.fill(window, session.copier, warm_bytes=staged.lease.warm_bytes)
 
-    def _note(self, plan: SavePlan, session: Session) -> PlanNote:
-        note = plan.storage_data
-        if not isinstance(note, PlanNote):
-            raise UsageError(
-                "the plan lost what this writer's coordinator put into SavePlan.storage_data: a planner's finish_plan "
-                "has to keep it, and a planner class with plan caching must not be shared with another kind of writer"
-            )
-        if note.job == session.job:
-            session.adopt(Incarnation(note.epoch, note.incarnation), note.parts)
-            if note.whole is not None:
-                session.commit(note.whole)
-            if note.step == self._step:
-                session.forget_unfinished()
-        elif session.incarnation is None or session.parts != note.parts:
-            # A cached plan that was made for another job: the same parts, but not this job's incarnation.
-            session.adopt(_agree_incarnation(session, note.parts), note.parts)
-        return note
+    def _under(self, session: Session, staged: Staged | None, key: ShardKey) -> Staged | None:
+        """The slot that was staged, as one of the incarnation that the save is for.
 
-    def _remember(self, session: Session, staged: Staged, note: PlanNote, planner: SavePlanner) -> None:
-        known = None
-        if is_default(planner) and not any(item.tensor for item in staged.layout.items):
+        Asking for anything else on its behalf first would end this slot, and what is read from it is the state.
+        """
+        if staged is None or (staged.lease.key.epoch, staged.lease.key.incarnation) == (key.epoch, key.incarnation):
+            return staged
+        return session.carry_over(staged, key)
+
+    def _remember(self, session: Session, planned: PlannedSave, planner: SavePlanner) -> None:
+        if is_default(planner) and not any(item.tensor for item in planned.layout.items):
             known = tuple(fingerprint(planner.state_dict))  # type: ignore[attr-defined]
-        session.remember(PlannedSave(staged.layout, note.part, note.parts, note.table, known))
+            planned = dataclasses.replace(planned, fingerprint=known)
+        session.remember(planned)
 
     def _wait_for_durable(self, session: Session) -> None:
         durable = self.settings.durable
@@ -263,20 +335,15 @@ def at_step(location: Location, step: int | None) -> Location:
     return Location(location.job, step)
 
 
-def _with_note(plan: SavePlan, note: object) -> SavePlan:
-    return dataclasses.replace(plan, storage_data=note)
+def moved_to(checkpoint_id: str | os.PathLike[str], location: Location, step: int | None) -> Location:
+    """What ``checkpoint_id`` names. Where it names no step, the writer or reader keeps the one that it was given."""
+    given = parse_location(checkpoint_id)
+    if given.step is not None:
+        return given
+    if step is None and given.job == location.job:
+        step = location.step
+    return Location(given.job, step)
 
 
-def _agree_incarnation(session: Session, parts: int) -> Incarnation:
-    """One incarnation for all ranks without a collective: whoever first writes the store's key decides."""
-    if session.incarnation is not None and session.parts == parts:
-        return session.incarnation
-    proposal = session.begin_incarnation([session.known_epoch()], parts)
-    if not dist.is_initialized():
-        return proposal
-    store = dist.distributed_c10d._get_default_store()
-    name = f"tieredckpt/{session.job}/{parts}/incarnation"
-    agreed = store.compare_set(name, "", f"{proposal.epoch} {proposal.name}").decode()
-    epoch, _, incarnation = agreed.partition(" ")
-    session.incarnation = Incarnation(int(epoch), incarnation)
-    return session.incarnation
+def _with(plan: SavePlan, message: Enclosed) -> SavePlan:
+    return dataclasses.replace(plan, storage_data=message)

@@ -401,6 +401,22 @@ def test_a_slot_can_be_labelled_later(store):
             store.relabel(other.id, wrong)
 
 
+def test_a_slot_may_be_labelled_for_a_newer_incarnation_and_is_not_ended_by_it(store):
+    lease = store.lease(key(0, attempt=9), MIB, 1)
+    fill(lease, content(key(7, epoch=5), MIB))
+    other = store.lease(key(1, job="job", attempt=9), MIB, 1)
+    later = key(7, epoch=5, name="later")
+    assert store.relabel(lease.id, later).key == later
+    with pytest.raises(LeaseLostError):
+        store.seal(other.id, MIB)
+    store.seal(lease.id, MIB)
+    assert load(store, later) == content(key(7, epoch=5), MIB)
+    past = store.lease(key(8, epoch=5, name="later"), MIB, 1)
+    with pytest.raises(FencedError):
+        store.relabel(past.id, key(8, epoch=4))
+    assert store.seal(past.id, MIB).key == past.key
+
+
 # -- blobs ------------------------------------------------------------------------------------------------------------
 
 

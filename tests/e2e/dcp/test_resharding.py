@@ -23,9 +23,10 @@ from tests.support.bits import raw
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.boxes import Box, whole
 from tieredckpt.copying import Copier, Piece
+from tieredckpt.incarnation import Incarnation, SaveDecision
 from tieredckpt.layout import TensorEntry, lay_out
 from tieredckpt.manifest import StateTable, TableTensor
-from tieredckpt.session import Incarnation, open_session
+from tieredckpt.session import open_session
 from tieredckpt.settings import load_settings
 from tieredckpt.tensors import dtype_name
 from tieredckpt.testing import memory_node
@@ -107,7 +108,8 @@ def save_as(session, step, tensors, boxes_of, owners):
     """One shard per rank; of those with the same box, the owner writes it."""
     parts = len(next(iter(boxes_of.values())))
     table = StateTable(tuple(TableTensor(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items()), ())
-    session.adopt(Incarnation(step + 1, f"i{step}"), parts)
+    decision = SaveDecision(JOB, step, Incarnation(step + 1, f"i{step}"), parts, attempt=0, base=None, whole=None)
+    session.adopt(decision, session.owner.capture())
     for part in range(parts):
         mine = []
         for name, tensor in tensors.items():

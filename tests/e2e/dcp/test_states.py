@@ -352,11 +352,19 @@ class Forgetful(DefaultSavePlanner):
         return dataclasses.replace(super().finish_plan(new_plan), storage_data=None)
 
 
-def test_a_planner_that_drops_what_the_coordinator_said_is_told_so(agent_dir):
+def test_a_planner_may_drop_what_a_storage_puts_into_its_plans(agent_dir):
+    save({"a": torch.ones(1)}, planner=Forgetful())
+    target = {"a": torch.zeros(1)}
+    load(target)
+    assert_same({"a": torch.ones(1)}, target)
+
+
+def test_a_tensor_without_values_is_named_by_what_it_is(agent_dir):
     with pytest.raises(CheckpointException) as info:
-        save({"a": torch.ones(1)}, planner=Forgetful())
-    assert isinstance(failure(info), UsageError)
-    assert "storage_data" in str(failure(info))
+        save({"layer.weight": torch.empty(3, device="meta")})
+    assert isinstance(failure(info), SaveFailedError)
+    assert "layer.weight is on the meta device" in str(failure(info))
+    assert "staged" not in str(failure(info))
 
 
 def test_unflattened_states(agent_dir):

@@ -15,9 +15,10 @@ from tests.support.jobs import Job, objects, on_server, state_at
 from tests.support.s3 import BUCKET
 from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, TierUnavailableError
 from tieredckpt.errors import FormatVersionError
+from tieredckpt.incarnation import Incarnation, SaveDecision
 from tieredckpt.manifest import decode_manifest
 from tieredckpt.saved import SaveState
-from tieredckpt.session import Incarnation, close_sessions
+from tieredckpt.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -554,7 +555,8 @@ def test_an_agent_ends_at_once_while_the_store_is_away(agent_dir, rclone, rclone
     rclone_proxy.on("GET", times=10**6).fail(Answer(503, "SlowDown"))
     rclone_proxy.on("PUT", times=10**6).fail(Answer(503, "SlowDown"))
     with Job(agent_dir, behind).checkpointer() as ckpt:
-        ckpt.session.incarnation = Incarnation(1, "known")  # or the first save would ask the store
+        known = SaveDecision(ckpt.session.job, 0, Incarnation(1, "known"), 1, attempt=0, base=None, whole=None)
+        ckpt.session.adopt(known, ckpt.session.owner.capture())  # or the first save would ask the store
         ckpt.save(state_at(0), 0).wait()
         rclone_proxy.wait_for(lambda proxy: len(proxy.seen()) > 2)
         close_sessions()

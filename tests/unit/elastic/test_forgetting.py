@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic.workers.forgetting import forget_frames, forget_world, only_what_worlds_made
+from tieredckpt.incarnation import decide
 from tieredckpt.session import open_session
 from tieredckpt.settings import Settings
 from tieredckpt.testing import memory_node
@@ -118,14 +119,21 @@ def test_plans_of_dcp_are_forgotten():
 def test_what_is_saved_next_is_of_a_new_incarnation():
     with memory_node():
         session = open_session("job-forget", Settings())
-        first = session.begin_incarnation([session.known_epoch()], 2)
-        session.next_key(7, 0)
-        session.skip_attempts(7, 5)
+        first = agreed(session)
+        session.owner.skip_attempts(7, 5)
         forget_world()
-        assert session.incarnation is None
-        second = session.begin_incarnation([first.epoch], 2)
-        assert second.epoch > first.epoch
-        assert session.next_key(7, 0).attempt == 0
+        assert session.owner.current is None
+        second = agreed(session, known_epoch=first.incarnation.epoch)
+        assert second.incarnation.epoch > first.incarnation.epoch
+        assert second.attempt == 0
+
+
+def agreed(session, known_epoch=0):
+    """What two ranks that know the same agree on for a save of step 7."""
+    point = session.owner.capture()
+    decision = decide([session.owner.propose(7, point, known_epoch, None)] * 2, f"i{known_epoch}")
+    session.adopt(decision, point)
+    return decision
 
 
 class Cycle:

@@ -1,0 +1,315 @@
+"""The owner of the incarnation: what ranks agree on, what a load or a new world changes, what another process hears."""
+
+import dataclasses
+import multiprocessing as mp
+from multiprocessing import resource_sharer
+
+import pytest
+import torch.multiprocessing  # noqa: F401 - tensors travel between processes by their memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from peerstore.records import Group
+from tieredckpt.errors import SaveFailedError, UsageError
+from tieredckpt.incarnation import CapturePoint, Incarnation, IncarnationOwner, SaveProposal, decide
+
+JOB = "job"
+X, Y = Incarnation(3, "x"), Incarnation(4, "y")
+
+
+def proposal(current=X, parts=2, base=None, reached=-1, known=0, **how):
+    point = CapturePoint("life", current, parts, base, reached)
+    return SaveProposal(
+        **{"job": JOB, "step": 9, "point": point, "left": False, "attempts": 0, "known_epoch": known} | how
+    )
+
+
+def test_ranks_that_know_the_same_go_on():
+    found = decide([proposal(base=4), proposal(base=4, attempts=2)], "new")
+    assert (found.incarnation, found.parts, found.base, found.attempt) == (X, 2, 4, 2)
+    assert found.key(1).part == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        proposal(None, 0, base=5),
+        proposal(Y),
+        proposal(known=7),
+        proposal(parts=3),
+        proposal(None, 0),
+    ],
+    ids=["went back", "another incarnation", "heard of a newer one", "another world", "new"],
+)
+def test_one_rank_that_differs_makes_a_new_incarnation(other):
+    for proposals in ([proposal(known=3), other], [other, proposal(known=3)]):
+        found = decide(proposals, "new")
+        assert found.incarnation.name == "new"
+        assert found.incarnation.epoch == max(one.known_epoch for one in proposals) + 1
+        assert found.parts == 2
+
+
+def test_a_new_incarnation_goes_on_from_where_a_rank_went_back_to():
+    assert decide([proposal(base=1, reached=20), proposal(None, 0, base=10)], "new").base == 10
+
+
+def test_a_new_incarnation_that_nobody_went_back_for_keeps_what_was_saved():
+    assert decide([proposal(base=1, reached=20), proposal(None, 0)], "new").base == 20
+    assert decide([proposal(None, 0)] * 2, "new").base is None
+    assert decide([proposal(None, 0, base=-1)] * 2, "new").base == -1
+
+
+def test_what_was_staged_before_a_load_is_written_for_its_own_incarnation_or_not_at_all():
+    assert decide([proposal(left=True), proposal(left=True)], "new").incarnation == X
+    with pytest.raises(SaveFailedError, match="of a past that the job has left"):
+        decide([proposal(left=True), proposal(left=True, known=4)], "new")
+    with pytest.raises(SaveFailedError, match="of a past that the job has left"):
+        decide([proposal(left=True), proposal(None, 0, base=4)], "new")
+
+
+def test_ranks_that_save_different_steps_are_told_so():
+    with pytest.raises(UsageError, match="rank 1 saves step 8 of job while rank 0 saves step 9"):
+        decide([proposal(), proposal(step=8)], "new")
+
+
+def test_a_rank_that_cannot_save_says_why_to_all():
+    with pytest.raises(SaveFailedError, match="rank 1 cannot save step 9 of job: no agent"):
+        decide([proposal(), proposal(problem="no agent")], "new")
+
+
+def test_the_newest_whole_version_is_told_to_all():
+    whole = Group(3, 7, 0, "x")
+    assert decide([proposal(whole=whole), proposal(whole=Group(3, 6, 0, "x"))], "new").whole == whole
+    assert decide([proposal()], "new").whole is None
+
+
+def agree(owners, step, points=None, known=0, name="n"):
+    points = points or [owner.capture() for owner in owners]
+    pairs = list(zip(owners, points, strict=True))
+    decision = decide([owner.propose(step, point, known, None) for owner, point in pairs], name)
+    for part, (owner, point) in enumerate(pairs):
+        owner.adopt(decision, point)
+        owner.sealed(decision.key(part))
+    return decision
+
+
+def test_every_try_at_a_step_is_an_attempt_that_all_ranks_count_alike():
+    owners = [IncarnationOwner(JOB) for _ in range(2)]
+    assert [agree(owners, step).attempt for step in (5, 6, 5, 5)] == [0, 0, 1, 2]
+    assert owners[0].next_key(6, 0).attempt == 1
+    assert agree(owners, 6).attempt == 2
+    owners[1].skip_attempts(7, 3)
+    assert agree(owners, 7).attempt == 3
+
+
+def test_an_owner_does_not_remember_every_step():
+    owner = IncarnationOwner(JOB)
+    for step in range(1000):
+        agree([owner], step)
+    assert len(owner._tries) < 100
+
+
+def test_a_save_that_was_under_way_when_a_step_was_loaded_does_not_bring_its_incarnation_back():
+    owner = IncarnationOwner(JOB)
+    first = agree([owner], 20)
+    point = owner.capture()
+    owner.go_back(10)
+    assert agree([owner], 21, [point]).incarnation == first.incarnation
+    assert owner.current is None
+    second = agree([owner], 11, known=first.incarnation.epoch, name="second")
+    assert (second.incarnation.name, second.base) == ("second", 10)
+    with pytest.raises(SaveFailedError):
+        agree([owner], 22, [point], known=second.incarnation.epoch)
+
+
+def test_a_rank_that_loads_on_its_own_knows_it_until_all_ranks_agree_again():
+    owners = [IncarnationOwner(JOB) for _ in range(2)]
+    agree(owners, 3)
+    owners[0].go_back(1, ranks=1)
+    assert owners[0].went_back_alone
+    owners[0].go_back(2, ranks=1)
+    assert owners[0].went_back_alone
+    assert agree(owners, 4, known=1, name="second").base == 2
+    assert not owners[0].went_back_alone
+    owners[0].go_back(3, ranks=2)
+    assert not owners[0].went_back_alone
+
+
+def test_leaving_a_world_keeps_what_was_saved_in_it():
+    owner = IncarnationOwner(JOB)
+    owner.go_back(4)
+    owner.leave_world()
+    assert owner.base == 4
+    first = agree([owner], 7)
+    owner.leave_world()
+    assert (owner.current, owner.base) == (None, 7)
+    assert agree([owner], 8, known=first.incarnation.epoch, name="second").base == 7
+
+
+# -- a process that saves for this one ----------------------------------------------------------------------------
+
+
+def save_for(pipe):
+    """As DCP's background process does, for whatever owner comes with the save."""
+    mine = IncarnationOwner(JOB)
+    while (task := pipe.recv()) is not None:
+        given, step, known = task
+        mine.take_over(given)
+        pipe.send(agree([mine], step, known=known, name=f"background-{step}"))
+
+
+class Trainer:
+    def __init__(self):
+        context = mp.get_context("fork")
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(target=save_for, args=(there,), daemon=True)
+        self.process.start()
+        there.close()
+        self.owner = IncarnationOwner(JOB)
+        self.epoch = 0
+
+    def save(self, step):
+        return self._known(agree([self.owner], step, known=self.epoch, name=f"trainer-{step}"))
+
+    def save_in_background(self, step):
+        self.pipe.send((self.owner.hand_over(), step, self.epoch))
+        return self._known(self.pipe.recv())
+
+    def _known(self, decision):
+        self.epoch = max(self.epoch, decision.incarnation.epoch)
+        return decision
+
+    def close(self):
+        self.pipe.send(None)
+        self.process.join(10)
+        resource_sharer.stop(10)  # its thread gave the memory's descriptor to the other process
+        assert self.process.exitcode == 0
+        self.pipe.close()
+
+
+@pytest.fixture
+def trainer():
+    one = Trainer()
+    yield one
+    one.close()
+
+
+def test_the_trainer_hears_what_was_agreed_in_the_background(trainer):
+    first = trainer.save_in_background(1)
+    assert trainer.owner.current == first.incarnation
+    assert trainer.save(2).incarnation == first.incarnation
+    assert [trainer.save_in_background(2).attempt, trainer.save(2).attempt] == [1, 2]
+
+
+def test_the_background_process_goes_back_with_its_trainer(trainer):
+    first = trainer.save_in_background(1)
+    trainer.owner.go_back(0)
+    assert trainer.owner.current is None
+    second = trainer.save_in_background(1)
+    assert (second.incarnation.epoch, second.base, second.attempt) == (first.incarnation.epoch + 1, 0, 0)
+    assert trainer.owner.current == second.incarnation
+
+
+@settings(max_examples=20)
+@given(ways=st.lists(st.sampled_from(["save", "background", "load", "leave"]), max_size=12))
+def test_trainer_and_background_are_always_in_one_incarnation(ways):
+    trainer = Trainer()
+    try:
+        wanted = None
+        for step, way in enumerate(ways):
+            if way == "load":
+                trainer.owner.go_back(step)
+                wanted = None
+            elif way == "leave":
+                trainer.owner.leave_world()
+                wanted = None
+            else:
+                found = (trainer.save if way == "save" else trainer.save_in_background)(step).incarnation
+                assert found.epoch == trainer.epoch
+                assert wanted in (None, found)
+                wanted = found
+    finally:
+        trainer.close()
+
+
+# -- the state machine --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Rank:
+    owner: IncarnationOwner
+    branch: object = None
+    """What the obvious model says: the last thing that happened to this rank's incarnation."""
+    life: int = 0
+
+
+class Ranks(RuleBasedStateMachine):
+    """Any ranks save together, any ranks load together: those that have not done all the same since part."""
+
+    captured = Bundle("captured")
+
+    def __init__(self):
+        super().__init__()
+        self.ranks = [Rank(IncarnationOwner(JOB)) for _ in range(3)]
+        self.epoch, self.step, self.names = 0, 0, 0
+
+    some = st.sets(st.integers(0, 2), min_size=1).map(sorted)
+
+    @rule(who=some)
+    def save(self, who):
+        self.step += 1
+        self.names += 1
+        owners = [self.ranks[one].owner for one in who]
+        found = agree(owners, self.step, known=self.epoch, name=f"n{self.names}")
+        branches = {self.ranks[one].branch for one in who}
+        together = branches == {(tuple(who), found.incarnation)}
+        assert together == (found.incarnation.name != f"n{self.names}")
+        assert found.incarnation.epoch >= self.epoch
+        self.epoch = found.incarnation.epoch
+        for one in who:
+            self.ranks[one].branch = (tuple(who), found.incarnation)
+
+    @rule(who=some, step=st.integers(0, 30))
+    def load(self, who, step):
+        for one in who:
+            self.ranks[one].owner.go_back(step, len(who))
+            self.ranks[one].branch = "went back"
+            self.ranks[one].life += 1
+
+    @rule(who=some)
+    def leave(self, who):
+        for one in who:
+            self.ranks[one].owner.leave_world()
+            self.ranks[one].branch = "left"
+            self.ranks[one].life += 1
+
+    @rule(target=captured, one=st.integers(0, 2))
+    def capture(self, one):
+        return one, self.ranks[one].owner.capture(), self.ranks[one].life
+
+    @rule(what=captured)
+    def save_late(self, what):
+        one, point, life = what
+        rank = self.ranks[one]
+        self.names += 1
+        before = rank.owner.current
+        try:
+            found = agree([rank.owner], self.step + 100, [point], known=self.epoch, name=f"n{self.names}")
+        except SaveFailedError:
+            assert rank.life != life
+            assert rank.owner.current == before
+            return
+        assert rank.life == life or found.incarnation.name != f"n{self.names}"
+        if rank.life == life:
+            rank.branch = ((one,), found.incarnation)
+            self.epoch = found.incarnation.epoch
+
+    @invariant()
+    def what_an_owner_writes_for_is_what_it_was_last_told(self):
+        for rank in self.ranks:
+            expected = rank.branch[1] if isinstance(rank.branch, tuple) else None
+            assert rank.owner.current == expected
+
+
+TestRanks = Ranks.TestCase

@@ -1,0 +1,166 @@
+"""How the ranks of one DCP save agree on what they write for, and which ranks these are.
+
+With collectives, what each rank proposes goes to the coordinator with its plan, and what it decides comes back with the
+final one. A planner may drop or keep whatever is in a plan (with plan caching it does both), so nothing is left in it:
+a message is taken out as it arrives, when the plan that it came with is unpickled, by the thread that saves.
+
+Without collectives it goes through the store that the ranks met at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from tieredckpt.errors import SaveFailedError, TieredCheckpointError
+from tieredckpt.incarnation import SaveDecision, SaveProposal, decide
+
+_WITHIN_S = 120.0
+_FRAMES = 24
+_ROUND = 0.001, 0.05
+Message = TypeVar("Message")
+_arrived = threading.local()
+
+
+class Enclosed:
+    """A message that travels in a plan and is taken out on arrival."""
+
+    def __init__(self, message: object) -> None:
+        self.message = message
+
+    def __reduce__(self) -> tuple[Callable[[object], None], tuple[object]]:
+        return _take_out, (self.message,)
+
+
+def _take_out(message: object) -> None:
+    """Called where a plan arrives; what is left in the plan is what this returns."""
+    _messages().append(message)
+
+
+def _messages() -> list[object]:
+    if not hasattr(_arrived, "messages"):
+        _arrived.messages = []
+    messages: list[object] = _arrived.messages
+    return messages
+
+
+def expect_messages() -> None:
+    """What arrived in this thread before was for another save."""
+    _messages().clear()
+
+
+def received(kind: type[Message]) -> list[Message]:
+    """What has arrived in this thread."""
+    return [message for message in _messages() if isinstance(message, kind)]
+
+
+@dataclass(frozen=True)
+class SavingRanks:
+    """The ranks that one call of DCP's saves with."""
+
+    ranks: tuple[int, ...]
+    """In the whole world; empty where this process saves alone."""
+
+    @property
+    def parts(self) -> int:
+        return max(1, len(self.ranks))
+
+    @property
+    def part(self) -> int:
+        """This rank's place among them."""
+        return self.ranks.index(dist.get_rank()) if self.ranks else 0
+
+
+def saving_ranks() -> SavingRanks:
+    """Those of the save that has called.
+
+    DCP tells a writer its rank and not in which group, and without collectives nothing else does. What it saves with is
+    in a variable of its own that all its versions have; where a caller has none, it is the default group.
+    """
+    frame: Any = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        found = frame.f_locals.get("distW")
+        if isinstance(found, _DistWrapper):
+            return _members(found.group) if found.use_dist else SavingRanks(())
+        frame = frame.f_back
+    return _members(None) if dist.is_initialized() else SavingRanks(())
+
+
+def _members(group: dist.ProcessGroup | None) -> SavingRanks:
+    if group is None and not dist.is_initialized():
+        return SavingRanks(())
+    return SavingRanks(tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)))
+
+
+def decide_for_all(proposals: Sequence[SaveProposal]) -> SaveDecision:
+    return decide(proposals, secrets.token_hex(6))
+
+
+def agree_through_store(proposal: SaveProposal, saving: SavingRanks) -> SaveDecision:
+    """One decision for all ranks of a save, without a collective. All of them call it."""
+    if saving.parts == 1:
+        return decide_for_all([proposal])
+    store = dist.distributed_c10d._get_default_store()
+    rank = saving.part
+    name = f"tieredckpt/{proposal.job}/saves/{_digest(saving.ranks)}/{proposal.step}"
+    # Counted in the store itself: a rank that is started again finds the count that the others know.
+    prefix = f"{name}/{store.add(f'{name}/{rank}', 1)}"
+    store.set(f"{prefix}/{rank}", msgspec.json.encode(proposal).decode())
+    if rank == 0:
+        store.set(f"{prefix}/decision", _decided(store, prefix, saving))
+    answer = msgspec.json.decode(_told(store, f"{prefix}/decision", "the first rank did not say"), type=_Answer)
+    if store.add(f"{prefix}/heard", 1) == saving.parts:
+        for each in range(saving.parts):
+            store.delete_key(f"{prefix}/{each}")
+            store.delete_key(f"{name}/{each}")
+        store.delete_key(f"{prefix}/decision")
+        store.delete_key(f"{prefix}/heard")
+    if answer.decision is None:
+        raise SaveFailedError(answer.problem)
+    return answer.decision
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    decision: SaveDecision | None
+    problem: str = ""
+
+
+def _decided(store: torch.distributed.Store, prefix: str, saving: SavingRanks) -> str:
+    try:
+        proposals = [
+            msgspec.json.decode(_told(store, f"{prefix}/{rank}", f"rank {rank} did not come"), type=SaveProposal)
+            for rank in range(saving.parts)
+        ]
+        answer = _Answer(decide_for_all(proposals))
+    except TieredCheckpointError as error:
+        answer = _Answer(None, str(error))
+    return msgspec.json.encode(answer).decode()
+
+
+def _told(store: torch.distributed.Store, key: str, otherwise: str) -> bytes:
+    """Asked for again and again: waiting inside the store would keep this process's other threads out of it."""
+    deadline = time.monotonic() + _WITHIN_S
+    pause, longest = _ROUND
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise SaveFailedError(f"{otherwise} within {_WITHIN_S:.0f} s: without collectives, too, all ranks save")
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return store.get(key)
+
+
+def _digest(ranks: Sequence[int]) -> str:
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
