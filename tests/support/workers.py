@@ -22,7 +22,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from _pytest.runner import CallInfo, TestReport
@@ -190,9 +190,16 @@ def _work(session: pytest.Session, end: socket.socket, number: int) -> None:
 # -- the session -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+class _Gateway(NamedTuple):
+    """What the terminal reporter calls a worker."""
+
+    id: str
+
+
+@dataclass(eq=False)
 class _Worker:
     pid: int
+    gateway: _Gateway
     end: socket.socket
     unit: Unit | None = None
     at: int | None = None
@@ -252,7 +259,7 @@ class _Session:
             finally:
                 os._exit(status)
         theirs.close()
-        worker = _Worker(pid, ours)
+        worker = _Worker(pid, _Gateway(f"worker{self._number}"), ours)
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, worker)
 
@@ -280,12 +287,12 @@ class _Session:
             return
         if what == "report":
             hook = self._config.hook
-            hook.pytest_runtest_logreport(report=hook.pytest_report_from_serializable(config=self._config, data=body))
+            report = hook.pytest_report_from_serializable(config=self._config, data=body)
+            report.node = worker  # so that no file is named for each letter that is printed
+            hook.pytest_runtest_logreport(report=report)
         elif what == "begins":
             worker.at = body
             worker.ran.add(body)
-            item = self._session.items[body]
-            self._config.hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         elif what == "done":
             self._queue.done(worker.unit)
             worker.unit = worker.at = None

@@ -1,0 +1,109 @@
+"""``make nightly``: everything that takes hours, one command after the other.
+
+``build/nightly/record.json`` has what passed at this revision: a run that was stopped goes on there, and what failed is
+run again. ``build/nightly/page.md`` is written after each command. With words: only tasks whose names have one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from tests.nightly.record import Outcome, Record, Result, Task, judged, page, remaining, resumed
+
+ROOT = Path(__file__).parents[2]
+PLACE = ROOT / "build/nightly"
+MARKED = "nightly and not system"
+_SCHEDULES, _FIRST, _AT_ONCE = 200_000, 2_000, 20_000
+_TORCH, _PYTHON = ("2.6", "2.13", "2.14"), ("py310", "py311", "py312", "py313")
+_NO_INTERPRETER = r"could not find python interpreter|SKIP|No matching distribution found for torch"
+
+
+def tasks() -> list[Task]:
+    python = sys.executable
+    found = [
+        Task(f"tests: {file}", (python, "-m", "pytest", "-m", MARKED, "--durations", "5", file), 6 * 3600.0)
+        for file in _files()
+    ]
+    for what in ("simulation", "worlds"):
+        for first in range(_FIRST, _FIRST + _SCHEDULES, _AT_ONCE):
+            command = (python, "-m", f"tests.{what}", "--seeds", str(first), str(first + _AT_ONCE))
+            found.append(Task(f"{what}: schedules {first:,} to {first + _AT_ONCE:,}", command))
+    found += [Task(f"demo: {name}", (python, "-m", name, "demo"), 1800.0) for name in ("tieredckpt", "elastic")]
+    tox = str(ROOT / ".venv/bin/tox")
+    for torch in _TORCH:
+        for one in _PYTHON:
+            command = (tox, "-e", f"dcp-{one}-torch{torch.replace('.', '')}")
+            found.append(Task(f"DCP contract: {one}, torch {torch}", command, unavailable=_NO_INTERPRETER))
+    return found
+
+
+def _files() -> list[str]:
+    """Those with tests for the night."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", MARKED]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return sorted({line.split("::", 1)[0] for line in said.splitlines() if "::" in line})
+
+
+def revision() -> str:
+    """With what is not committed."""
+    git = ("git", "-C", str(ROOT))
+    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout
+    changed = subprocess.run([*git, "diff", "HEAD"], capture_output=True, check=True).stdout
+    return head.strip() + (f" with changes {hashlib.sha256(changed).hexdigest()[:8]}" if changed else "")
+
+
+def run(task: Task) -> Result:
+    """In a session of its own: nothing of it is left."""
+    began = time.monotonic()
+    log = PLACE / "last.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            task.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            status: int | None = process.wait(task.timeout_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return judged(task, status, log.read_text(errors="replace"), time.monotonic() - began)
+
+
+def main(words: list[str]) -> int:
+    PLACE.mkdir(parents=True, exist_ok=True)
+    stored = PLACE / "record.json"
+    found = msgspec.json.decode(stored.read_bytes(), type=Record) if stored.exists() else None
+    record = resumed(found, revision(), _now())
+    everything = tasks()
+    wanted = [task for task in everything if not words or any(word in task.name for word in words)]
+    for task in remaining(wanted, record):
+        print(f"{task.name} ...", end=" ", flush=True)
+        result = run(task)
+        print(f"{result.outcome.value} in {result.seconds:.0f} s", flush=True)
+        record = record.having(task.name, result)
+        new = stored.with_suffix(".new")
+        new.write_bytes(msgspec.json.encode(record))
+        new.replace(stored)
+        (PLACE / "page.md").write_text(page(everything, record, _now()))
+    print(f"see {PLACE / 'page.md'}")
+    return int(any(one.outcome is Outcome.FAILED for one in record.results.values()))
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""What a night has run, what is left of it, and the page that tells of it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+import msgspec
+
+_FIGURES = re.compile(r"\d+ (passed|failed)[, ].* in |schedules/s|^figure: |bit for bit")
+_MOST_FIGURES = 12
+_TAIL_LINES = 30
+
+
+class Outcome(str, Enum):
+    PASSED = "passed"
+    FAILED = "failed"
+    UNAVAILABLE = "not available here"
+
+
+class Task(msgspec.Struct, frozen=True):
+    """A command of the night. ``unavailable``: what it prints where this machine lacks what it needs."""
+
+    name: str
+    command: tuple[str, ...]
+    timeout_s: float = 2 * 3600.0
+    unavailable: str = ""
+
+
+class Result(msgspec.Struct, frozen=True):
+    outcome: Outcome
+    seconds: float
+    figures: tuple[str, ...] = ()
+    tail: str = ""
+    """The end of what it printed, where it failed."""
+
+
+class Record(msgspec.Struct, frozen=True):
+    """The results of one revision."""
+
+    revision: str
+    began: str
+    results: dict[str, Result] = {}
+
+    def having(self, name: str, result: Result) -> Record:
+        return msgspec.structs.replace(self, results={**self.results, name: result})
+
+
+def resumed(found: Record | None, revision: str, now: str) -> Record:
+    """What was found goes on where it is of this revision; what failed then is not known any more."""
+    if found is None or found.revision != revision:
+        return Record(revision, now)
+    kept = {name: one for name, one in found.results.items() if one.outcome is not Outcome.FAILED}
+    return msgspec.structs.replace(found, results=kept)
+
+
+def remaining(tasks: Sequence[Task], record: Record) -> list[Task]:
+    return [task for task in tasks if task.name not in record.results]
+
+
+def judged(task: Task, status: int | None, printed: str, seconds: float) -> Result:
+    """``status`` is ``None`` when its time was over."""
+    lines = printed.splitlines()
+    figures = tuple(line.strip(" =").removeprefix("figure: ") for line in lines if _FIGURES.search(line))
+    if task.unavailable and re.search(task.unavailable, printed):
+        return Result(Outcome.UNAVAILABLE, seconds)
+    if status == 0:
+        return Result(Outcome.PASSED, seconds, figures[-_MOST_FIGURES:])
+    end = [] if status is not None else [f"ended after {task.timeout_s:g} s"]
+    return Result(Outcome.FAILED, seconds, figures[-_MOST_FIGURES:], "\n".join([*lines[-_TAIL_LINES:], *end]))
+
+
+def page(tasks: Sequence[Task], record: Record, now: str) -> str:
+    """Markdown: the result of every task, what failed first."""
+    results = {task.name: record.results.get(task.name) for task in tasks}
+    outcomes = [one.outcome for one in results.values() if one is not None]
+    counts = [f"{outcomes.count(outcome)} {outcome.value}" for outcome in Outcome]
+    counts.append(f"{len(results) - len(outcomes)} not run yet")
+    total_s = sum(one.seconds for one in results.values() if one is not None)
+    lines = [
+        f"# Nightly run of {record.revision}",
+        "",
+        f"Began {record.began}, written {now}; {lasted(total_s)} of work.",
+        f"{', '.join(counts)}.",
+        "",
+    ]
+    lines += _failures(results)
+    lines += ["| | result | took | figures |", "|---|---|---|---|"]
+    for name, one in results.items():
+        if one is None:
+            lines.append(f"| {name} | not run yet | | |")
+        else:
+            figures = "<br>".join(_cell(figure) for figure in one.figures)
+            lines.append(f"| {_cell(name)} | {one.outcome.value} | {lasted(one.seconds)} | {figures} |")
+    return "\n".join([*lines, ""])
+
+
+def _failures(results: Mapping[str, Result | None]) -> list[str]:
+    lines = []
+    for name, one in results.items():
+        if one is not None and one.outcome is Outcome.FAILED:
+            lines += [f"## Failed: {name}", "", "```", one.tail, "```", ""]
+    return lines
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def lasted(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"

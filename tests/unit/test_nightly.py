@@ -1,0 +1,59 @@
+"""What a night goes on with, and the page that it writes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.nightly.record import Outcome, Record, Result, Task, judged, lasted, page, remaining, resumed
+
+TASKS = [Task(name, ("true",)) for name in ("tests: a", "tests: b", "demo: c", "DCP contract: d")]
+RESULTS = st.dictionaries(
+    st.sampled_from([task.name for task in TASKS]), st.builds(Result, st.sampled_from(Outcome), st.floats(0, 1e5))
+)
+
+
+@given(RESULTS)
+def test_at_the_same_revision_only_what_passed_or_cannot_run_is_left_out(results):
+    record = resumed(Record("abc", "then", results), "abc", "now")
+    assert record.began == "then"
+    done = {name for name, one in results.items() if one.outcome is not Outcome.FAILED}
+    assert [task.name for task in remaining(TASKS, record)] == [task.name for task in TASKS if task.name not in done]
+
+
+@given(RESULTS)
+def test_another_revision_begins_anew(results):
+    record = resumed(Record("abc", "then", results), "abd", "now")
+    assert record == Record("abd", "now")
+    assert remaining(TASKS, record) == TASKS
+    assert resumed(None, "abd", "now") == record
+
+
+def test_what_was_printed_is_judged():
+    task = Task("tests: a", ("true",), timeout_s=5, unavailable="no interpreter")
+    printed = "collected\n===== 3 passed, 1 skipped in 2.50s =====\n20000 schedules, 0 broke a rule, 150 schedules/s\n"
+    passed = judged(task, 0, printed, 2.5)
+    assert passed.outcome is Outcome.PASSED
+    assert passed.figures == ("3 passed, 1 skipped in 2.50s", "20000 schedules, 0 broke a rule, 150 schedules/s")
+    failed = judged(task, 1, "words\n==== 1 failed, 2 passed in 1s ====", 1)
+    assert (failed.outcome, failed.figures) == (Outcome.FAILED, ("1 failed, 2 passed in 1s",))
+    assert failed.tail.startswith("words\n")
+    assert judged(task, None, "words", 5).tail == "words\nended after 5 s"
+    assert judged(task, 1, "no interpreter for 3.14", 1).outcome is Outcome.UNAVAILABLE
+    assert judged(TASKS[0], 1, "no interpreter for 3.14", 1).outcome is Outcome.FAILED
+
+
+def test_the_page_has_every_task_and_tells_what_failed():
+    record = Record("abc", "yesterday")
+    record = record.having("tests: b", Result(Outcome.FAILED, 61.0, ("1 failed in 61s",), "assert 1 == 2"))
+    record = record.having("demo: c", Result(Outcome.PASSED, 3725.0, ("a | b",)))
+    text = page(TASKS, record, "today")
+    assert text.startswith("# Nightly run of abc\n\nBegan yesterday, written today; 1 h 03 min of work.\n")
+    assert "1 passed, 1 failed, 0 not available here, 2 not run yet." in text
+    assert "## Failed: tests: b\n\n```\nassert 1 == 2\n```\n" in text
+    for row in ("| tests: a | not run yet | | |", "| tests: b | failed | 1 min 01 s | 1 failed in 61s |",
+                "| demo: c | passed | 1 h 02 min | a \\| b |"):  # fmt: skip
+        assert row in text.splitlines()
+
+
+def test_times_are_said_in_two_units():
+    said = {0.4: "0 s", 59: "59 s", 60: "1 min 00 s", 3599.6: "1 h 00 min", 7260: "2 h 01 min"}
+    assert {seconds: lasted(seconds) for seconds in said} == said
