@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -26,6 +27,9 @@ from peerstore.owners import peer_of, trusted_users
 from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
 
 _CALL_S = 60.0
+_GREETING_S = 10.0
+_SILENT_S = 3.0
+"""After so long without a word it is looked whether the agent hangs."""
 _LINE_S = 0.01
 _SLOWEST_BYTES_PER_S = 100e6
 _ADOPTION_S = 660.0
@@ -88,8 +92,11 @@ class Client:
         job: str = "",
         retry_s: float = 20.0,
         errors: Mapping[str, type[Exception]] | None = None,
+        replace: Callable[[], bool] = lambda: False,
     ) -> None:
+        """``replace`` is asked when the agent says nothing: it ends one that hangs, so that there can be another."""
         self._connector = connector
+        self._replace = replace
         self._job = job
         self._retry_s = retry_s
         self._errors = dict(errors or {})
@@ -99,7 +106,7 @@ class Client:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self.server_version = ""
-        self.arena_id = ""
+        self.arena_id = self.started = ""
         self._give_back(self._open(time.monotonic() + retry_s))
 
     # -- Store ------------------------------------------------------------------------------------------------
@@ -177,15 +184,30 @@ class Client:
 
     # -- any operation ----------------------------------------------------------------------------------------
 
-    def call(self, op: str, body: object, result: type[T] | Any, *, timeout_s: float = _CALL_S) -> Any:
-        """Ask the agent for ``op``; the answer as a ``result``, or the error it raised."""
+    def call(
+        self,
+        op: str,
+        body: object,
+        result: type[T] | Any,
+        *,
+        timeout_s: float = _CALL_S,
+        within_s: float | None = None,
+    ) -> Any:
+        """Ask the agent for ``op``; the answer as a ``result``, or the error it raised.
+
+        ``timeout_s`` is for the answer to one try, ``within_s`` for everything, an agent that is started included.
+        """
         request = Request(op, frames.encode_raw(body))
-        deadline = time.monotonic() + self._retry_s
-        sock = self._take(deadline)
+        deadline = time.monotonic() + (self._retry_s if within_s is None else min(self._retry_s, within_s))
+        until = None if within_s is None else time.monotonic() + within_s
+        sock = self._take(deadline, until)
         while True:
             try:
+                if until is not None:
+                    timeout_s = max(0.01, until - time.monotonic())
                 sock.settimeout(timeout_s)
                 frames.send(sock, request)
+                self._await_answer(sock, timeout_s)
                 response = frames.receive(sock, Response)
                 if response is None:
                     raise AgentUnreachableError("the agent closed the connection")
@@ -193,11 +215,11 @@ class Client:
             except TimeoutError as error:
                 sock.close()
                 raise AgentUnreachableError(f"the agent did not answer {op!r} within {timeout_s:.0f} s") from error
-            except (AgentUnreachableError, OSError):
+            except (AgentUnreachableError, OSError) as error:
                 sock.close()
                 if time.monotonic() >= deadline:
-                    raise
-                sock = self._open(deadline)
+                    raise AgentUnreachableError(f"the agent was lost while it was asked {op!r}: {error}") from error
+                sock = self._open(deadline, until)
             except BaseException:
                 sock.close()
                 raise
@@ -205,6 +227,16 @@ class Client:
         if response.error:
             raise self._error(response)
         return frames.decode(response.body, result)
+
+    def _await_answer(self, sock: socket.socket, timeout_s: float) -> None:
+        """Until something comes. An agent that is at work may say nothing for long; one that hangs is replaced."""
+        until = time.monotonic() + timeout_s
+        waiting = select.poll()
+        waiting.register(sock, select.POLLIN)
+        while not waiting.poll(1000 * min(_SILENT_S, max(0.0, until - time.monotonic()))):
+            if time.monotonic() >= until:
+                raise TimeoutError
+            self._replace()
 
     def tell(self, op: str, body: object, *, timeout_s: float) -> None:
         """Say something the agent may miss, on a connection that is open: nothing is opened, started or repeated."""
@@ -227,7 +259,7 @@ class Client:
         kind = self._errors.get(response.error)
         return kind(message) if kind is not None else from_wire(response.error, message)
 
-    def _take(self, deadline: float) -> socket.socket:
+    def _take(self, deadline: float, until: float | None = None) -> socket.socket:
         with self._lock:
             if self._pid != os.getpid():  # a forked child must not talk on its parent's connections
                 inherited, self._idle, self._pid = self._idle, [], os.getpid()
@@ -235,7 +267,7 @@ class Client:
                     sock.close()
             if self._idle:
                 return self._idle.pop()
-        return self._open(deadline)
+        return self._open(deadline, until)
 
     def _give_back(self, sock: socket.socket) -> None:
         with self._lock:
@@ -244,24 +276,29 @@ class Client:
                 return
         sock.close()
 
-    def _open(self, deadline: float) -> socket.socket:
+    def _open(self, deadline: float, until: float | None = None) -> socket.socket:
         pause = 0.02
         while True:
             try:
-                sock = self._greet(self._connector())
+                left_s = _GREETING_S if until is None else max(0.1, until - time.monotonic())
+                sock = self._greet(self._connector(), min(_GREETING_S, left_s))
                 self._given_up = False
                 return sock
-            except (AgentUnreachableError, OSError):
-                if self._given_up or time.monotonic() + pause >= deadline:
+            except (AgentUnreachableError, OSError) as error:
+                in_time = until is None or time.monotonic() < until
+                replaced = isinstance(error, TimeoutError) and in_time and self._replace()
+                if not replaced and (self._given_up or time.monotonic() + pause >= deadline):
                     self._given_up = True
+                    if isinstance(error, TimeoutError):
+                        raise AgentUnreachableError("the agent takes connections and says nothing: it hangs") from error
                     raise
                 time.sleep(pause)
                 pause = min(pause * 2, 1.0)
 
-    def _greet(self, sock: socket.socket) -> socket.socket:
+    def _greet(self, sock: socket.socket, timeout_s: float) -> socket.socket:
         with contextlib.ExitStack() as undo:
             undo.callback(sock.close)
-            sock.settimeout(10.0)
+            sock.settimeout(timeout_s)
             frames.send(sock, Greeting(PROTOCOL, self._job))
             answer = frames.receive(sock, Greeting, limit_bytes=frames.MAX_GREETING_BYTES)
             if answer is None:
@@ -273,6 +310,6 @@ class Client:
                     f"the agent speaks protocol {answer.protocol} (version {answer.server or 'unknown'}), "
                     f"this client {PROTOCOL}: use the same release for both"
                 )
-            self.server_version, self.arena_id = answer.server, answer.arena
+            self.server_version, self.arena_id, self.started = answer.server, answer.arena, answer.started
             undo.pop_all()
         return sock

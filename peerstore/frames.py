@@ -36,6 +36,8 @@ class Greeting(msgspec.Struct, frozen=True):
     """The server's version, in its answer."""
     arena: str = ""
     """Which arena it serves, in its answer."""
+    started: str = ""
+    """Which start of the agent it is, in its answer."""
     refused: str = ""
     """Why the server does not go on, in its answer."""
 

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from peerstore import frames
 from peerstore.client import connect
-from peerstore.errors import AgentUnreachableError
+from peerstore.errors import AgentUnreachableError, PeerStoreError
+from peerstore.frames import PROTOCOL, Greeting
+from peerstore.owners import peer_of
 from peerstore.server import private_directory
 from peerstore.settings import AgentPlace
 
+log = logging.getLogger(__name__)
+
 _LOG_TAIL_BYTES = 2000
+_PROBE_S = 3.0
+_END_S = 10.0
 
 
 def connect_or_launch(
@@ -42,6 +51,64 @@ def connect_or_launch(
             return _launch(place, command, environ, deadline)
     finally:
         os.close(fd)
+
+
+def replace_hung(place: AgentPlace, *, within_s: float = _PROBE_S) -> bool:
+    """End the agent if it hangs, so that another one can take over what it keeps; whether it did and is gone.
+
+    The proof: it accepts nobody's greeting for ``within_s``, holds the lock of its directory, and meanwhile none of its
+    threads ran, was about to, or waited for a disk. One that is only slow on a busy machine is left alone.
+    """
+    try:
+        with connect(place.socket, named=place.named) as sock:
+            pid = peer_of(sock)[0]
+            agent = os.pidfd_open(pid)
+            try:
+                before = _stands_still(pid)
+                if before < 0 or _greets(sock, within_s) or _stands_still(pid) != before or not _holds(place, pid):
+                    return False
+                log.warning(
+                    "the agent in %s (process %d) hangs: it is ended, and another one takes over", place.directory, pid
+                )
+                signal.pidfd_send_signal(agent, signal.SIGKILL)
+                return bool(select.select([agent], [], [], _END_S)[0])
+            finally:
+                os.close(agent)
+    except (PeerStoreError, OSError, ValueError):  # it is gone, or somebody else's
+        return False
+
+
+def _greets(sock: socket.socket, within_s: float) -> bool:
+    sock.settimeout(within_s)
+    try:
+        frames.send(sock, Greeting(PROTOCOL, ""))
+        frames.receive(sock, Greeting, limit_bytes=frames.MAX_GREETING_BYTES)
+    except TimeoutError:
+        return False
+    except PeerStoreError:  # it says something
+        return True
+    return True
+
+
+def _stands_still(pid: int) -> int:
+    """The time that a process has computed so far, or -1 while any of its threads runs, or waits for a disk."""
+    computed = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        fields = task.joinpath("stat").read_text().rpartition(")")[2].split()
+        if fields[0] in "RD":
+            return -1
+        computed += int(fields[11]) + int(fields[12])
+    return computed
+
+
+def _holds(place: AgentPlace, pid: int) -> bool:
+    """Whether it is the agent of this directory: who has locked it wrote its number there."""
+    with place.lock.open("r") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(lock.read()) == pid
+    return False
 
 
 def _lock(fd: int, place: AgentPlace, deadline: float) -> None:

@@ -31,6 +31,8 @@ class Store(Protocol):
 
     arena_id: str
     """Changes when everything that was here is gone."""
+    started: str
+    """Changes whenever the store's process begins again."""
 
     def epoch(self, job: str) -> int: ...
     def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int: ...

@@ -181,7 +181,7 @@ class StoreServer:
             raise
         if owner is None:
             return
-        frames.send(connection, Greeting(PROTOCOL, job, self._version, self._store.arena_id))
+        frames.send(connection, Greeting(PROTOCOL, job, self._version, self._store.arena_id, self._store.started))
         if job:
             self._store.arrived(owner, job)
         try:

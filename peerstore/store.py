@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +73,7 @@ class NodeStore:
         self._warming = Warming(self._shelf)
         self.copies = Copies(self._shelf, self._jobs, self._leasing)
         self.arena_id = self._shelf.notes.identity()
+        self.started = secrets.token_hex(6)
         with self._lock:
             self._adoption.read_notes()
         for record, reason in self._adoption.lost:

@@ -6,13 +6,13 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from peerstore.client import Client, Connector, connect
 from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.errors import AgentUnreachableError
-from peerstore.launch import connect_or_launch
+from peerstore.launch import connect_or_launch, replace_hung
 from peerstore.peers.plan import TeamPlan
 from peerstore.records import Group, ShardKey
 from peerstore.settings import AgentPlace
@@ -40,6 +40,8 @@ from tieredckpt.settings import DurableSettings, Settings
 
 _ADOPTION_S = 660.0
 _RETRY_S = 20.0
+_SLACK_S = 1.0
+"""For the way to the agent and back, beyond the time that is asked for."""
 _WAIT_AGAIN_S = 300.0
 _HINT_S = 5.0
 
@@ -57,6 +59,7 @@ class AgentNode:
             if settings.agent.embedded
             else (lambda: connect(place.socket, named=place.named)),
             job,
+            (lambda: replace_hung(place)) if settings.agent.embedded else (lambda: False),
         )
 
     def configure(self, job: str, durable: DurableSettings) -> None:
@@ -95,7 +98,7 @@ class AgentNode:
         while True:
             left = max(0.0, deadline - time.monotonic())
             ask = WaitDurable(job, group, min(left, MAX_WAIT_S))
-            view = self.store.call("wait_durable", ask, DrainView | None, timeout_s=ask.timeout_s + _ADOPTION_S)
+            view = self.store.call("wait_durable", ask, DrainView | None, within_s=ask.timeout_s + _SLACK_S)
             if view is None or view.state not in ("waiting", "running") or left <= MAX_WAIT_S:
                 return view
 
@@ -119,7 +122,7 @@ class AgentNode:
         while True:
             left = max(0.0, deadline - time.monotonic())
             ask = AskDurability(key, copies, domains, min(left, MAX_WAIT_S))
-            found: Durability = self.store.call("durability", ask, Durability, timeout_s=ask.timeout_s + _ADOPTION_S)
+            found: Durability = self.store.call("durability", ask, Durability, within_s=ask.timeout_s + _SLACK_S)
             if left <= MAX_WAIT_S or (found.copies >= copies and found.domains >= domains):
                 return found
 
@@ -134,11 +137,11 @@ _unreachable: dict[Path, float] = {}
 """Sockets that nobody answered on when this process waited for it, and when that was."""
 
 
-def _client(place: AgentPlace, connector: Connector, job: str) -> Client:
+def _client(place: AgentPlace, connector: Connector, job: str, replace: Callable[[], bool]) -> Client:
     """A client, waited for once: a training loop that tries again with every save must not wait every time."""
     waited = time.monotonic() - _unreachable.get(place.socket, -math.inf) < _WAIT_AGAIN_S
     try:
-        client = Client(connector, job=job, errors=wire_errors(), retry_s=0.0 if waited else _RETRY_S)
+        client = Client(connector, job=job, errors=wire_errors(), retry_s=0.0 if waited else _RETRY_S, replace=replace)
     except AgentUnreachableError:
         _unreachable[place.socket] = time.monotonic()
         raise

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import DTensor
 
-from peerstore.errors import PeerStoreError
+from peerstore.errors import AgentUnreachableError, PeerStoreError
 from peerstore.records import Group, ShardKey, ShardRecord
 from tieredckpt.board import Board, board_for
 from tieredckpt.copying import Piece
@@ -54,6 +54,8 @@ from tieredckpt.writer import TieredWriter
 
 log = logging.getLogger(__name__)
 
+_SEALING_S = 2.0
+"""A seal ends in less, where the node keeps up; a save that may be skipped waits no longer for the one before it."""
 _LOOK_AGAIN_S = 1.0
 """Who was to hold a copy may leave, and then it is not waited for any more."""
 State = dict[str, Any]
@@ -206,7 +208,7 @@ class Checkpointer:
         if wait_s is None:
             wait_s = self.settings.memory.wait_s if self.settings.memory.on_busy == "wait" else 0.0
         wanted = (durable and bool(self.settings.durable.url)) or session.is_durable(step)
-        self._finish_last(wait_s=self.settings.memory.wait_s)
+        self._finish_last(wait_s=max(wait_s, _SEALING_S))
         self._until_last_is_copied()
         if wanted and self.settings.durable.on_busy == "wait":
             session.wait_drained(self.settings.durable.retry_s)
@@ -438,17 +440,22 @@ class Checkpointer:
         """Until all saves so far have reached ``tier``; False when the time was not enough or some cannot get there."""
         if not self.settings.enabled:
             return True
+        deadline = time.monotonic() + timeout_s
         try:
             self._finish_last(wait_s=timeout_s)
-        except StoreBusyError:
+            if tier == "memory" or not self.settings.durable.url:
+                return tier == "memory"
+            left_s = max(0.0, deadline - time.monotonic())
+            view = self.session.node.wait_durable(self._location.job, None, left_s)
+        except (StoreBusyError, AgentUnreachableError):
             return False
-        if tier == "memory" or not self.settings.durable.url:
-            return tier == "memory"
-        view = self.session.node.wait_durable(self._location.job, None, timeout_s)
         return view is None or view.state in ("done", "skipped")
 
     def _until_durable(self, group: Group, timeout_s: float) -> bool:
-        view = self.session.node.wait_durable(self._location.job, group, timeout_s)
+        try:
+            view = self.session.node.wait_durable(self._location.job, group, timeout_s)
+        except PeerStoreError as error:
+            raise TierUnavailableError(f"whether step {group.version} is durable is not known: {error}") from error
         if view is None or view.state == "skipped":
             return False
         if view.state == "failed":
@@ -470,9 +477,7 @@ class Checkpointer:
 
     def _flush(self, deadline_s: float) -> None:
         """What SIGTERM leaves time for: seal what is staged, and make it durable."""
-        self.wait("memory", timeout_s=deadline_s)
-        if self.settings.durable.url:
-            self.wait("durable", timeout_s=deadline_s)
+        self.wait("durable" if self.settings.durable.url else "memory", timeout_s=deadline_s)
 
     # -- restoring --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 
 import msgspec
 import torch
@@ -61,6 +62,8 @@ def join_others(session: Session, *, restoring: bool = False) -> bool:
         plan = _plan_of_world(session, peer, restoring) if peer.discovery == WORLD else configured_plan(peer)
         if plan is not None:
             session.join(plan)
+            first = peer.discovery == WORLD and int(os.environ.get("LOCAL_RANK", "0")) == 0
+            session.renew = partial(_renewed, session) if first else None
         return plan is not None
     except PeerStoreError as error:
         raise TierUnavailableError(f"{session.job}: its nodes cannot keep copies for each other: {error}") from error
@@ -124,6 +127,28 @@ def _acquaintance(session: Session, restoring: bool) -> Acquaintance | None:
     if known is not None and known.silent:
         log.error("%s: %s did not come back; what only it has is lost to this start", session.job, silent)
     return known
+
+
+def _renewed(session: Session, plan: TeamPlan) -> TeamPlan:
+    """This node's agent has begun again: say where it listens now, and hear where those of the other nodes do."""
+    me = session.node.me()
+    if plan.roster is None or me is None or not dist.is_initialized():
+        return plan
+    store, prefix = dist.distributed_c10d._get_default_store(), f"tieredckpt/{session.job}/nodes/at"
+    try:
+        store.set(f"{prefix}/{me.id}", _text(me))
+        nodes = [
+            msgspec.json.decode(store.get(f"{prefix}/{node.id}"), type=Node)
+            if store.check([f"{prefix}/{node.id}"])
+            else node
+            for node in plan.roster.nodes
+        ]
+    except RuntimeError as error:  # the next world says it anyway
+        log.warning("%s: where this node's agent listens now was not told: %s", session.job, error)
+        return plan
+    if tuple(sorted(nodes)) == plan.roster.nodes:
+        return plan
+    return msgspec.structs.replace(plan, roster=roster_of(time.time_ns(), nodes))
 
 
 def _guest(session: Session, known: Acquaintance | None) -> _Guest | None:

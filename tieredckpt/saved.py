@@ -76,7 +76,8 @@ class Saved:
             raise StoreBusyError(f"step {self.step} was not sealed within {timeout_s:.0f} s") from None
         if copies > 1 or domains > 1:
             self._wait_copied(record.key, copies, domains, max(0.0, deadline - time.monotonic()))
-        if tier == "durable" and self._until_durable is not None and self._until_durable(record.key.group, timeout_s):
+        left_s = max(0.0, deadline - time.monotonic())
+        if tier == "durable" and self._until_durable is not None and self._until_durable(record.key.group, left_s):
             self._state = SaveState.DURABLE
         return self._state
 

@@ -138,7 +138,9 @@ class Session:
         self._durable: ObjectStore | None = None
         self._memories: dict[str, SlotMemory] = {}
         self._known_blobs: set[str] = set()
-        self._arena_id = node.store.arena_id
+        self._arena_id, self._agent_start = node.store.arena_id, node.store.started
+        self.renew: Callable[[TeamPlan], TeamPlan] | None = None
+        """The plan with the addresses that the job's nodes have by now, of which this one may have changed."""
         self._plan: TeamPlan | None = None
         self._puller: tuple[Passport, Puller] | None = None
         self._peers: dict[str, Peer] = {}
@@ -353,7 +355,7 @@ class Session:
         self.came_further()
         size = layout.header_bytes + layout.tensor_bytes + item_bytes
         size = round_up(size, _SLOT_STEP if size > _SMALL else 1 << 16)
-        self._notice_new_arena()
+        self._notice_new_agent()
         try:
             lease = self.node.store.lease(key, size, parts, wait_s=wait_s)
         except ArenaBusyError as error:
@@ -362,18 +364,29 @@ class Session:
             raise SaveFailedError(str(error)) from error
         except PeerStoreError as error:
             raise TierUnavailableError(f"no slot for {key}: {error}") from error
+        self._notice_new_agent()  # the one before may have ended only now
         reach("stage.leased")
         return Staged(lease, layout, self._memory(lease))
 
-    def _notice_new_arena(self) -> None:
-        """An agent that lost its arena has none of the layouts it was given before, and knows no other node."""
+    def _notice_new_agent(self) -> None:
+        """An agent that lost its arena has none of the layouts it was given before, and knows no other node.
+
+        One that only began again knows them as they were, and may listen elsewhere, as may theirs.
+        """
         with self._lock:
-            if self.node.store.arena_id != self._arena_id:
-                self._arena_id = self.node.store.arena_id
+            store = self.node.store
+            if (store.arena_id, store.started) == (self._arena_id, self._agent_start):
+                return
+            lost, self._arena_id, self._agent_start = store.arena_id != self._arena_id, store.arena_id, store.started
+            if lost:
                 self._known_blobs.clear()
                 self._configure()
-                if self._plan is not None:
-                    self.node.join(self.job, self._plan)
+            if self._plan is not None and self.renew is not None:
+                self._plan = self.renew(self._plan)
+            elif not lost:
+                return
+            if self._plan is not None:
+                self.node.join(self.job, self._plan)
 
     def _memory(self, lease: Lease) -> SlotMemory:
         with self._lock:

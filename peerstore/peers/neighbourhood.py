@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -38,6 +40,8 @@ class Identity:
     """``host:port`` to listen on for other nodes' agents; port 0 picks one."""
     labels: tuple[tuple[str, str], ...] = ()
     memory_bytes: int = 0
+    port_file: Path | None = None
+    """Where the port is noted that was picked, so that the next agent of this node is found where this one was."""
     membership: MembershipSettings = field(default_factory=MembershipSettings)
 
 
@@ -110,10 +114,29 @@ class Neighbourhood(SealListener):
         """This node, reachable: from the first call on it listens."""
         with self._lock:
             if self._listener is None:
-                self._listener = self._transport.listen(self._identity.listen, self.desk.serve)
+                self._listener = self._listen()
                 log.info("node %s listens for others on %s", self._identity.node, self._listener.address)
             identity = self._identity
             return Node(node_id(identity.node), self._listener.address, identity.labels, identity.memory_bytes)
+
+    def _listen(self) -> Listener:
+        """Where the others know the agent before this one to be, if that can be had."""
+        wanted, noted = self._identity.listen, self._identity.port_file
+        host, _, port = wanted.rpartition(":")
+        if noted is None or port != "0":
+            return self._transport.listen(wanted, self.desk.serve)
+        with contextlib.suppress(OSError, ValueError):
+            before = int(noted.read_text())
+            try:
+                return self._transport.listen(f"{host}:{before}", self.desk.serve)
+            except (PeerStoreError, OSError) as error:
+                log.warning("port %d, where others know this node, cannot be had (%s): another one", before, error)
+        listener = self._transport.listen(wanted, self.desk.serve)
+        try:
+            noted.write_text(listener.address.rpartition(":")[2])
+        except OSError as error:
+            log.warning("the port is not noted, and a restarted agent takes another one: %s", error)
+        return listener
 
     @property
     def name(self) -> NodeId:

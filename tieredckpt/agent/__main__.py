@@ -79,6 +79,7 @@ def _neighbourhood(store: NodeStore, args: argparse.Namespace) -> Neighbourhood 
         listen=args.peers,
         labels=read_labels(args.labels),
         memory_bytes=budget_bytes(args.budget),
+        port_file=args.dir / "peers.port",
     )
     transport = transport_of(args.interface, args.tls, args.transport)
     return Neighbourhood(store, identity, transport, version=version(), blobs_of=blobs_of)

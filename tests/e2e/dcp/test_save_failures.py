@@ -201,6 +201,18 @@ def test_a_durable_tier_that_refuses_is_reported_by_who_waits(agent_dir, directo
         assert ckpt.restore(zeroed(state_at(0))) == 0
 
 
+def test_who_waits_hears_in_time_that_the_agent_says_nothing(agent_dir, directory):
+    with Job(agent_dir, directory).checkpointer() as ckpt:
+        saved = ckpt.save(state_at(0), 0)
+        assert saved.wait("durable", timeout_s=60) is SaveState.DURABLE
+        os.kill(agent_pid(agent_dir), signal.SIGSTOP)
+        assert not ckpt.wait("durable", timeout_s=0.5)
+        with pytest.raises(TierUnavailableError, match="whether step 0 is durable is not known"):
+            saved.wait("durable", timeout_s=0.5)
+        os.kill(agent_pid(agent_dir), signal.SIGCONT)
+        assert ckpt.wait("durable", timeout_s=60)
+
+
 def test_restore_after_everything_was_damaged_raises_and_says_what(agent_dir):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(small(0), 0).wait()

@@ -81,6 +81,18 @@ def test_killed_and_lost_for_good(job, point):
         assert pulled.failed == {}
 
 
+def test_all_agents_begin_again_in_one_world_and_find_each_other(job):
+    for name in NAMES:
+        job[name].kill_agent()
+    for name in NAMES:
+        job[name].start()
+    for name in NAMES:
+        until(lambda name=name: job.sees(name) == {*NAMES}, f"{name} sees all others")
+    job.save(2)
+    job.settle(2)
+    job.expect(job.keys(2))
+
+
 def test_killed_while_it_protects_again_what_another_one_lost():
     """n3 is lost, and the node that has the other copy of its shard dies while it sends that to the last one."""
     partners = place([Node(node_id(name), "") for name in NAMES], copies=2).partners
