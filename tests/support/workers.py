@@ -191,7 +191,7 @@ def _work(session: pytest.Session, end: socket.socket, number: int) -> None:
 
 
 class _Gateway(NamedTuple):
-    """What the terminal reporter calls a worker."""
+    """Where the terminal reporter looks for a worker's name."""
 
     id: str
 
@@ -200,6 +200,8 @@ class _Gateway(NamedTuple):
 class _Worker:
     pid: int
     gateway: _Gateway
+    _workerinfocache: str
+    """What is printed above the report of a failure."""
     end: socket.socket
     unit: Unit | None = None
     at: int | None = None
@@ -259,7 +261,8 @@ class _Session:
             finally:
                 os._exit(status)
         theirs.close()
-        worker = _Worker(pid, _Gateway(f"worker{self._number}"), ours)
+        name = f"worker{self._number}"
+        worker = _Worker(pid, _Gateway(name), f"[{name}]", ours)
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, worker)
 
