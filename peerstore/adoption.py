@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import msgspec
 
 from peerstore.checksum import chunk_count
 from peerstore.crashpoints import reach
-from peerstore.errors import PeerStoreError, ShardDamagedError, UnavailableError
+from peerstore.errors import PeerStoreError, ShardDamagedError, ShardUnreadableError, UnavailableError
 from peerstore.jobs import Jobs
 from peerstore.leasing import Leasing, check_key
 from peerstore.notes import CLAIM, LEASE, SEAL, LeaseNote, SealNote
@@ -19,7 +20,14 @@ from peerstore.owners import Owner
 from peerstore.records import ShardKey, ShardRecord
 from peerstore.shelf import SLOT, Shelf, Slot, Standing
 
+log = logging.getLogger(__name__)
+
 _WAIT_S = 600.0
+_PATIENCE_S = 30.0
+"""How long whoever asks waits for shards that cannot be read: a storm of restarts uses up descriptors for a moment."""
+_AGAIN_S = 0.5
+_SELDOM_S = 60.0
+_UNVERIFIED = (Standing.ADOPTING, Standing.UNREADABLE)
 _LARGEST_CHUNK = 1 << 30
 
 
@@ -112,24 +120,45 @@ class Adoption:
         sealed: Callable[[ShardRecord, tuple[str, ...]], None],
         damaged: Callable[[ShardKey, str], None],
     ) -> None:
-        """Hash what a killed agent left behind; until then nobody is offered it."""
+        """Hash what a killed agent left behind; until then nobody is offered it. What cannot be read is tried again."""
+        patient_until = self._shelf.clock() + _PATIENCE_S
+        pause_s = _AGAIN_S
+        while (slots := self._unverified()) and not self._shelf.closed:
+            for slot in slots:
+                record = slot.record
+                if self._shelf.closed or record is None or slot.standing not in _UNVERIFIED:
+                    continue
+                try:
+                    bad = damaged_chunks(record, self._shelf.arena.path(slot.name), None)
+                except ShardUnreadableError as error:
+                    self._put_off(slot, error, patient=self._shelf.clock() < patient_until)
+                    continue
+                if bad:
+                    damaged(record.key, f"{len(bad)} chunks differ after a restart, first: {bad[0]}")
+                elif self._offer(slot, record):
+                    sealed(record, slot.holders)
+            with self._shelf.lock:
+                if self._unverified():
+                    self._shelf.changed.wait_for(lambda: self._shelf.closed, pause_s)
+            pause_s = min(2 * pause_s, _SELDOM_S)
+
+    def _unverified(self) -> list[Slot]:
         with self._shelf.lock:
-            slots = [slot for slot in self._shelf.slots.values() if slot.standing is Standing.ADOPTING]
-        for slot in slots:
-            if self._shelf.closed:
+            return [slot for slot in self._shelf.slots.values() if slot.standing in _UNVERIFIED]
+
+    def _put_off(self, slot: Slot, error: ShardUnreadableError, *, patient: bool) -> None:
+        with self._shelf.lock:
+            self._shelf.counters["unreadable"] += 1
+            if patient or slot.standing is not Standing.ADOPTING:
+                log.warning("adoption: %s", error)
                 return
-            record = slot.record
-            if record is None or slot.standing is not Standing.ADOPTING:
-                continue
-            bad = damaged_chunks(record, self._shelf.arena.path(slot.name), None)
-            if bad:
-                damaged(record.key, f"{len(bad)} chunks differ after a restart, first: {bad[0]}")
-            elif self._offer(slot, record):
-                sealed(record, slot.holders)
+            log.error("adoption: %s; it is not waited for any more, and tried again now and then", error)
+            slot.standing = Standing.UNREADABLE
+            self._shelf.changed.notify_all()
 
     def _offer(self, slot: Slot, record: ShardRecord) -> bool:
         with self._shelf.lock:
-            if slot.record is not record or slot.standing is not Standing.ADOPTING:
+            if slot.record is not record or slot.standing not in _UNVERIFIED:
                 return False  # its owner forgot it meanwhile
             slot.standing = Standing.OFFERED
             self._shelf.counters["adopted"] += 1

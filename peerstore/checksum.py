@@ -14,6 +14,10 @@ from peerstore.records import CHUNK_BYTES
 _RUN_BYTES = 32 << 20  # work handed to one thread at a time
 
 
+class ShortFileError(OSError):
+    """A file has fewer bytes than were written to it: what is behind its end is lost, whoever asks."""
+
+
 def chunk_count(size_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     return -(-size_bytes // chunk_bytes)
 
@@ -61,7 +65,8 @@ def mismatches(
 
 
 def file_checksums(fd: int, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, pool: Executor) -> bytes:
-    """Every chunk's checksum of an open file. ``OSError`` when it has fewer bytes.
+    """Every chunk's checksum of an open file. :class:`ShortFileError` when it has fewer bytes; any other ``OSError``
+    says nothing about them.
 
     The bytes are read, not mapped: a file that lost its tail, or that has no memory behind a hole, is an error here
     and would be SIGBUS there.
@@ -72,8 +77,17 @@ def file_checksums(fd: int, size_bytes: int, *, chunk_bytes: int = CHUNK_BYTES, 
 def file_mismatches(
     fd: int, size_bytes: int, expected: bytes, *, chunks: range, chunk_bytes: int = CHUNK_BYTES, pool: Executor
 ) -> tuple[int, ...]:
-    """Numbers of the ``chunks`` of an open file whose bytes are not what ``expected`` says. ``OSError`` as above."""
-    got = b"".join(_hash_file(fd, chunks, size_bytes, chunk_bytes, pool))
+    """Numbers of the ``chunks`` of an open file whose bytes are not what ``expected`` says, or are not there.
+
+    ``OSError`` when they cannot be read: nothing is known of any of them then.
+    """
+    try:
+        got = b"".join(_hash_file(fd, chunks, size_bytes, chunk_bytes, pool))
+    except ShortFileError:
+        have = os.fstat(fd).st_size
+        there = range(chunks.start, max(chunks.start, min(chunks.stop, have // chunk_bytes)))
+        cut = tuple(range(there.stop, chunks.stop))
+        return file_mismatches(fd, size_bytes, expected, chunks=there, chunk_bytes=chunk_bytes, pool=pool) + cut
     want = expected[8 * chunks.start : 8 * chunks.stop]
     return tuple(c for i, c in enumerate(chunks) if got[8 * i : 8 * i + 8] != want[8 * i : 8 * i + 8])
 
@@ -95,7 +109,7 @@ def _hash_chunk(fd: int, buffer: memoryview, start: int, size: int) -> bytes:
     while got < size:
         count = os.preadv(fd, [buffer[got:size]], start + got)
         if not count:
-            raise OSError(f"the file ends at byte {start + got}, {start + size} were expected")
+            raise ShortFileError(f"the file ends at byte {start + got}, {start + size} were expected")
         got += count
     return xxhash.xxh3_64_intdigest(buffer[:size]).to_bytes(8, "little")
 

@@ -64,7 +64,7 @@ class Copies:
         slot = self._shelf.slot_of(record.key)
         if slot is None or slot.record is None:
             return False
-        if slot.standing is Standing.ADOPTING:
+        if slot.standing in (Standing.ADOPTING, Standing.UNREADABLE):
             raise ShardPendingError(f"{record.key} is here and not verified yet")
         if slot.record.checksums != record.checksums:
             raise ShardDamagedError(f"{record.key} is here with other checksums")

@@ -12,6 +12,7 @@
     ├── UnavailableError        unknown, not absent: retry, or ask somebody else
     │   ├── AgentUnreachableError   nobody answers on the socket
     │   ├── PeerUnreachableError    another node's agent does not answer, or too slowly
+    │   ├── ShardUnreadableError    the shard is kept and cannot be read for now (descriptors, memory, I/O): ask another
     │   ├── NoQuorumError           this node sees too few of the job's nodes to decide alone
     │   └── ArenaBusyError          every slot is in use for now; wait or skip this save
     │       └── ShardPendingError       what was offered is here and not verified, or on its way: ask again
@@ -63,6 +64,10 @@ class AgentUnreachableError(UnavailableError):
 
 class PeerUnreachableError(UnavailableError):
     """Another node's agent does not answer: down, cut off or too slow. What it holds is not known."""
+
+
+class ShardUnreadableError(UnavailableError):
+    """The shard is here and cannot be read for now: too many open files, no memory, an I/O error. That is no damage."""
 
 
 class NoQuorumError(UnavailableError):

@@ -109,6 +109,8 @@ class Leasing:
         if slot.record is not None:
             self._shelf.clear(slot)
             self._shelf.counters["evicted"] += 1
+        if slot.name not in self._shelf.slots:
+            return self._shelf.create(key.job, key.seat, size_bytes)
         return slot
 
     def _give(self, slot: Slot, key: ShardKey, size_bytes: int, parts: int, owner: Owner) -> Lease:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from peerstore import checksum
-from peerstore.errors import RequestError, ShardNotFoundError
+from peerstore.errors import RequestError, ShardNotFoundError, ShardUnreadableError
 from peerstore.jobs import Jobs
 from peerstore.owners import Owner
 from peerstore.records import Group, Pin, ShardFact, ShardKey, ShardRecord
 from peerstore.shelf import Shelf
+
+
+@contextlib.contextmanager
+def unreadable(key: ShardKey) -> Iterator[None]:
+    """What goes wrong inside is no damage of ``key``: :class:`ShardUnreadableError`."""
+    try:
+        yield
+    except (OSError, MemoryError, RuntimeError) as error:  # the last: no thread could be started
+        what = str(error) or type(error).__name__
+        raise ShardUnreadableError(f"{key} is kept and cannot be read for now: {what}") from error
 
 
 @dataclass(frozen=True)
@@ -95,29 +106,32 @@ class Reading:
             raise ShardNotFoundError(f"{key} is not on this node")
 
     def damaged_chunks(self, record: ShardRecord, path: str, chunks: tuple[int, int] | None) -> tuple[int, ...]:
-        """Hash a shard's bytes again; every chunk is damaged when they cannot be read."""
+        """Hash a shard's bytes again: the chunks that are not what was sealed, all of them when the file is gone.
+
+        :class:`ShardUnreadableError` when they cannot be read: out of descriptors or memory, an I/O error. Such a shard
+        may be whole, so that it is kept.
+        """
         count = checksum.chunk_count(record.size_bytes, record.chunk_bytes)
         first, stop = chunks or (0, count)
         if not 0 <= first <= stop <= count:
             raise RequestError(f"chunks {first}..{stop} of a shard with {count}")
         asked = range(first, stop)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return tuple(range(max(count, 1)))
-        try:
-            return checksum.file_mismatches(
-                fd,
-                record.size_bytes,
-                record.checksums,
-                chunks=asked,
-                chunk_bytes=record.chunk_bytes,
-                pool=self._pool,
-            )
-        except OSError:
-            return tuple(asked)
-        finally:
-            os.close(fd)
+        with unreadable(record.key):
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return tuple(range(max(count, 1)))
+            try:
+                return checksum.file_mismatches(
+                    fd,
+                    record.size_bytes,
+                    record.checksums,
+                    chunks=asked,
+                    chunk_bytes=record.chunk_bytes,
+                    pool=self._pool,
+                )
+            finally:
+                os.close(fd)
 
     def sweep(self, grace_s: float) -> None:
         """Let go of pins whose readers went away."""

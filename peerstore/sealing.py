@@ -12,6 +12,7 @@ from peerstore.crashpoints import reach
 from peerstore.errors import LeaseLostError, RequestError, ShardDamagedError
 from peerstore.jobs import Jobs
 from peerstore.notes import LEASE, SEAL, SealNote
+from peerstore.reading import unreadable
 from peerstore.records import CHUNK_BYTES, Lease, ShardRecord
 from peerstore.shelf import Shelf, Slot
 
@@ -67,14 +68,15 @@ class Sealing:
         return slot, None
 
     def _checksummed(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
-        try:
-            fd = os.open(lease.path, os.O_RDONLY | os.O_CLOEXEC)
+        with unreadable(lease.key):
             try:
-                sums = checksum.file_checksums(fd, size_bytes, pool=self._pool)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise ShardDamagedError(f"{lease.key} cannot be sealed: {error}") from error
+                fd = os.open(lease.path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    sums = checksum.file_checksums(fd, size_bytes, pool=self._pool)
+                finally:
+                    os.close(fd)
+            except (FileNotFoundError, checksum.ShortFileError) as error:
+                raise ShardDamagedError(f"{lease.key} cannot be sealed: {error}") from error
         return ShardRecord(lease.key, lease.parts, size_bytes, CHUNK_BYTES, sums, meta, time.time_ns())
 
     def _keep(self, slot: Slot, lease: Lease, record: ShardRecord) -> None:

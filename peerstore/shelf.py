@@ -32,6 +32,9 @@ class Standing(enum.Enum):
     OFFERED = "offered"
     ADOPTING = "adopting"
     """A killed agent left it, and its checksums were not looked at yet."""
+    UNREADABLE = "unreadable"
+    """As above, and it could not be read for a while: nobody waits for it any more. It is tried again, and may be given
+    up for newer versions as others are."""
     GIVEN_UP = "given up"
     """Its owner forgot it; those who read it may finish."""
 
@@ -79,7 +82,7 @@ class Slot:
             self.job,
             self.part,
             record.key.group if record else None,
-            bool(self.users) or self.sealing or self.standing is not Standing.OFFERED,
+            bool(self.users) or self.sealing or self.standing in (Standing.ADOPTING, Standing.GIVEN_UP),
         )
 
 
@@ -188,7 +191,10 @@ class Shelf:
             self.drop(slot)
 
     def clear(self, slot: Slot) -> None:
-        """What was sealed in the slot is gone, the slot is free."""
+        """What was sealed in the slot is gone, the slot is free. One that cannot be read is not written to again."""
+        if slot.standing is Standing.UNREADABLE:
+            self.drop(slot)
+            return
         self.notes.remove(SEAL, slot.name)
         reach("agent.forgot")
         slot.record, slot.sealed_under, slot.holders, slot.standing = None, "", (), Standing.OFFERED

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from peerstore.adoption import Adoption, start
 from peerstore.arena import Arena
 from peerstore.copies import Copies
-from peerstore.errors import RequestError, ShardNotFoundError
+from peerstore.errors import RequestError, ShardNotFoundError, ShardUnreadableError
 from peerstore.jobs import Jobs
 from peerstore.keeping import Keeping
 from peerstore.leasing import Leasing
@@ -175,11 +175,16 @@ class NodeStore:
     def verify(self, key: ShardKey, chunks: tuple[int, int] | None = None) -> tuple[int, ...]:
         """Hash a sealed shard's bytes again (or chunks ``[start, stop)`` of it); returns the damaged chunks.
 
-        A damaged shard is dropped and recorded: it is offered to nobody again.
+        A damaged shard is dropped and recorded: it is offered to nobody again. One that cannot be read is not damaged:
+        :class:`~peerstore.errors.ShardUnreadableError`, and it stays.
         """
         pin = self.pin(key)
         try:
             bad = self._reading.damaged_chunks(pin.record, pin.path, chunks)
+        except ShardUnreadableError:
+            with self._lock:
+                self._shelf.counters["unreadable"] += 1
+            raise
         finally:
             held = self.unpin(pin.id)
         if bad and held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from typing_extensions import Buffer
 
 from peerstore import checksum
-from peerstore.errors import PeerStoreError, ShardNotFoundError
+from peerstore.errors import PeerStoreError, ShardNotFoundError, ShardUnreadableError
 from peerstore.operations import Store
 from peerstore.pages import Mapping
 from peerstore.records import Group, Pin
@@ -33,6 +34,15 @@ class Verified(NamedTuple):
     data: memoryview
 
 
+class Found(enum.Enum):
+    """What a look at a shard in this node's memory has found."""
+
+    GOOD = "good"
+    GONE = "given up while it was looked for"
+    DAMAGED = "damaged"
+    UNREADABLE = "kept, but cannot be read for now"
+
+
 class PinnedShards:
     """Shards of one step in this node's memory, kept in place while they are read."""
 
@@ -44,8 +54,8 @@ class PinnedShards:
         self._files: dict[int, int] = {}
         self._checked: dict[int, list[tuple[int, int]]] = {}
 
-    def verify(self, shard: ShardIndex, ranges: Sequence[ByteRange]) -> bool:
-        """Pin the shard and have its bytes in ``ranges`` compared with their checksums; False: it cannot be used."""
+    def verify(self, shard: ShardIndex, ranges: Sequence[ByteRange]) -> Found:
+        """Pin the shard and have its bytes in ``ranges`` compared with their checksums."""
         part = shard.key.part
         wanted = chunk_ranges(ranges, shard.chunk_bytes)
         try:
@@ -55,13 +65,16 @@ class PinnedShards:
             for chunks in wanted:
                 if chunks not in done:
                     if self._store.verify(shard.key, chunks):
-                        return False
+                        return Found.DAMAGED
                     done.append(chunks)
         except ShardNotFoundError:
-            return False
+            return Found.GONE
+        except ShardUnreadableError as error:
+            log.warning("%s", error)
+            return Found.UNREADABLE
         except PeerStoreError as error:
             raise TierUnavailableError(f"{shard.key} cannot be verified: {error}") from error
-        return True
+        return Found.GOOD
 
     def file(self, part: int) -> int:
         """The shard as an open file: reading a byte once costs less than mapping its page first."""

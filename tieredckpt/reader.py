@@ -45,7 +45,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.fetch import PinnedShards
+from tieredckpt.fetch import Found, PinnedShards
 from tieredckpt.location import Location, parse_location
 from tieredckpt.plain import plain_reader, plain_steps
 from tieredckpt.quiet import collector_paused
@@ -53,7 +53,7 @@ from tieredckpt.reading import Reading, item_box
 from tieredckpt.resolve import Candidate, Resolution, Tier, Verdict, elect, resolve
 from tieredckpt.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override
-from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
+from tieredckpt.stored import ByteRange, StoredStep, TensorPiece, without
 from tieredckpt.tensors import dtype_named
 from tieredckpt.writer import at_step, moved_to, storage_meta
 
@@ -125,6 +125,8 @@ class TieredReader(StorageReader):
         self._cast = on_dtype_mismatch == "cast"
         self._rank = 0
         self._steps: dict[Group, StoredStep] = {}
+        self._unreadable: defaultdict[Group, set[int]] = defaultdict(set)
+        """Parts that this node's memory has and cannot read for now."""
         self._order: list[Candidate] = []
         self._reluctant: dict[Group, int] = {}
         """Steps whose loads have ended their process on this node, and how many times."""
@@ -283,6 +285,7 @@ class TieredReader(StorageReader):
         resolution, plain = self._survey()
         self._let_go()
         self._steps.clear()
+        self._unreadable.clear()
         self._refused.clear()
         self._plain = None
         if plain is not None:
@@ -323,7 +326,8 @@ class TieredReader(StorageReader):
         """The step in full, or ``None`` when it cannot be used after all."""
         if group not in self._steps:
             try:
-                step = StoredStep(self.session.node.describe(self._location.job, group))
+                described = self.session.node.describe(self._location.job, group)
+                step = StoredStep(without(described, Tier.MEMORY, self._unreadable[group]))
                 for places in step.tensors.values():
                     dtype_named(places[0].entry.dtype)
                 self._steps[group] = step
@@ -359,14 +363,19 @@ class TieredReader(StorageReader):
                 self._let_go()
                 self._pinned = PinnedShards(self.session.node.store, group)
             pinned = self._pinned
-            near = {part: found for part, found in ranges.items() if step.tier(part) is Tier.MEMORY}
-            bad = [part for part, found in near.items() if not pinned.verify(step.shards[part], found)]
+            near = {part: wanted for part, wanted in ranges.items() if step.tier(part) is Tier.MEMORY}
+            found = {part: pinned.verify(step.shards[part], wanted) for part, wanted in near.items()}
+            bad = {part: what for part, what in found.items() if what is not Found.GOOD}
             if not bad:
                 self._ready = group
                 return True
             # The agent has dropped what was damaged: describe the step again, another tier may have it.
-            log.error("%s part %s is damaged in memory, looking for another copy", step.shards[bad[0]].key, bad)
-            self._refused.append(f"step {group.version}: part {bad[0]} was damaged in memory")
+            for part, what in bad.items():
+                level = logging.ERROR if what is Found.DAMAGED else logging.WARNING
+                log.log(level, "%s in memory: %s; looking for another copy", step.shards[part].key, what.value)
+            self._unreadable[group] |= {part for part, what in bad.items() if what is Found.UNREADABLE}
+            part, what = next(iter(bad.items()))
+            self._refused.append(f"step {group.version}: part {part} in memory: {what.value}")
             self._let_go()
             del self._steps[group]
         return False

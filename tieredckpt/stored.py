@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from peerstore.records import Group
 from tieredckpt.boxes import Box, intersection, subtract
-from tieredckpt.errors import CheckpointDamagedError, MismatchError
+from tieredckpt.errors import CheckpointDamagedError, MismatchError, TierUnavailableError
 from tieredckpt.layout import ItemEntry, Layout, TensorEntry
 from tieredckpt.manifest import Manifest, ShardIndex
 from tieredckpt.node import Described, Source
@@ -167,6 +169,25 @@ class StoredStep:
 
     def _distance(self, part: int) -> int:
         return list(Tier).index(self.found[part][0])
+
+
+def without(described: Described, tier: Tier, parts: Collection[int]) -> Described:
+    """The same step without ``tier``'s copies of ``parts``, which are there and cannot be read for now."""
+    if not parts:
+        return described
+    found = {
+        part: tuple(where for where in tiers if where is not tier or part not in parts)
+        for part, tiers in described.found.items()
+    }
+    alone = sorted(part for part, tiers in found.items() if not tiers)
+    if alone:
+        manifest = described.manifest
+        raise TierUnavailableError(
+            f"parts {alone} of {manifest.job} step {manifest.step} are in the {tier.value} tier alone, which cannot "
+            "read them for now (out of descriptors or memory, or an I/O error: the agent's log says which). They are "
+            "kept: load again"
+        )
+    return msgspec.structs.replace(described, found=found)
 
 
 def chunk_ranges(ranges: Sequence[ByteRange], chunk_bytes: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from peerstore import frames
 from peerstore.crashpoints import reach
-from peerstore.errors import PeerStoreError, ProtocolError, RequestError, UnavailableError
+from peerstore.errors import PeerStoreError, ProtocolError, RequestError, ShardDamagedError, UnavailableError
 from peerstore.names import blob_name
 from peerstore.peers.lending import Lending
 from peerstore.peers.messages import (
@@ -223,13 +223,16 @@ class _Conversation:
             loan = self._desk.lending.prepare(self._team.job, read)
         except PeerStoreError as error:
             self._send(type(error).__name__, str(error))
+            if isinstance(error, ShardDamagedError):
+                self._desk.lending.suspect(read.key, [(0, 0)])
             return
         try:
             try:
                 sent = loan.fill()
             except PeerStoreError as error:
                 self._send(type(error).__name__, str(error))
-                self._desk.lending.suspected(read.key, _chunks(read, loan.chunk_bytes))
+                if isinstance(error, ShardDamagedError):
+                    self._desk.lending.suspect(read.key, _chunks(read, loan.chunk_bytes))
                 return
             reach("peer.reading")
             self._send("", sent, loan.payload)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 
 import xxhash
 
 from peerstore import checksum
-from peerstore.errors import RequestError, ShardDamagedError, ShardNotFoundError
+from peerstore.errors import PeerStoreError, RequestError, ShardDamagedError
 from peerstore.peers.messages import MAX_RANGES, Read, Sent
-from peerstore.records import ShardKey, ShardRecord
+from peerstore.reading import unreadable
+from peerstore.records import Pin, ShardKey, ShardRecord
 from peerstore.store import NodeStore
 from peerstore.transport.seam import MAX_PAYLOAD_BYTES, FileSlice
 
@@ -18,6 +20,9 @@ from peerstore.transport.seam import MAX_PAYLOAD_BYTES, FileSlice
 def aligned(start: int, stop: int, *, size_bytes: int, chunk_bytes: int) -> bool:
     """Whether a range is made of whole chunks, so that whoever reads it can compare it with the seal itself."""
     return start % chunk_bytes == 0 and (stop % chunk_bytes == 0 or stop == size_bytes)
+
+
+log = logging.getLogger(__name__)
 
 
 class Lending:
@@ -34,14 +39,18 @@ class Lending:
         pin = self._store.pin(read.key)
         try:
             _check(read, pin.record)
-            fd = os.open(pin.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            self._store.unpin(pin.id)
-            raise ShardNotFoundError(f"{read.key} cannot be opened: {error}") from error
+            fd = _opened(pin)
         except BaseException:
             self._store.unpin(pin.id)
             raise
         return Loan(self._store, pin.id, pin.record, fd, read)
+
+    def suspect(self, key: ShardKey, chunks: Sequence[tuple[int, int]]) -> None:
+        """What was to be sent is not what was sealed: look again, and keep what cannot be looked at."""
+        try:
+            self.suspected(key, chunks)
+        except PeerStoreError as error:
+            log.warning("%s was not looked at again: %s", key, error)
 
     def suspected(self, key: ShardKey, chunks: Sequence[tuple[int, int]]) -> bool:
         """Another node got something else than was sealed: look again; whether it is damaged here."""
@@ -103,18 +112,27 @@ class _Window:
     def _read(self, first: int, stop: int) -> None:
         record = self._record
         start, end = first * record.chunk_bytes, min(stop * record.chunk_bytes, record.size_bytes)
-        data = memoryview(bytearray(end - start))
         got = 0
-        while got < len(data):
-            count = os.preadv(self._fd, [data[got:]], start + got)
-            if not count:
-                raise ShardDamagedError(f"{record.key} ends at byte {start + got} of {record.size_bytes}")
-            got += count
+        with unreadable(record.key):
+            data = memoryview(bytearray(end - start))
+            while got < len(data):
+                count = os.preadv(self._fd, [data[got:]], start + got)
+                if not count:
+                    raise ShardDamagedError(f"{record.key} ends at byte {start + got} of {record.size_bytes}")
+                got += count
         expected = record.checksums[8 * first : 8 * stop]
         bad = checksum.mismatches(data, expected, chunk_bytes=record.chunk_bytes)
         if bad:
             raise ShardDamagedError(f"{record.key}: chunk {first + bad[0]} differs from what was sealed")
         self._first, self._stop, self._data = first, stop, data.toreadonly()
+
+
+def _opened(pin: Pin) -> int:
+    with unreadable(pin.record.key):
+        try:
+            return os.open(pin.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise ShardDamagedError(f"the file of {pin.record.key} is gone") from error
 
 
 def _check(read: Read, record: ShardRecord) -> None:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -27,6 +28,7 @@ from peerstore.errors import (
     ProtocolError,
     RequestError,
     ShardDamagedError,
+    UnavailableError,
 )
 from peerstore.pages import Mapping, populate_file
 from peerstore.peers.messages import Offer, Wanted
@@ -37,6 +39,7 @@ from peerstore.transport.seam import Channel
 log = logging.getLogger(__name__)
 
 _MAX_TRANSFERS = 256
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 _MISSING, _HERE, _COMING = 0, 1, 2
 
 
@@ -135,6 +138,8 @@ class Receiving:
             populate_file(lease.path, record.size_bytes, lambda: False, start=lease.warm_bytes)
             view = self._mapped(lease).view[: record.size_bytes]
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_ROOM:
+                raise UnavailableError(f"no copy of {record.key} can be taken in now: {error}") from error
             raise ArenaFullError(f"no memory for a copy of {record.key}: {error}") from error
         count = checksum.chunk_count(record.size_bytes, record.chunk_bytes)
         transfer = _Transfer(sender, record, lease, holders, view, bytearray(count))

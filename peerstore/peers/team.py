@@ -24,6 +24,7 @@ from peerstore.errors import (
     RequestError,
     ShardDamagedError,
     ShardNotFoundError,
+    UnavailableError,
 )
 from peerstore.pages import Mapping as Mapped
 from peerstore.pages import populate_file
@@ -332,14 +333,17 @@ class Team:
         if len(kinds) > 1:
             key = next(iter(records.values())).key
             log.error("job %s: %s is described in different ways: by %s", self.job, key, list(kinds.values()))
-            kinds = _kinds({node: record for node, record in records.items() if self._stands_by(node, record)})
+            stands = {node: self._stands_by(node, record) for node, record in records.items()}
+            kinds = _kinds({node: record for node, record in records.items() if stands[node]})
+            if not kinds and None in stands.values():
+                raise UnavailableError(f"{key}: nodes describe it in different ways, and not all could look at theirs")
             if not kinds:
                 raise ShardDamagedError(f"{key}: no node has the bytes that it describes")
         nodes = max(kinds.values(), key=lambda nodes: (len(nodes), self.me.id in nodes, nodes))
         return records[nodes[0]], tuple(nodes)
 
-    def _stands_by(self, node: str, record: ShardRecord) -> bool:
-        """Whether a node's bytes are what it says they are; it drops them when they are not."""
+    def _stands_by(self, node: str, record: ShardRecord) -> bool | None:
+        """Whether a node's bytes are what it says they are; it drops them when they are not. None: it cannot tell."""
         chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
         try:
             if node == self.me.id:
@@ -347,7 +351,7 @@ class Team:
             return not self.tending.peer(node).call("suspect", Suspect(record.key, (chunks,)), bool)
         except (PeerStoreError, OSError) as error:
             log.warning("job %s: %s did not look at %s again: %s", self.job, node, record.key, error)
-            return False
+            return None
 
 
 def _kinds(records: Mapping[str, ShardRecord]) -> dict[bytes, list[str]]:

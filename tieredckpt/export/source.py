@@ -14,9 +14,10 @@ import torch
 from peerstore.operations import Store
 from tieredckpt.boxes import Box, relative, whole
 from tieredckpt.durable.store import ObjectNotFoundError, ObjectStore
-from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError
-from tieredckpt.fetch import PinnedShards, from_object
+from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError
+from tieredckpt.fetch import Found, PinnedShards, from_object
 from tieredckpt.layout import TensorEntry
+from tieredckpt.manifest import ShardIndex
 from tieredckpt.node import Described
 from tieredckpt.resolve import Tier
 from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
@@ -34,7 +35,7 @@ class StepSource:
         self.step = StoredStep(described)
         self._pinned = PinnedShards(memory, self.step.group) if memory is not None else None
         self._durable = durable
-        self._gone: set[int] = set()
+        self._gone: dict[int, Found] = {}
         """Parts whose copy in memory cannot be used."""
         self.bytes_by_tier: dict[str, int] = {}
 
@@ -111,14 +112,15 @@ class StepSource:
         shard, tiers = self.step.shards[part], self.step.found[part]
         size = window.stop - window.start
         if Tier.MEMORY in tiers and part not in self._gone and self._pinned is not None:
-            if self._pinned.verify(shard, [window]):
+            look = self._pinned.verify(shard, [window])
+            if look is Found.GOOD:
                 self._count(Tier.MEMORY, size)
                 yield self._pinned.view(part)[window.start : window.stop]
                 return
-            log.warning("%s is damaged in memory, looking for another copy", shard.key)
-            self._gone.add(part)
+            log.warning("%s in memory: %s, looking for another copy", shard.key, look.value)
+            self._gone[part] = look
         if Tier.DURABLE not in tiers:
-            raise CheckpointDamagedError(f"{shard.key} is damaged in memory and there is no other copy of it")
+            raise _no_other(shard, self._gone.get(part, Found.GONE))
         self._count(Tier.DURABLE, size)
         try:
             for found in from_object(self._durable(), shard, [window]):
@@ -147,6 +149,12 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
+
+
+def _no_other(shard: ShardIndex, found: Found) -> Exception:
+    if found is Found.UNREADABLE:
+        return TierUnavailableError(f"{shard.key} in memory: {found.value}. There is no other copy of it: try again")
+    return CheckpointDamagedError(f"{shard.key} in memory: {found.value}. There is no other copy of it")
 
 
 @contextlib.contextmanager

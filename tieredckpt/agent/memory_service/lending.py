@@ -8,7 +8,13 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from peerstore.errors import PeerStoreError, PeerUnreachableError, ShardDamagedError, ShardNotFoundError
+from peerstore.errors import (
+    PeerStoreError,
+    PeerUnreachableError,
+    ShardDamagedError,
+    ShardNotFoundError,
+    ShardUnreadableError,
+)
 from peerstore.peers.board import Wish
 from peerstore.peers.pulling import Puller
 from peerstore.peers.spans import Target
@@ -92,6 +98,8 @@ class Lending:
             pass
         except ShardDamagedError as error:
             log.error("memory service: %s", error)
+        except ShardUnreadableError as error:
+            log.warning("memory service: %s", error)
         yield from self._elsewhere(shard, at, stop)
 
     def _here(self, shard: Shard, start: int, stop: int) -> Iterator[FilePiece]:

@@ -1,0 +1,33 @@
+"""System calls that fail for a while, as on a node that is out of descriptors, of memory or of luck."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+UNKNOWN = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.EINTR, errno.EACCES)
+"""Errors that say nothing about what is in a file."""
+
+
+@contextlib.contextmanager
+def failing(call: str, code: int, *, below: str) -> Iterator[list[int]]:
+    """While the block runs, ``os``'s ``call`` fails for files below a path; the answer grows with every failure."""
+    real, failed = getattr(os, call), []
+
+    def wrapper(first: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            path = Path(f"/proc/self/fd/{first}").readlink() if isinstance(first, int) else first
+        except OSError:
+            path = ""
+        if str(path).startswith(below):
+            failed.append(code)
+            raise OSError(code, os.strerror(code), str(path))
+        return real(first, *args, **kwargs)
+
+    with mock.patch.object(os, call, wrapper):
+        yield failed

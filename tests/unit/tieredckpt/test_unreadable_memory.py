@@ -1,0 +1,92 @@
+"""A load while this node's memory cannot be read: from another tier, or not now; never from an older step."""
+
+import errno
+
+import pytest
+
+from peerstore.arena import TmpfsArena
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore
+from tests.support.agents import agent_directory
+from tests.support.bits import assert_same, zeroed
+from tests.support.failing_calls import failing
+from tests.support.jobs import state_at
+from tieredckpt import Checkpointer, TierUnavailableError
+from tieredckpt.agent.service import NodeService
+from tieredckpt.session import nodes_from
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+JOB = "tiered://unreadable"
+
+
+class Kept:
+    """Sessions come and go without closing the node."""
+
+    def __init__(self, node):
+        self._node = node
+
+    def __getattr__(self, name):
+        return getattr(self._node, name)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def slots():
+    with agent_directory() as directory:
+        store = NodeStore(TmpfsArena(directory), StoreSettings(budget="1GiB"))
+        node = NodeService(store)
+        with nodes_from(lambda *_: Kept(node)):
+            yield str(directory / "slots")
+        node.close()
+        store.close()
+
+
+def saved(durable, *steps):
+    ckpt = Checkpointer(JOB, durable=durable, on_sigterm="ignore")
+    for step in steps:
+        assert ckpt.save(state_at(step), step).wait("durable" if durable else "sealed")
+    return ckpt
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+def test_the_durable_copy_is_read_and_the_near_one_kept(slots, tmp_path, code):
+    with saved(f"file://{tmp_path}", 1, 2) as ckpt:
+        far, near = zeroed(state_at(0)), zeroed(state_at(0))
+        with failing("preadv", code, below=slots):
+            assert ckpt.restore(far) == 2
+        assert set(ckpt.last_restore.bytes_by_tier) == {"durable"}
+        assert ckpt.restore(near) == 2
+        assert set(ckpt.last_restore.bytes_by_tier) == {"memory"}
+        assert_same(state_at(2), far)
+        assert_same(state_at(2), near)
+        assert [(info.step, info.whole, info.quarantined) for info in ckpt.steps()] == [(1, True, ""), (2, True, "")]
+
+
+def test_the_only_copy_is_waited_for_and_no_older_step_is_taken(slots):
+    with saved(None, 1, 2) as ckpt:
+        with failing("preadv", errno.EMFILE, below=slots), pytest.raises(TierUnavailableError, match="load again"):
+            ckpt.restore(zeroed(state_at(0)))
+        found = zeroed(state_at(0))
+        assert ckpt.restore(found) == 2
+        assert_same(state_at(2), found)
+        assert [info.whole for info in ckpt.steps()] == [True, True]
+
+
+def test_a_step_that_is_given_up_while_it_is_looked_at_is_not_called_damaged(slots, caplog, monkeypatch):
+    verify = NodeStore.verify
+    with saved(None, 1, 2) as ckpt:
+
+        def given_up_first(store, key, chunks=None):
+            monkeypatch.setattr(NodeStore, "verify", verify)
+            store.forget(key.job, [key.group])
+            for pin in list(store._reading._pins):
+                store.unpin(pin)
+            return verify(store, key, chunks)
+
+        monkeypatch.setattr(NodeStore, "verify", given_up_first)
+        assert ckpt.restore(zeroed(state_at(0))) == 1
+    assert "given up while it was looked for" in caplog.text
+    assert "damaged" not in caplog.text
