@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from peerstore.owners import Owner
 from peerstore.records import Group, ShardKey, ShardRecord
+
+log = logging.getLogger(__name__)
 
 _REMEMBERED = 1000
 
@@ -41,9 +45,12 @@ class SealListener:
 
 
 class Listeners(SealListener):
-    """All of them. Never called with the store's lock held."""
+    """All of them, each on its own: what one cannot do (there is no room for its note, say) keeps nobody else from
+    hearing. Never called with the store's lock held.
+    """
 
     def __init__(self) -> None:
+        self.errors = 0
         self._lock = threading.Lock()
         self._all: tuple[SealListener, ...] = ()
         self._damaged: deque[tuple[ShardRecord, str]] = deque(maxlen=_REMEMBERED)
@@ -54,20 +61,26 @@ class Listeners(SealListener):
             self._all = (*self._all, listener)
             return list(self._damaged)
 
+    def tell(self, what: str, tell: Callable[[SealListener], None], *, only: SealListener | None = None) -> None:
+        for listener in self._all if only is None else (only,):
+            try:
+                tell(listener)
+            except Exception:  # whatever it is, the shard is where it is
+                with self._lock:
+                    self.errors += 1
+                log.exception("%s did not take in that %s", type(listener).__name__, what)
+
     def sealed(self, record: ShardRecord) -> None:
         if record.key.kind:
             self.parity(record)
             return
-        for listener in self._all:
-            listener.sealed(record)
+        self.tell(f"{record.key} is sealed", lambda one: one.sealed(record))
 
     def copied(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
-        for listener in self._all:
-            listener.copied(record, holders)
+        self.tell(f"{record.key} is here", lambda one: one.copied(record, holders))
 
     def parity(self, record: ShardRecord) -> None:
-        for listener in self._all:
-            listener.parity(record)
+        self.tell(f"{record.key} came or went", lambda one: one.parity(record))
 
     def damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
         if key.kind:
@@ -75,21 +88,16 @@ class Listeners(SealListener):
             return
         with self._lock:
             self._damaged.append((record, reason))
-            listeners = self._all
-        for listener in listeners:
-            listener.damaged(key, record, reason)
+        self.tell(f"{key} is damaged", lambda one: one.damaged(key, record, reason))
 
     def departed(self, owner: Owner, job: str) -> None:
-        for listener in self._all:
-            listener.departed(owner, job)
+        self.tell(f"process {owner.pid} left job {job}", lambda one: one.departed(owner, job))
 
     def dropped(self, job: str) -> None:
-        for listener in self._all:
-            listener.dropped(job)
+        self.tell(f"job {job} is forgotten", lambda one: one.dropped(job))
 
     def marked(self, job: str, group: Group) -> None:
-        for listener in self._all:
-            listener.marked(job, group)
+        self.tell(f"version {group.version} of job {job} is whole", lambda one: one.marked(job, group))
 
     def give_way(self, job: str) -> bool:
         return any(listener.give_way(job) for listener in self._all)

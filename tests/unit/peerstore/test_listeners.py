@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from peerstore.arena import TmpfsArena
+from peerstore.errors import ArenaFullError
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore, SealListener
 from tests.support.leaks import own_name
@@ -78,3 +79,25 @@ def test_a_report_about_what_is_not_here_is_nobody_s_news(place):
     store.report(key(1), "so they say")
     assert diary.lines == []
     assert store.status().damages == ()
+
+
+class NoRoom(SealListener):
+    """Has to note what it hears, and cannot."""
+
+    def _fail(self, *_):
+        raise ArenaFullError("no room for a note")
+
+    sealed = damaged = copied = marked = dropped = departed = _fail
+
+
+def test_one_that_fails_keeps_nobody_from_hearing(place):
+    diary, store = Diary(), place()
+    save(store, key(0))
+    store.subscribe(NoRoom())
+    store.subscribe(diary)
+    save(store, key(1))
+    flip(store.path_of(key(1)), 5)
+    assert store.verify(key(1)) == (0,)
+    store.mark_whole("job", key(0).group)
+    assert [line[:2] for line in diary.lines] == [("sealed", key(0)), ("sealed", key(1)), ("damaged", key(1))]
+    assert store.status().counters["listener_errors"] == 4
