@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import secrets
 import threading
@@ -12,7 +13,13 @@ import msgspec
 
 from peerstore.checksum import chunk_count
 from peerstore.crashpoints import reach
-from peerstore.errors import PeerStoreError, ShardDamagedError, ShardUnreadableError, UnavailableError
+from peerstore.errors import (
+    NotUnderstoodError,
+    RequestError,
+    ShardDamagedError,
+    ShardUnreadableError,
+    UnavailableError,
+)
 from peerstore.jobs import Jobs
 from peerstore.leasing import Leasing, check_key
 from peerstore.notes import CLAIM, LEASE, SEAL, LeaseNote, SealNote
@@ -27,6 +34,7 @@ _PATIENCE_S = 30.0
 """How long whoever asks waits for shards that cannot be read: a storm of restarts uses up descriptors for a moment."""
 _AGAIN_S = 0.5
 _SELDOM_S = 60.0
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 _UNVERIFIED = (Standing.ADOPTING, Standing.UNREADABLE)
 _LARGEST_CHUNK = 1 << 30
 
@@ -49,15 +57,17 @@ class Adoption:
         for name in arena.slots():
             if not name.startswith(SLOT):
                 continue
-            with self._noting_damage(name, (SEAL, name), (LEASE, name)):
-                self._adopt_slot(name)
-            if name not in self._shelf.slots:
+            try:
+                with self._noting_damage(name, (SEAL, name), (LEASE, name)):
+                    self._adopt_slot(name)
+            except (NotUnderstoodError, UnavailableError, OSError) as error:
+                self._set_aside(name, error)
+            if name not in self._shelf.slots and name not in self._shelf.aside:
                 arena.remove(name)
         for kind in (SEAL, LEASE):
             for name in notes.names(kind):
-                if name not in self._shelf.slots:
+                if name not in self._shelf.slots and name not in self._shelf.aside:
                     self._missing(kind, name)
-                    notes.remove(kind, name)
         for job in notes.names(CLAIM):
             self._jobs.end_past_leases(job)
 
@@ -92,10 +102,24 @@ class Adoption:
 
     def _missing(self, kind: str, name: str) -> None:
         """A note without its slot: the file of a sealed shard was removed."""
-        with contextlib.suppress(ShardDamagedError):
+        try:
             note = self._shelf.notes.get(SEAL, name, SealNote) if kind == SEAL else None
             if note is not None and all(note.record.key != record.key for record, _ in self.lost):
                 self._lose(note.record, "its slot is gone")
+        except ShardDamagedError as error:
+            log.warning("a note without its slot: %s", error)
+        except (NotUnderstoodError, UnavailableError) as error:
+            self._set_aside(name, error)
+            return
+        self._shelf.notes.remove(kind, name)
+
+    def _set_aside(self, name: str, error: Exception) -> None:
+        _raise_if_passing(error)
+        try:
+            size = self._shelf.arena.size(name)
+        except OSError:
+            size = 0
+        self._shelf.set_aside(name, size, str(error))
 
     def _lose(self, record: ShardRecord, reason: str) -> None:
         self._shelf.note_damage(record.key.job, str(record.key), reason)
@@ -107,7 +131,7 @@ class Adoption:
     def _noting_damage(self, what: str, *drop: tuple[str, str]) -> Iterator[None]:
         try:
             yield
-        except (PeerStoreError, OSError, ValueError) as error:
+        except (ShardDamagedError, RequestError) as error:
             self._shelf.note_damage("", what, str(error))
             for kind, name in drop:
                 self._shelf.notes.remove(kind, name)
@@ -178,6 +202,13 @@ class Adoption:
     def left(self, job: str | None = None) -> int:
         slots = self._shelf.slots.values()
         return sum(slot.standing is Standing.ADOPTING and (job is None or slot.job == job) for slot in slots)
+
+
+def _raise_if_passing(error: Exception) -> None:
+    """Being out of descriptors or memory is over soon: better no agent until then than one without its shards."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    if isinstance(cause, OSError) and cause.errno in _PASSING:
+        raise error
 
 
 def check_record(record: ShardRecord) -> None:

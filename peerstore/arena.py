@@ -22,9 +22,10 @@ from typing import Protocol
 import xxhash
 
 from peerstore.crashpoints import reach
-from peerstore.errors import ArenaFullError, ShardDamagedError, UnavailableError
+from peerstore.errors import ArenaFullError, NotUnderstoodError, ShardDamagedError, UnavailableError
 
 _NOTE_MAGIC = b"PSN1"
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
 _GONE_KEPT = 256
 _NOTE_BYTES = 128 << 20
 """More than any note has: a larger file is not one of ours."""
@@ -42,7 +43,8 @@ class Arena(Protocol):
     - ``path`` names a file any process of this user can map while this arena lives.
     - ``put_note`` is all or nothing, whoever else puts the same note: a reader sees the old one or a new one.
     - ``get_note`` returns exactly what was put, ``None`` when nothing was, and raises
-      :class:`ShardDamagedError` when the bytes are not what was put.
+      :class:`ShardDamagedError` when the bytes are not what was put, :class:`NotUnderstoodError` when another version
+      put them, and :class:`UnavailableError` when they cannot be read.
     - ``slots`` and ``notes`` list what was made here, sorted; what somebody else left lying about is neither listed nor
       touched. A note's name may have one folder in front (``folder/name``); ``notes("folder/")`` lists it.
     - Any thread may call any method.
@@ -144,13 +146,17 @@ class TmpfsArena:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise ShardDamagedError(f"note {path} cannot be opened: {error}") from error
+            if error.errno in _NO_FILE:
+                raise ShardDamagedError(f"{path} is not a note: {error}") from error
+            raise UnavailableError(f"note {path} cannot be opened: {error}") from error
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size > _NOTE_BYTES:
                 raise ShardDamagedError(f"{path} is not a note: {found.st_size} bytes, at most {_NOTE_BYTES} are kept")
             with os.fdopen(fd, "rb", closefd=False) as file:
                 return _unframed(file.read(_NOTE_BYTES), str(path))
+        except OSError as error:
+            raise UnavailableError(f"note {path} cannot be read: {error}") from error
         finally:
             os.close(fd)
 
@@ -302,6 +308,8 @@ def _framed(data: bytes) -> bytes:
 
 def _unframed(raw: bytes, name: str) -> bytes:
     data = raw[12:]
+    if raw[:3] == _NOTE_MAGIC[:3] and raw[:4] != _NOTE_MAGIC:
+        raise NotUnderstoodError(f"note {name} is framed as {raw[:4]!r}, this version writes {_NOTE_MAGIC!r}")
     if raw[:4] != _NOTE_MAGIC or raw[4:12] != xxhash.xxh3_64_digest(data):
         raise ShardDamagedError(f"note {name} is damaged ({len(raw)} bytes)")
     return data

@@ -130,6 +130,7 @@ def describe(status: StoreStatus) -> str:
             f"job     {job.job}: {newest}, {job.versions} versions, epoch {job.epoch}, {job.clients} processes{left}"
         )
     lines += [f"damage  {damage.what}: {damage.reason}" for damage in status.damages]
+    lines += [f"aside   {one.name} ({show_size(one.size_bytes)}): {one.reason}" for one in status.aside]
     if status.adopting:
         lines.append(f"        still verifying {status.adopting} shards of the last agent")
     return "\n".join(lines)

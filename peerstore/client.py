@@ -171,6 +171,9 @@ class Client:
     def remove_blob(self, job: str, name: str) -> None:
         self.call("remove_blob", operations.GetBlob(job, name), type(None))
 
+    def drop_aside(self, names: list[str] | None = None) -> int:
+        return self.call("drop_aside", operations.DropAside(names), int)
+
     def status(self) -> StoreStatus:
         return self.call("status", operations.Status(), StoreStatus)
 

@@ -9,6 +9,7 @@
     │   └── PeerRefusedError        a peer that could not prove that it belongs to the job, or to which we could not
     ├── ShardNotFoundError      absent: ask the next tier
     ├── ShardDamagedError       the bytes are not what was sealed: use another copy, report it
+    ├── NotUnderstoodError      another version of this package wrote it: kept as it is
     ├── UnavailableError        unknown, not absent: retry, or ask somebody else
     │   ├── AgentUnreachableError   nobody answers on the socket
     │   ├── PeerUnreachableError    another node's agent does not answer, or too slowly
@@ -52,6 +53,10 @@ class ShardNotFoundError(PeerStoreError):
 
 class ShardDamagedError(PeerStoreError):
     """The bytes do not match the checksums taken when the shard was sealed."""
+
+
+class NotUnderstoodError(PeerStoreError):
+    """Intact, and nothing that this version writes. Another version does, so that it is kept."""
 
 
 class UnavailableError(PeerStoreError):

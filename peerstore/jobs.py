@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from peerstore.crashpoints import reach
-from peerstore.errors import ArenaFullError, FencedError, NoQuorumError, RequestError
+from peerstore.errors import ArenaFullError, FencedError, NoQuorumError, NotUnderstoodError, RequestError
 from peerstore.ledger import newest_whole, whole_groups
 from peerstore.names import incarnation_name, job_name
-from peerstore.notes import CLAIM, ClaimNote, Mark
+from peerstore.notes import CLAIM, ClaimNote, Mark, OwnerNote
 from peerstore.owners import Owner
 from peerstore.records import Base, Group, JobStatus, ShardKey
 from peerstore.shelf import Shelf
@@ -156,7 +156,11 @@ class Jobs:
 
     def adopt(self, job: str) -> None:
         """What a killed agent knew about the job."""
-        note = self._shelf.notes.get(CLAIM, job_name(job), ClaimNote)
+        try:
+            note = self._shelf.notes.get(CLAIM, job_name(job), ClaimNote)
+        except NotUnderstoodError as error:
+            self._adopt_owner(job, error)
+            return
         if note is not None:
             marks = {mark.group: mark.parts for mark in note.marks}
             self._jobs[job] = Job(
@@ -169,6 +173,16 @@ class Jobs:
                 base=note.base,
                 seen=self._shelf.clock(),
             )
+
+    def _adopt_owner(self, job: str, error: NotUnderstoodError) -> None:
+        """Of what another version noted about the job, who owns it: writers of the past stay refused."""
+        self._shelf.set_aside(CLAIM + job, 0, str(error))
+        try:
+            owner = self._shelf.notes.get(CLAIM, job, OwnerNote)
+        except NotUnderstoodError:
+            return
+        if owner is not None and 0 <= owner.epoch < MAX_NUMBER:
+            self._jobs[job] = Job(owner.epoch, owner.incarnation, seen=self._shelf.clock())
 
     # -- wholeness --------------------------------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ class Leasing:
         """Wait a while when that may help, or say that it does not."""
         if isinstance(refused, Full):
             self._shelf.counters["lease_full"] += 1
-            raise ArenaFullError(refused.reason)
+            raise ArenaFullError(refused.reason + self._shelf.said_of_aside)
         left = deadline - self._shelf.clock()
         if not left > 0:
             self._shelf.counters["lease_busy"] += 1

@@ -7,6 +7,9 @@
     lease.SLOT         who fills the slot
     seal.SLOT          what the slot holds, with checksums: the shard exists from here on
     blob.JOB/NAME      small bytes of the job's own
+
+The middle three say in which ``format`` they are. It is not raised for a new field that may be overlooked, but for what
+an agent that does not know it must not touch: such an agent sets the slot aside.
 """
 
 from __future__ import annotations
@@ -17,17 +20,23 @@ from typing import TypeVar
 import msgspec
 
 from peerstore.arena import Arena
-from peerstore.errors import ShardDamagedError
+from peerstore.errors import NotUnderstoodError, ShardDamagedError
 from peerstore.names import blob_name, job_name
 from peerstore.records import Base, Group, Lease, ShardRecord
 
 SEAL, LEASE, CLAIM = "seal.", "lease.", "claim."
+FORMAT = 1
 T = TypeVar("T")
+
+
+class _Format(msgspec.Struct, frozen=True):
+    format: int = 1
 
 
 class LeaseNote(msgspec.Struct, frozen=True):
     lease: Lease
     owner: tuple[int, int]
+    format: int = FORMAT
 
 
 class SealNote(msgspec.Struct, frozen=True):
@@ -35,6 +44,7 @@ class SealNote(msgspec.Struct, frozen=True):
     record: ShardRecord
     holders: tuple[str, ...] = ()
     """For a copy: the nodes that were to hold this shard, the one that wrote it first. Empty for this node's own."""
+    format: int = FORMAT
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -53,6 +63,14 @@ class ClaimNote(msgspec.Struct, frozen=True):
     guarded: bool = False
     settled: Group | None = None
     base: Base | None = None
+    format: int = FORMAT
+
+
+class OwnerNote(msgspec.Struct, frozen=True):
+    """What every version says of a job: who owns it."""
+
+    epoch: int
+    incarnation: str
 
 
 class Notes:
@@ -65,14 +83,19 @@ class Notes:
         self._arena.put_note(kind + name, msgspec.msgpack.encode(note))
 
     def get(self, kind: str, name: str, of: type[T]) -> T | None:
-        """The note, ``None`` when there is none; :class:`ShardDamagedError` when it is not what was put."""
+        """The note, ``None`` when there is none; :class:`ShardDamagedError` when it is not what was put, and
+        :class:`NotUnderstoodError` when another version put it.
+        """
         data = self._arena.get_note(kind + name)
         if data is None:
             return None
         try:
+            written = msgspec.msgpack.decode(data, type=_Format).format
+            if written > FORMAT and of is not OwnerNote:
+                raise NotUnderstoodError(f"note {kind}{name} is of format {written}, this version knows {FORMAT}")
             return msgspec.msgpack.decode(data, type=of)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ShardDamagedError(f"note {kind}{name} is not what this version writes: {error}") from error
+            raise NotUnderstoodError(f"note {kind}{name} is not what this version writes: {error}") from error
 
     def remove(self, kind: str, name: str) -> None:
         self._arena.remove_note(kind + name)

@@ -145,6 +145,10 @@ class GetBlob(msgspec.Struct, frozen=True):
     name: str
 
 
+class DropAside(msgspec.Struct, frozen=True):
+    names: list[str] | None = None
+
+
 class Status(msgspec.Struct, frozen=True):
     pass
 
@@ -187,6 +191,7 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
         "get_blob": Operation(GetBlob, bytes, lambda a, _: store.get_blob(a.job, a.name)),
         "remove_blob": Operation(GetBlob, none, lambda a, _: store.remove_blob(a.job, a.name)),
         "blobs": Operation(EpochOf, list[str], lambda a, _: store.blobs(a.job)),
+        "drop_aside": Operation(DropAside, int, lambda a, _: store.drop_aside(a.names)),
         "status": Operation(Status, StoreStatus, lambda *_: store.status()),
     }
 

@@ -152,6 +152,14 @@ class Damage(msgspec.Struct, frozen=True):
     at_ns: int
 
 
+class SetAside(msgspec.Struct, frozen=True):
+    """A slot that another version of the agent left, or that cannot be opened: kept, counted, given to nobody."""
+
+    name: str
+    size_bytes: int
+    reason: str
+
+
 class ArenaStatus(msgspec.Struct, frozen=True):
     budget_bytes: int
     allocated_bytes: int
@@ -160,6 +168,8 @@ class ArenaStatus(msgspec.Struct, frozen=True):
     free_slots: int
     leases: int
     pins: int
+    aside_bytes: int = 0
+    """In slots that were set aside: part of the budget, and of no use to this version of the agent."""
 
 
 class JobStatus(msgspec.Struct, frozen=True):
@@ -179,3 +189,4 @@ class StoreStatus(msgspec.Struct, frozen=True):
     damages: tuple[Damage, ...]
     counters: dict[str, float]
     adopting: int
+    aside: tuple[SetAside, ...] = ()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import secrets
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from peerstore.arena import Arena
@@ -17,7 +18,7 @@ from peerstore.errors import LeaseLostError, ShardNotFoundError, UnavailableErro
 from peerstore.ledger import Limits, SlotView
 from peerstore.notes import LEASE, SEAL, LeaseNote, Notes
 from peerstore.owners import Owner
-from peerstore.records import ArenaStatus, Damage, Lease, ShardKey, ShardRecord, SlotState
+from peerstore.records import ArenaStatus, Damage, Lease, SetAside, ShardKey, ShardRecord, SlotState
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +93,13 @@ class Shelf:
     def __init__(self, arena: Arena, limits: Limits, clock: Callable[[], float]) -> None:
         self.arena = arena
         self.notes = Notes(arena)
-        self.limits = limits
+        self._limits = limits
         self.clock = clock
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.slots: dict[str, Slot] = {}
+        self.aside: dict[str, SetAside] = {}
+        """Slots that this version of the agent does not understand: they stay as they are, and nobody is given them."""
         self.damages: deque[Damage] = deque(maxlen=_DAMAGES)
         self.counters: defaultdict[str, float] = defaultdict(float)
         self.closed = False
@@ -104,6 +107,25 @@ class Shelf:
     def check_open(self) -> None:
         if self.closed:
             raise UnavailableError("this store is shutting down")
+
+    @property
+    def aside_bytes(self) -> int:
+        return sum(one.size_bytes for one in self.aside.values())
+
+    @property
+    def said_of_aside(self) -> str:
+        """For whoever finds no room."""
+        if not self.aside_bytes:
+            return ""
+        return (
+            f"; {self.aside_bytes} bytes more are in slots that another version of the agent left: run that version "
+            "again, or drop them (tieredckpt gc JOB --set-aside)"
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """What is set aside takes its part of the budget."""
+        return dataclasses.replace(self._limits, budget_bytes=max(0, self._limits.budget_bytes - self.aside_bytes))
 
     # -- looking ----------------------------------------------------------------------------------------------
 
@@ -143,13 +165,14 @@ class Shelf:
     def status(self, pins: int) -> ArenaStatus:
         slots = self.slots.values()
         return ArenaStatus(
-            budget_bytes=self.limits.budget_bytes,
+            budget_bytes=self._limits.budget_bytes,
             allocated_bytes=sum(slot.size_bytes for slot in slots),
             sealed_bytes=sum(slot.record.size_bytes for slot in slots if slot.record),
             slots=len(slots),
             free_slots=sum(slot.state is SlotState.FREE for slot in slots),
             leases=sum(slot.state is SlotState.LEASED for slot in slots),
             pins=pins,
+            aside_bytes=self.aside_bytes,
         )
 
     # -- changing ---------------------------------------------------------------------------------------------
@@ -209,6 +232,24 @@ class Shelf:
         self.arena.remove(slot.name)
         self.slots.pop(slot.name, None)
         self.changed.notify_all()
+
+    def set_aside(self, name: str, size_bytes: int, reason: str) -> None:
+        reason = reason[:_REASON_CHARS]
+        log.error("%s (%d bytes) is set aside: %s", name, size_bytes, reason)
+        self.aside[name] = SetAside(name, size_bytes, reason)
+
+    def drop_aside(self, names: Collection[str] | None) -> int:
+        """Somebody says that what was set aside (of these names) is of no use; how many bytes it had."""
+        gone = [one for one in self.aside.values() if names is None or one.name in names]
+        for one in gone:
+            if one.name.startswith(SLOT):
+                for note in (LEASE, SEAL):
+                    self.notes.remove(note, one.name)
+                self.arena.remove(one.name)
+            del self.aside[one.name]
+            log.warning("%s, which was set aside, is dropped on request", one.name)
+        self.changed.notify_all()
+        return sum(one.size_bytes for one in gone)
 
     def make_free(self, names: tuple[str, ...]) -> None:
         """Drop the slots that a decision gave up."""

@@ -285,6 +285,11 @@ class NodeStore:
         with self._lock:
             return [status.job for status in self._jobs.status()]
 
+    def drop_aside(self, names: list[str] | None = None) -> int:
+        """Drop slots that were set aside (all when ``names`` is None); how many bytes they had."""
+        with self._lock:
+            return self._shelf.drop_aside(names)
+
     def sweep(self) -> None:
         """Take back what belonged to processes and jobs that went away. Call now and then."""
         with self._lock:
@@ -309,12 +314,19 @@ class NodeStore:
             here = [(record, slot.holders) for slot, record in self._shelf.offered()]
             damaged = self._listeners.add(listener)
         for record, reason in damaged:
-            listener.damaged(record.key, record, reason)
+            self._listeners.tell(
+                f"{record.key} is damaged",
+                lambda one, record=record, reason=reason: one.damaged(record.key, record, reason),  # type: ignore[misc]
+                only=listener,
+            )
         for record, holders in here:
-            if holders:
-                listener.copied(record, holders)
-            else:
-                listener.sealed(record)
+            self._listeners.tell(
+                f"{record.key} is here",
+                lambda one, record=record, holders=holders: (  # type: ignore[misc]
+                    one.copied(record, holders) if holders else one.sealed(record)
+                ),
+                only=listener,
+            )
 
     def status(self) -> StoreStatus:
         with self._lock:
@@ -322,8 +334,9 @@ class NodeStore:
                 self._shelf.status(self._reading.pins),
                 self._jobs.status(),
                 tuple(self._shelf.damages),
-                dict(self._shelf.counters),
+                {**self._shelf.counters, "listener_errors": self._listeners.errors},
                 self._adoption.left(),
+                tuple(self._shelf.aside.values()),
             )
 
     def shut(self) -> None:

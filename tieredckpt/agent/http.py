@@ -140,6 +140,8 @@ class _Collector:
             ("arena_free_slots", "Slots nobody uses.", arena.free_slots),
             ("arena_leases", "Slots being written.", arena.leases),
             ("arena_pins", "Reads in progress.", arena.pins),
+            ("arena_aside_bytes", "Memory in slots that another version of the agent left.", arena.aside_bytes),
+            ("aside_slots", "Slots that another version of the agent left.", len(state.aside)),
             ("adopting_shards", "Shards of a killed agent still to be verified.", state.adopting),
             ("drain_lag_seconds", "From the last durable step's seal to its manifest.", drain.lag_s),
         ):
@@ -155,6 +157,8 @@ class _Collector:
             ("lease_full", "Saves that did not fit the budget.", counted.get("lease_full", 0)),
             ("adoptions", "Shards taken over from a killed agent.", counted.get("adopted", 0)),
             ("damages", "Copies that could not be trusted.", counted.get("damaged", 0)),
+            ("unreadable", "Looks at shards that could not be read and are kept.", counted.get("unreadable", 0)),
+            ("listener_errors", "News of shards that somebody could not take in.", counted["listener_errors"]),
             ("drained_steps", "Steps made durable.", drain.steps),
             ("drained_bytes", "Bytes uploaded.", drain.bytes),
             ("drain_seconds", "Time spent making steps durable.", drain.seconds),

@@ -15,6 +15,7 @@ from peerstore.units import show_size
 from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.drain import JOURNAL, delete_step
 from tieredckpt.cli.exits import Exit
+from tieredckpt.cli.jobs import agent_of
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Screen, count, table
 from tieredckpt.cli.sight import Sight, open_sight
@@ -37,6 +38,7 @@ _HOUR_S = 3600.0
     metavar="HOURS",
     help="Discard unfinished uploads that are older.",
 )
+@click.option("--set-aside", is_flag=True, help="Instead: drop what this node's agent has set aside of the job.")
 @click.option("--dry-run", "-n", is_flag=True, help="Only show what would be deleted.")
 @looking
 @pass_screen
@@ -48,6 +50,7 @@ def gc(
     keep_last: int | None,
     keep_every: int | None,
     abandoned_after: float,
+    set_aside: bool,
     dry_run: bool,
     agent_dir: Path | None,
     durable: str | None,
@@ -56,6 +59,9 @@ def gc(
 
     Without --keep-last the job's own policy decides (durable.keep_last, durable.keep_every; 0 keeps all). The newest
     whole step that is not quarantined is never deleted. Memory is not touched.
+
+    With --set-aside it is the other way round: nothing durable is touched, and what this node's agent found in its
+    memory and does not understand, because another version of it left that, is dropped.
     """
     location = parse_location(job)
     if location.step is not None:
@@ -63,6 +69,8 @@ def gc(
     if keep_every and keep_last is None:
         raise UsageError("--keep-every has no effect without --keep-last")
     with open_sight(settings_for(agent_dir, durable)) as sight:
+        if set_aside:
+            return _drop_aside(screen, sight, location.job, dry_run=dry_run)
         catalog = sight.catalog(location.job)
         policy = sight.durable(location.job)
         last = policy.keep_last if keep_last is None else keep_last
@@ -94,6 +102,22 @@ def gc(
         "discarded_uploads": None if dry_run else uploads,
     }
     screen.result(value, lambda out: _show(out, value))
+    return Exit.OK
+
+
+def _drop_aside(screen: Screen, sight: Sight, job: str, *, dry_run: bool) -> Exit:
+    store = agent_of(sight).store
+    found = [one for one in store.status().aside if one.name.startswith(f"slot.{job}.")]
+    if not dry_run:
+        store.drop_aside([one.name for one in found])
+    value = {
+        "job": job,
+        "dry_run": dry_run,
+        "dropped": [{"name": one.name, "size_bytes": one.size_bytes, "reason": one.reason} for one in found],
+    }
+    size = show_size(sum(one.size_bytes for one in found))
+    said = f"{count(len(found), 'slot')} with {size} {'would be' if dry_run else 'were'} dropped"
+    screen.result(value, lambda out: out.print(said))
     return Exit.OK
 
 

@@ -1,7 +1,10 @@
 """``tieredckpt gc``: what policy does not keep goes, the newest whole step never does."""
 
+import msgspec
 import pytest
 
+from peerstore.arena import TmpfsArena
+from peerstore.notes import FORMAT
 from tests.support.jobs import Job, on_server
 from tests.support.s3 import BUCKET
 from tieredckpt.session import close_sessions
@@ -101,3 +104,20 @@ def test_a_job_without_durable_tier(cli, agent_dir):
     said = cli("gc", "near")
     assert said.code == 3
     assert "--durable URL" in said.err
+
+
+def test_what_a_newer_agent_left_in_memory_is_kept_until_somebody_drops_it(cli, agent_dir):
+    job = Job(agent_dir, DurableSettings(), "llama")
+    job.save(1, 2, durable=False)
+    job.kill_agent()
+    place = max((agent_dir / "notes").glob("seal.*"), key=lambda path: path.stat().st_mtime_ns)
+    arena = TmpfsArena(agent_dir)
+    note = msgspec.msgpack.decode(arena.get_note(place.name))
+    arena.put_note(place.name, msgspec.msgpack.encode({**note, "format": FORMAT + 1}))
+    job.expect(1, tiers={"memory"})
+    (slot,) = cli("gc", "llama", "--set-aside", "--dry-run", "--json").json["dropped"]
+    assert f"format {FORMAT + 1}" in slot["reason"]
+    assert (agent_dir / "slots" / slot["name"]).exists()
+    assert "1 slot with" in cli("gc", "llama", "--set-aside").out
+    assert not (agent_dir / "slots" / slot["name"]).exists()
+    assert cli("gc", "llama", "--set-aside", "--json").json["dropped"] == []

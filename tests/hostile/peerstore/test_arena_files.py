@@ -35,11 +35,14 @@ def leased(**changes):
     )
 
 
-NOTES = {
+STRANGE = {
     "garbage": ("seal", b"\xc1\xc1\xc1"),
     "empty": ("seal", b""),
     "another kind": ("seal", msgspec.msgpack.encode({"a": 1})),
     "nested": ("seal", b"\x91" * 100_000),
+    "lease garbage": ("lease", b"\xc1"),
+}
+NOTES = {
     "bytes that do not match": ("seal", sealed()),
     "no chunk size": ("seal", sealed(chunk_bytes=0)),
     "negative chunk size": ("seal", sealed(chunk_bytes=-1)),
@@ -53,7 +56,6 @@ NOTES = {
     "lease of a path": ("lease", leased(key=key(1, job="a/b"))),
     "lease of too much": ("lease", leased(size_bytes=1 << 50)),
     "lease of less than nothing": ("lease", leased(size_bytes=-1)),
-    "lease garbage": ("lease", b"\xc1"),
 }
 
 
@@ -88,6 +90,19 @@ def test_a_note_that_is_intact_but_wrong_is_damage(directory, name):
         with pytest.raises(ShardNotFoundError):
             store.pin(VICTIM)
         assert not (directory / "notes" / f"{kind}.{SLOT}").exists()
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_note_that_another_version_may_have_written_is_kept(directory, name):
+    kind, data = STRANGE[name]
+    arena = TmpfsArena(directory)
+    arena.create(SLOT, 4096)
+    arena.put_note(f"{kind}.{SLOT}", data)
+    with opened(directory) as store:
+        assert [(one.name, one.size_bytes) for one in store.status().aside] == [(SLOT, 4096)]
+        assert store.status().damages == ()
+        assert (directory / "notes" / f"{kind}.{SLOT}").exists()
+        assert (directory / "slots" / SLOT).exists()
 
 
 def test_a_lease_note_does_not_choose_its_file(directory):
