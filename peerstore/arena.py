@@ -308,7 +308,7 @@ def _framed(data: bytes) -> bytes:
 
 def _unframed(raw: bytes, name: str) -> bytes:
     data = raw[12:]
-    if raw[:3] == _NOTE_MAGIC[:3] and raw[:4] != _NOTE_MAGIC:
+    if len(raw) >= 12 and raw[:3] == _NOTE_MAGIC[:3] and raw[:4] != _NOTE_MAGIC:
         raise NotUnderstoodError(f"note {name} is framed as {raw[:4]!r}, this version writes {_NOTE_MAGIC!r}")
     if raw[:4] != _NOTE_MAGIC or raw[4:12] != xxhash.xxh3_64_digest(data):
         raise ShardDamagedError(f"note {name} is damaged ({len(raw)} bytes)")
