@@ -53,11 +53,11 @@ class Response(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     body: msgspec.Raw
 
 
-def send(sock: socket.socket, message: object) -> None:
+def send(sock: socket.socket, message: object, *, limit_bytes: int = MAX_FRAME_BYTES) -> None:
     """One frame out; the message must stay below the limit the other side enforces."""
     body = encode(message)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes is above the limit of {MAX_FRAME_BYTES}")
+    if len(body) > limit_bytes:
+        raise ProtocolError(f"a message of {len(body)} bytes is above the limit of {limit_bytes}")
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 

@@ -77,7 +77,9 @@ class StoreServer:
         version: str = "",
         more: Mapping[str, Operation] | None = None,
         errors: tuple[type[Exception], ...] = (),
+        frame_bytes: int = frames.MAX_FRAME_BYTES,
     ) -> None:
+        self._frame_bytes = frame_bytes
         self._store = store
         self._version = version
         self._operations = {**store_operations(store), **(more or {})}
@@ -206,7 +208,7 @@ class StoreServer:
         """The next request, however long the client takes to have one."""
         connection.settimeout(None)
         try:
-            return frames.receive(connection, Request, within_s=_FRAME_S)
+            return frames.receive(connection, Request, limit_bytes=self._frame_bytes, within_s=_FRAME_S)
         except ProtocolError as error:
             connection.settimeout(_FRAME_S)
             _tell(connection, Response(type(error).__name__, frames.encode_raw(str(error))))
@@ -214,7 +216,7 @@ class StoreServer:
 
     def _send(self, connection: socket.socket, response: Response) -> None:
         try:
-            frames.send(connection, response)
+            frames.send(connection, response, limit_bytes=self._frame_bytes)
         except ProtocolError as error:  # the answer is too large, and nothing of it was sent
             frames.send(connection, Response("PeerStoreError", frames.encode_raw(str(error))))
 

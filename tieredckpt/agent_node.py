@@ -6,9 +6,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from peerstore import frames
 from peerstore.client import Client, Connector, connect
 from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.errors import AgentUnreachableError
@@ -20,9 +21,13 @@ from tieredckpt.agent.memory_service.options import command_line
 from tieredckpt.agent.messages import (
     MAX_WAIT_S,
     AskDurability,
+    AskLayouts,
+    AskNames,
+    AskParts,
+    AskPieces,
+    AskSummary,
     AskSurvey,
     Configure,
-    Describe,
     Join,
     Lift,
     Loading,
@@ -35,7 +40,24 @@ from tieredckpt.agent.messages import (
     WaitDurable,
 )
 from tieredckpt.errors import wire_errors
-from tieredckpt.node import Acquaintance, ClusterView, Described, DrainView, Durability, Passport, Survey
+from tieredckpt.manifest import unpack
+from tieredckpt.node import (
+    Acquaintance,
+    ClusterView,
+    Described,
+    DrainView,
+    Durability,
+    FoundLayouts,
+    FoundParts,
+    FoundPieces,
+    Need,
+    Page,
+    Passport,
+    StateNames,
+    Summary,
+    Survey,
+    described,
+)
 from tieredckpt.settings import DurableSettings, Settings
 
 _ADOPTION_S = 660.0
@@ -70,7 +92,34 @@ class AgentNode:
         return self.store.call("survey", ask, Survey, timeout_s=patience_s + _ADOPTION_S)
 
     def describe(self, job: str, group: Group) -> Described:
-        return self.store.call("describe", Describe(job, group), Described, timeout_s=_ADOPTION_S)
+        return described(self, job, group)
+
+    def summary(self, job: str, group: Group) -> Summary:
+        return self.store.call("step_summary", AskSummary(job, group), Summary, timeout_s=_ADOPTION_S)
+
+    def layouts(self, job: str, group: Group, layouts: Sequence[str], tables: Sequence[str]) -> FoundLayouts:
+        ask = AskLayouts(job, group, tuple(layouts), tuple(tables))
+        return self.store.call("step_layouts", ask, FoundLayouts, timeout_s=_ADOPTION_S)
+
+    def names(self, job: str, group: Group) -> StateNames:
+        packed, digest = bytearray(), ""
+        while True:
+            ask = AskNames(job, group, digest, len(packed))
+            page: Page = self.store.call("step_names", ask, Page, timeout_s=_ADOPTION_S)
+            if page.digest != digest:
+                digest = page.digest
+                packed.clear()
+            packed += page.data
+            if len(packed) >= page.size_bytes or not page.data:
+                return frames.decode(unpack(bytes(packed)), StateNames)
+
+    def pieces(self, job: str, group: Group, rank: int, needs: Sequence[Need], objects: Sequence[str]) -> FoundPieces:
+        ask = AskPieces(job, group, rank, tuple(needs), tuple(objects))
+        return self.store.call("step_pieces", ask, FoundPieces, timeout_s=_ADOPTION_S)
+
+    def parts(self, job: str, group: Group, parts: Sequence[int], *, item_sizes: bool = False) -> FoundParts:
+        ask = AskParts(job, group, tuple(parts), item_sizes)
+        return self.store.call("step_parts", ask, FoundParts, timeout_s=_ADOPTION_S)
 
     def quarantine(self, job: str, group: Group, reason: str) -> None:
         self.store.call("quarantine", Quarantine(job, group, reason), type(None))

@@ -6,6 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from tieredckpt.errors import CheckpointDamagedError
+
+_SPLITS, _OPEN = 16, 1024
+"""How many boxes what is missing may fall into: pieces of one tensor lie beside each other, whatever the sharding. Some
+that cross each other in every direction leave a product of splits, out of a few bytes that describe them."""
+
 
 class Box(NamedTuple):
     """``sizes`` elements from ``offsets``, in a tensor's global coordinates."""
@@ -55,16 +61,40 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     return rest
 
 
+class Tiling:
+    """A box that is put together from others, one after the other; no element of it comes from two of them."""
+
+    def __init__(self, target: Box) -> None:
+        self._target = target
+        self._laid = 0
+        self.missing = [target] if target.volume else []
+        """What none of them had so far. An empty box needs nothing."""
+
+    def lay(self, cover: Box) -> list[Box]:
+        """What ``cover`` has of what is missing."""
+        found, rest = [], []
+        for hole in self.missing:
+            common = intersection(hole, cover)
+            if common is None:
+                rest.append(hole)
+            else:
+                found.append(common)
+                rest += subtract(hole, common)
+        self._laid += bool(found)
+        if len(rest) > _OPEN + _SPLITS * self._laid * len(cover.sizes):
+            raise CheckpointDamagedError(f"{self._laid} pieces split {self._target} into {len(rest)} boxes and more")
+        self.missing = rest
+        return found
+
+
 def uncovered(target: Box, covers: Iterable[Box]) -> list[Box]:
     """What of ``target`` no cover has. An empty target needs nothing."""
-    if target.sizes and not target.volume:
-        return []
-    missing = [target]
+    tiling = Tiling(target)
     for cover in covers:
-        missing = [rest for box in missing for rest in subtract(box, cover)]
-        if not missing:
+        if not tiling.missing:
             break
-    return missing
+        tiling.lay(cover)
+    return tiling.missing
 
 
 class Run(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tieredckpt.boxes import Box, uncovered, whole
+from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.layout import Layout
 from tieredckpt.manifest import StateTable
 
@@ -22,9 +23,12 @@ def gaps(table: StateTable, layouts: Iterable[Layout]) -> list[str]:
                 boxes.setdefault((item.fqn, item.tensor.shape), []).append(item.tensor.box)
             else:
                 objects.add(item.fqn)
-    torn = [
-        t.fqn
-        for t in table.tensors
-        if (t.fqn, t.shape) not in boxes or uncovered(whole(t.shape), boxes[t.fqn, t.shape])
-    ]
+    torn = [t.fqn for t in table.tensors if (t.fqn, t.shape) not in boxes or not _whole(t.shape, boxes[t.fqn, t.shape])]
     return torn + [name for name in table.objects if name not in objects]
+
+
+def _whole(shape: tuple[int, ...], found: list[Box]) -> bool:
+    try:
+        return not uncovered(whole(shape), found)
+    except CheckpointDamagedError:  # pieces that no save writes cover nothing
+        return False

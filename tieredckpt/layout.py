@@ -33,6 +33,7 @@ from tieredckpt.errors import CheckpointDamagedError
 
 ALIGNMENT = 64
 HEADER_ALIGNMENT = 4096
+_MOST_ELEMENTS, _MOST_BYTES = 1 << 60, 1 << 62
 _WIDEST_ITEM = len('":{"dtype":"U8","shape":[],"data_offsets":[,]},') + 3 * 20
 
 
@@ -232,57 +233,115 @@ def encode(layout: Layout) -> bytes:
 
 def decode(data: bytes) -> Layout:
     """The layout in ``data``, or :class:`CheckpointDamagedError`; everything in it is checked before it is used."""
-    try:
-        columns = msgspec.msgpack.decode(data, type=_Columns)
-        tensors = _decode_tensors(columns)
-        items = tuple(columns.items)
-        for item in items:
-            if (item.kind == ARCHIVE) != (item.tensor is not None):
-                raise ValueError(f"item {item.fqn} of kind {item.kind}")
-            if item.tensor is not None:
-                _check_entry(item.tensor)
-    except (msgspec.DecodeError, ValueError, IndexError, OverflowError, RecursionError) as error:
-        raise CheckpointDamagedError(f"not a layout: {error}") from error
-    paths = None
-    if columns.split:
-        given = columns.paths or {}
-        names = [entry.fqn for entry in tensors] + [item.fqn for item in items]
-        paths = {name: tuple(given.get(name, _split(name))) for name in names}
-    return Layout(tensors, items, paths)
+    columns = LayoutColumns(data)
+    return Layout(tuple(map(columns.entry, range(len(columns.names)))), tuple(columns.items), columns.paths)
 
 
-def _decode_tensors(columns: _Columns) -> tuple[TensorEntry, ...]:
+class LayoutColumns:
+    """A layout as it is stored, checked as a whole: an object is made of a piece only when somebody asks for it."""
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            columns = msgspec.msgpack.decode(data, type=_Columns)
+            self._at, self.tensor_bytes = _checked(columns)
+            for item in columns.items:
+                if (item.kind == ARCHIVE) != (item.tensor is not None):
+                    raise ValueError(f"item {item.fqn} of kind {item.kind}")
+                if item.tensor is not None:
+                    _check_entry(item.tensor)
+        except (msgspec.DecodeError, ValueError, IndexError, OverflowError, RecursionError) as error:
+            raise CheckpointDamagedError(f"not a layout: {error}") from error
+        self._columns = columns
+        self._numbers = _numbers(columns)
+        self.names = columns.names
+        """Of the tensors, in file order."""
+        self.items = columns.items
+        self.ranks = columns.ranks
+
+    @property
+    def paths(self) -> dict[str, tuple[str | int, ...]] | None:
+        """Where every name was in the nested state dict; ``None`` when the planner did not flatten it."""
+        if not self._columns.split:
+            return None
+        given = self._columns.paths or {}
+        names = [*self.names, *(item.fqn for item in self.items)]
+        return {name: tuple(given.get(name, _split(name))) for name in names}
+
+    def at(self, row: int) -> int:
+        """Where the numbers of a row begin: its start, then shape, offsets and sizes."""
+        return self._at[row]
+
+    @property
+    def numbers(self) -> memoryview:
+        return self._numbers
+
+    def box(self, row: int) -> Box:
+        rank, at = self.ranks[row], self._at[row] + 1
+        numbers = self._numbers[at + rank : at + 3 * rank].tolist()
+        return Box(tuple(numbers[:rank]), tuple(numbers[rank:]))
+
+    def entry(self, row: int) -> TensorEntry:
+        columns, rank, at = self._columns, self.ranks[row], self._at[row]
+        numbers = self._numbers[at : at + 1 + 3 * rank].tolist()
+        flags = columns.flags[row]
+        return TensorEntry(
+            self.names[row],
+            columns.dtypes[columns.dtype_of[row]],
+            tuple(numbers[1 : 1 + rank]),
+            Box(tuple(numbers[1 + rank : 1 + 2 * rank]), tuple(numbers[1 + 2 * rank :])),
+            columns.itemsizes[row],
+            bool(flags & 1),
+            bool(flags & 2),
+            numbers[0],
+        )
+
+
+def _numbers(columns: _Columns) -> memoryview:
+    if sys.byteorder == "little":
+        return memoryview(columns.numbers).cast("q")
+    numbers = array("q")
+    numbers.frombytes(columns.numbers)
+    numbers.byteswap()
+    return memoryview(numbers)
+
+
+def _checked(columns: _Columns) -> tuple[memoryview, int]:
+    """Where each tensor's numbers begin, and the bytes of all tensors; raises where anything is out of place."""
+    import numpy as np
+
     count = len(columns.names)
     if not len(columns.dtype_of) == len(columns.itemsizes) == len(columns.ranks) == len(columns.flags) == count:
         raise ValueError("columns of different lengths")
-    numbers = array("q")
-    numbers.frombytes(columns.numbers)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    if len(numbers) != count + 3 * sum(columns.ranks):
-        raise ValueError(f"{len(numbers)} numbers for {count} tensors")
-    tensors, at, end = [], 0, 0
-    for index, name in enumerate(columns.names):
-        rank = columns.ranks[index]
-        shape, offsets, sizes = (tuple(numbers[at + 1 + rank * i : at + 1 + rank * (i + 1)]) for i in range(3))
-        flags = columns.flags[index]
-        entry = TensorEntry(
-            fqn=name,
-            dtype=columns.dtypes[columns.dtype_of[index]],
-            shape=shape,
-            box=Box(offsets, sizes),
-            itemsize=columns.itemsizes[index],
-            sharded=bool(flags & 1),
-            requires_grad=bool(flags & 2),
-            start=numbers[at],
-        )
-        _check_entry(entry)
-        if entry.start != end:
-            raise ValueError(f"{name} starts at {entry.start}, expected {end}")
-        end += entry.size_bytes
-        tensors.append(entry)
-        at += 1 + 3 * rank
-    return tuple(tensors)
+    ranks = np.frombuffer(columns.ranks, np.uint8).astype(np.int64)
+    at = np.concatenate((np.zeros(1, np.int64), np.cumsum(1 + 3 * ranks)))
+    if len(columns.numbers) != 8 * at[-1]:
+        raise ValueError(f"{len(columns.numbers)} bytes of numbers for {count} tensors")
+    numbers = np.frombuffer(columns.numbers, "<i8")
+    itemsizes = np.frombuffer(columns.itemsizes, np.uint8).astype(np.int64)
+    dtype_of = np.frombuffer(columns.dtype_of, np.uint8)
+    if count and dtype_of.max() >= len(columns.dtypes):
+        raise ValueError(f"a type that is not among {len(columns.dtypes)}")
+    # Bytes are copied by this width to where a tensor of that type lies.
+    widths = np.array([WIDTHS.get(dtype, 0) for dtype in columns.dtypes], np.int64)[dtype_of] if count else itemsizes
+    fine = (itemsizes >= 1) & (itemsizes <= 16) & ((widths == 0) | (widths == itemsizes))
+    volumes = np.ones(count, np.int64)
+    for rank in set(columns.ranks):
+        rows = np.nonzero(ranks == rank)[0]
+        table = numbers[at[rows][:, None] + np.arange(1, 1 + 3 * rank)]
+        shape, offsets, sizes = table[:, :rank], table[:, rank : 2 * rank], table[:, 2 * rank :]
+        inside = (offsets >= 0) & (sizes >= 0) & (shape >= offsets)
+        inside[inside] = sizes[inside] <= (shape - offsets)[inside]
+        fine[rows] &= inside.all(axis=1) & (shape.astype(np.float64).prod(axis=1) < _MOST_ELEMENTS)
+        volumes[rows] = sizes.prod(axis=1)
+    if not fine.all():
+        raise ValueError(f"{columns.names[int(np.argmin(fine))]} does not lie within its shape, or has no such type")
+    if float((volumes.astype(np.float64) * itemsizes).sum()) >= _MOST_BYTES:
+        raise ValueError("more bytes than any file has")
+    ends = np.cumsum(volumes * itemsizes)
+    starts = numbers[at[:-1]]
+    if count and (starts[0] != 0 or (starts[1:] != ends[:-1]).any()):
+        raise ValueError("a tensor does not start where the one before it ends")
+    return memoryview(at.data), int(ends[-1]) if count else 0
 
 
 def _check_entry(entry: TensorEntry) -> None:
@@ -293,7 +352,7 @@ def _check_entry(entry: TensorEntry) -> None:
     # Bytes are copied by this width to where a tensor of that type lies.
     if not inside or WIDTHS.get(entry.dtype, entry.itemsize) != entry.itemsize:
         raise ValueError(f"{entry.fqn} at {box} of {entry.shape}, {entry.itemsize} bytes a {entry.dtype}")
-    if not 1 <= entry.itemsize <= 16 or math.prod(entry.shape) >= 1 << 60:
+    if not 1 <= entry.itemsize <= 16 or math.prod(entry.shape) >= _MOST_ELEMENTS:
         raise ValueError(f"{entry.fqn} at {box} of {entry.shape}, {entry.itemsize} bytes an element")
 
 

@@ -18,16 +18,20 @@ from peerstore.checksum import chunk_count
 from peerstore.records import Group, ShardKey, ShardRecord
 from tieredckpt.durable.names import parse_shard
 from tieredckpt.errors import CheckpointDamagedError, FormatVersionError
-from tieredckpt.layout import ItemEntry, Layout, TensorEntry, decode
+from tieredckpt.layout import Layout, LayoutColumns, decode
 
 FORMAT = 1
-MAX_DECODED_BYTES = 1 << 31
+MAX_DECODED_BYTES = 1 << 33
+_UNPACKED, _RATIO = 1 << 20, 256
+"""What was written unpacks to no more than so many bytes and so many times its size: whoever claims more asks for
+memory that nothing it holds is worth."""
 MAX_CHUNK_BYTES = 64 << 20
 """A chunk is read whole before any of it is used, so whoever claims a large one asks for that much memory."""
 _KINDS = {"raw": "safetensors", "zstd": "safetensors.zst"}
 OPEN_ENDED = 1 << 20
 """As the number of a step's parts: not known in advance, its table says what makes it whole."""
 _MAGIC = b"TCKP"
+_LEVEL = 3
 T = TypeVar("T")
 
 
@@ -35,17 +39,34 @@ class TableTensor(msgspec.Struct, frozen=True, array_like=True):
     fqn: str
     dtype: str
     shape: tuple[int, ...]
+    requires_grad: bool = False
+    part: int = -1
+    """The only part that has something of it; -1 where several do, or nobody said."""
 
 
-class StateTable(msgspec.Struct, frozen=True, dict=True):
+class StateTable(msgspec.Struct, frozen=True, dict=True, omit_defaults=True):
     """The names of the whole state, known to whoever planned the save: what coverage is measured against."""
 
     tensors: tuple[TableTensor, ...]
     objects: tuple[str, ...]
+    object_parts: tuple[int, ...] = ()
+    """For each object the only part that has it, or -1."""
+    described: bool = False
+    """Whether types and paths are those of what was saved, so that no layout is needed to know them."""
+    paths: dict[str, tuple[str | int, ...]] | None = None
+    """As in a layout: only the paths that are not the name split at its dots."""
+    split: bool = False
 
     @functools.cached_property
     def digest(self) -> str:
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self))
+
+    @functools.cached_property
+    def homes(self) -> dict[str, int]:
+        """By name the only part that has something of it, where one was named."""
+        homes = dict(zip(self.objects, self.object_parts, strict=False))
+        homes.update((tensor.fqn, tensor.part) for tensor in self.tensors)
+        return {name: part for name, part in homes.items() if part >= 0}
 
 
 class ShardMeta(msgspec.Struct, frozen=True):
@@ -125,10 +146,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return Group(self.epoch, self.step, self.attempt, self.incarnation)
 
     def layout_of(self, shard: ShardIndex) -> Layout:
-        data = self.layouts[shard.meta.layout]
-        if xxhash.xxh3_128_hexdigest(data) != shard.meta.layout:
-            raise CheckpointDamagedError(f"{shard.key}: its layout is not the one it names")
-        return decode(data)
+        return decode(check_layout(shard.meta.layout, self.layouts[shard.meta.layout]))
 
 
 class _ShardFile(msgspec.Struct, frozen=True):
@@ -167,6 +185,34 @@ def decode_table(data: bytes) -> StateTable:
         raise CheckpointDamagedError(f"not a state table: {error}") from error
 
 
+def pack(data: bytes) -> bytes:
+    """A layout or table as it is kept and sent: it names much the same thing over and over."""
+    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(data)
+
+
+def unpack(packed: bytes) -> bytes:
+    """What was packed, or :class:`CheckpointDamagedError`."""
+    try:
+        return _decompressed(packed)
+    except (ValueError, MemoryError, zstandard.ZstdError) as error:
+        raise CheckpointDamagedError(f"not a layout or table: {error}") from error
+
+
+def _decompressed(packed: bytes) -> bytes:
+    size = zstandard.frame_content_size(packed)
+    most = min(MAX_DECODED_BYTES, _UNPACKED + _RATIO * len(packed))
+    if not 0 <= size <= most:
+        raise ValueError(f"{len(packed)} bytes that unpack to {size}, at most {most} are believed")
+    return zstandard.ZstdDecompressor().decompress(packed, max_output_size=max(size, 1))
+
+
+def check_layout(digest: str, data: bytes) -> bytes:
+    """The layout that is called so, or :class:`CheckpointDamagedError`."""
+    if xxhash.xxh3_128_hexdigest(data) != digest:
+        raise CheckpointDamagedError(f"a layout is not the one it is called, {digest}")
+    return data
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     return _seal("manifest", manifest)
 
@@ -188,8 +234,7 @@ def encode_shard_file(index: ShardIndex, layout: bytes, table: bytes = b"") -> b
 def decode_shard_file(data: bytes) -> tuple[ShardIndex, bytes, bytes]:
     """A shard's index, its layout and the state table (``b""`` when it has none)."""
     file = _open("shard", data, _ShardFile)
-    if decode(file.layout).digest != file.index.meta.layout:
-        raise CheckpointDamagedError(f"{file.index.key}: its layout is not the one it names")
+    LayoutColumns(check_layout(file.index.meta.layout, file.layout))
     return file.index, file.layout, file.table
 
 
@@ -245,7 +290,7 @@ def _check_manifest(manifest: Manifest) -> None:
 
 def _seal(kind: str, body: object) -> bytes:
     inner = msgspec.msgpack.encode(_Envelope(FORMAT, kind, msgspec.Raw(msgspec.msgpack.encode(body))))
-    packed = zstandard.ZstdCompressor(level=3, write_checksum=False).compress(inner)
+    packed = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress(inner)
     return _MAGIC + packed + xxhash.xxh3_64_digest(packed)
 
 
@@ -254,11 +299,7 @@ def _open(kind: str, data: bytes, into: type[T]) -> T:
     if data[: len(_MAGIC)] != _MAGIC or xxhash.xxh3_64_digest(packed) != data[-8:]:
         raise CheckpointDamagedError(f"not a {kind}, or damaged: {len(data)} bytes")
     try:
-        size = zstandard.frame_content_size(packed)
-        if not 0 <= size <= MAX_DECODED_BYTES:
-            raise ValueError(f"it unpacks to {size} bytes")
-        inner = zstandard.ZstdDecompressor().decompress(packed, max_output_size=max(size, 1))
-        envelope = msgspec.msgpack.decode(inner, type=_Envelope)
+        envelope = msgspec.msgpack.decode(_decompressed(packed), type=_Envelope)
         if envelope.format > FORMAT:
             raise FormatVersionError(
                 f"this {kind} has format {envelope.format}, this release reads up to {FORMAT}: upgrade tieredckpt"
@@ -268,17 +309,3 @@ def _open(kind: str, data: bytes, into: type[T]) -> T:
         return msgspec.msgpack.decode(envelope.body, type=into)
     except (msgspec.DecodeError, ValueError, RecursionError, MemoryError, zstandard.ZstdError) as error:
         raise CheckpointDamagedError(f"not a {kind}: {error}") from error
-
-
-def entries_by_name(
-    layouts: Mapping[int, Layout],
-) -> tuple[dict[str, list[tuple[int, TensorEntry]]], dict[str, list[tuple[int, int, ItemEntry]]]]:
-    """For every name: which parts hold a piece of the tensor, and which parts hold an item (with its number)."""
-    tensors: dict[str, list[tuple[int, TensorEntry]]] = {}
-    items: dict[str, list[tuple[int, int, ItemEntry]]] = {}
-    for part, layout in layouts.items():
-        for entry in layout.tensors:
-            tensors.setdefault(entry.fqn, []).append((part, entry))
-        for number, item in enumerate(layout.items):
-            items.setdefault(item.fqn, []).append((part, number, item))
-    return tensors, items

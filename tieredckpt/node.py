@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -11,7 +11,8 @@ from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.operations import Store
 from peerstore.peers.plan import TeamPlan
 from peerstore.records import Group, ShardFact, ShardKey
-from tieredckpt.manifest import Manifest
+from tieredckpt.errors import CheckpointNotFoundError
+from tieredckpt.manifest import Manifest, ShardIndex, build_manifest, check_layout, unpack
 from tieredckpt.resolve import Candidate, Tier
 from tieredckpt.settings import DurableSettings
 
@@ -75,6 +76,113 @@ class Described(msgspec.Struct, frozen=True):
     found: dict[int, tuple[Tier, ...]]
     sources: dict[int, tuple[Source, ...]] = {}
     """The nodes whose memory has a part, other than this one."""
+
+
+class StateNames(msgspec.Struct, frozen=True):
+    """What a step has, by name: a type and a shape for each tensor, and which objects there are."""
+
+    names: list[str]
+    dtypes: list[str]
+    dtype_of: bytes
+    """For each tensor the number of its type, two bytes in this machine's order."""
+    shapes: list[tuple[int, ...]]
+    requires_grad: bytes
+    objects: list[str]
+    paths: dict[str, tuple[str | int, ...]] | None
+    """Where every name was in the nested state dict, as the planner had it; without those that are the name split at
+    its dots."""
+    split: bool
+    """False: nothing was flattened, and there are no paths."""
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """A step without what describes its shards."""
+
+    parts: tuple[int, ...]
+    created_ns: int
+    writer: str
+    layouts: tuple[str, ...]
+    tables: tuple[str, ...]
+    """Digests, both of them."""
+
+
+class Page(msgspec.Struct, frozen=True):
+    """Some bytes of something that may have more than fit into a message."""
+
+    digest: str
+    """Of all of it: what is said later may be about something else."""
+    size_bytes: int
+    data: bytes
+
+
+Need = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A piece of a tensor that somebody wants: its name, offsets and sizes."""
+
+
+class PieceAt(msgspec.Struct, frozen=True, array_like=True):
+    """Part of a tensor in a shard."""
+
+    need: int
+    """Which one it is for, by its place in the question."""
+    part: int
+    item: int
+    """For a tensor kept as an archive: the number of the item it is in; else -1."""
+    dtype: str
+    itemsize: int
+    start: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Of what the shard has of the tensor."""
+    sizes: tuple[int, ...]
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    """What of that is wanted; all of it where nothing is said."""
+
+
+class ItemAt(msgspec.Struct, frozen=True, array_like=True):
+    """A byte string in a shard: bytes ``[start, stop)``, counted from the end of its header."""
+
+    part: int
+    number: int
+    start: int
+    stop: int
+
+
+class FoundPieces(msgspec.Struct, frozen=True):
+    """Where the first ``answered`` of the pieces are that were asked for."""
+
+    answered: int
+    pieces: list[PieceAt]
+    items: list[ItemAt]
+    """Those that pieces are in, and one for each object that was asked for, at the end."""
+
+
+class PartAt(msgspec.Struct, frozen=True):
+    """One shard, and where it is."""
+
+    index: ShardIndex
+    """Without the sizes of its items."""
+    header_bytes: int
+    found: tuple[Tier, ...]
+    sources: tuple[Source, ...]
+    """The nodes whose memory has it, other than this one."""
+
+
+class FoundParts(msgspec.Struct, frozen=True):
+    """As many of the shards that were asked for as fit into a message, at least one unless all others are lost."""
+
+    parts: list[PartAt]
+    lost: list[int]
+    """Nobody who had one of these answers any more."""
+
+
+class FoundLayouts(msgspec.Struct, frozen=True):
+    """Some of the layouts and tables that were asked for, packed, by digest: the layouts first."""
+
+    layouts: dict[str, bytes]
+    tables: dict[str, bytes]
+    """Those that anybody has: one can do without."""
+    more: bool
+    """There is more than fitted."""
 
 
 class Passport(msgspec.Struct, frozen=True):
@@ -173,6 +281,50 @@ class DrainView(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class StepPages(Protocol):
+    """Who describes a step in as many answers as it takes."""
+
+    def summary(self, job: str, group: Group) -> Summary: ...
+    def parts(self, job: str, group: Group, parts: Sequence[int], *, item_sizes: bool = False) -> FoundParts: ...
+    def layouts(self, job: str, group: Group, layouts: Sequence[str], tables: Sequence[str]) -> FoundLayouts: ...
+
+
+def described(node: StepPages, job: str, group: Group) -> Described:
+    """All of a step, put together."""
+    summary = node.summary(job, group)
+    places: list[PartAt] = []
+    left = list(summary.parts)
+    while left:
+        said = node.parts(job, group, left, item_sizes=True)
+        places += said.parts
+        done = {place.index.key.part for place in said.parts} | {*said.lost}
+        if not done:
+            raise CheckpointNotFoundError(f"job {job} step {group.version}: none of parts {left[:8]} was described")
+        left = [part for part in left if part not in done]
+    if not places:
+        raise CheckpointNotFoundError(f"job {job} has no step {group.version} here")
+    layouts: dict[str, bytes] = {}
+    tables: dict[str, bytes] = {}
+    named = {place.index.meta.layout for place in places}
+    rest, optional = [digest for digest in summary.layouts if digest in named], list(summary.tables)
+    while rest or optional:
+        some = node.layouts(job, group, rest, optional)
+        layouts |= {digest: check_layout(digest, unpack(data)) for digest, data in some.layouts.items()}
+        tables |= {digest: unpack(data) for digest, data in some.tables.items()}
+        rest = [digest for digest in rest if digest not in some.layouts]
+        if not rest and not some.more:
+            break
+        optional = [digest for digest in optional if digest not in some.tables]
+    manifest = build_manifest(
+        [place.index for place in places], layouts, tables, created_ns=summary.created_ns, writer=summary.writer
+    )
+    return Described(
+        manifest,
+        {place.index.key.part: place.found for place in places},
+        {place.index.key.part: place.sources for place in places if place.sources},
+    )
+
+
 class Node(Protocol):
     """A node agent, or the same thing inside this process.
 
@@ -191,7 +343,18 @@ class Node(Protocol):
     def survey(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> Survey:
         """What there is; waits up to ``patience_s`` for a newer step that other nodes are about to make whole."""
 
-    def describe(self, job: str, group: Group) -> Described: ...
+    def describe(self, job: str, group: Group) -> Described:
+        """All of a step: for tools. A rank asks for what it needs by the three methods that follow."""
+
+    def names(self, job: str, group: Group) -> StateNames:
+        """What the step has. Looks anew at where its shards are; the answers to the next questions go by that."""
+
+    def pieces(self, job: str, group: Group, rank: int, needs: Sequence[Need], objects: Sequence[str]) -> FoundPieces:
+        """Where some of these pieces and, once all needs are answered, these objects are, nearest first."""
+
+    def parts(self, job: str, group: Group, parts: Sequence[int]) -> FoundParts:
+        """Some of these shards, with their checksums."""
+
     def quarantine(self, job: str, group: Group, reason: str) -> None:
         """This node does not choose the step any more: it is damaged, or somebody says so."""
 

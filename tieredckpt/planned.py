@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -157,15 +158,38 @@ def _without_values(fqn: str, *, staged: bool) -> SaveFailedError:
 def table_of(plans: Sequence[SavePlan]) -> StateTable:
     """The names of the whole state, out of every rank's final plan."""
     tensors: dict[str, TableTensor] = {}
-    objects: dict[str, None] = {}
-    for plan in plans:
+    objects: dict[str, int] = {}
+    paths: dict[str, tuple[str | int, ...]] | None = None
+    for part, plan in enumerate(plans):
+        known = _clean_paths(plan.planner_data if isinstance(plan.planner_data, Mapping) else None)
+        if known is not None:
+            # Most are the name split at its dots, and need not be said.
+            odd = {name: path for name, path in known.items() if path != tuple(name.split("."))}
+            paths = odd if paths is None else paths | odd
         for item in plan.items:
+            name = item.index.fqn
             if item.tensor_data is None:
-                objects[item.index.fqn] = None
-            elif item.index.fqn not in tensors:
-                size, dtype = tuple(item.tensor_data.size), dtype_name(item.tensor_data.properties.dtype)
-                tensors[item.index.fqn] = TableTensor(item.index.fqn, dtype, size)
-    return StateTable(tuple(tensors[name] for name in sorted(tensors)), tuple(sorted(objects)))
+                objects[name] = part if objects.get(name, part) == part else -1
+            elif name not in tensors:
+                size, kind = tuple(item.tensor_data.size), item.tensor_data.properties
+                tensors[name] = TableTensor(name, dtype_name(kind.dtype), size, bool(kind.requires_grad), part)
+            elif tensors[name].part not in (part, -1):
+                tensors[name] = msgspec.structs.replace(tensors[name], part=-1)
+    return StateTable(
+        tuple(tensors[name] for name in sorted(tensors)),
+        tuple(sorted(objects)),
+        tuple(objects[name] for name in sorted(objects)),
+        described=True,
+        paths=paths,
+        split=paths is not None,
+    )
+
+
+def said_by(planner: SavePlanner, table: StateTable | None) -> StateTable | None:
+    """What is known of the state where this planner wrote it: one that transforms may have saved other types."""
+    if table is None or resolves_plainly(planner):
+        return table
+    return msgspec.structs.replace(table, described=False, paths=None, split=False)
 
 
 def _clean_paths(paths: Mapping[str, Any] | None) -> dict[str, tuple[str | int, ...]] | None:

@@ -14,8 +14,9 @@ import math
 import os
 import secrets
 import time
+from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -47,13 +48,14 @@ from tieredckpt.errors import (
 )
 from tieredckpt.fetch import Found, PinnedShards
 from tieredckpt.location import Location, parse_location
+from tieredckpt.node import StateNames
 from tieredckpt.plain import plain_reader, plain_steps
 from tieredckpt.quiet import collector_paused
 from tieredckpt.reading import Reading, item_box
 from tieredckpt.resolve import Candidate, Resolution, Tier, Verdict, elect, resolve
 from tieredckpt.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override
-from tieredckpt.stored import ByteRange, StoredStep, TensorPiece, without
+from tieredckpt.stored import WantedStep
 from tieredckpt.tensors import dtype_named
 from tieredckpt.writer import at_step, moved_to, storage_meta
 
@@ -124,14 +126,12 @@ class TieredReader(StorageReader):
         self._step_given = step
         self._cast = on_dtype_mismatch == "cast"
         self._rank = 0
-        self._steps: dict[Group, StoredStep] = {}
+        self._steps: dict[Group, WantedStep] = {}
         self._unreadable: defaultdict[Group, set[int]] = defaultdict(set)
         """Parts that this node's memory has and cannot read for now."""
         self._order: list[Candidate] = []
         self._reluctant: dict[Group, int] = {}
         """Steps whose loads have ended their process on this node, and how many times."""
-        self._pieces: dict[tuple[str, Box], tuple[TensorPiece, ...]] = {}
-        """Where each piece of a tensor comes from, as verified last."""
         self._refused: list[str] = []
         self._pinned: PinnedShards | None = None
         self._ready: Group | None = None
@@ -219,8 +219,8 @@ class TieredReader(StorageReader):
         if step is not None:
             asked = {item.storage_index.fqn for plan in plans for item in plan.items}
             # A tensor without elements is asked for by nobody.
-            held = (fqn for fqn in step.tensors if math.prod(step.tensors[fqn][0].entry.shape))
-            self.unused = tuple(sorted({*held, *step.objects} - asked))
+            held = (fqn for fqn, shape in zip(step.names.names, step.names.shapes, strict=True) if math.prod(shape))
+            self.unused = tuple(sorted({*held, *step.names.objects} - asked))
             if self.strict and self.unused:
                 raise MismatchError(
                     f"step {decision.group.version} of {self._location.job} has {len(self.unused)} entries without a "
@@ -280,7 +280,7 @@ class TieredReader(StorageReader):
             return found, plain
         return found, None
 
-    def _choose(self) -> StoredStep | None:
+    def _choose(self) -> WantedStep | None:
         """The step this rank would load; ``None`` when that is a plain checkpoint."""
         resolution, plain = self._survey()
         self._let_go()
@@ -322,14 +322,13 @@ class TieredReader(StorageReader):
                 return step
         raise CheckpointDamagedError(f"no step of {self._location} can be used: {'; '.join(self._refused)}")
 
-    def _described(self, group: Group) -> StoredStep | None:
+    def _described(self, group: Group) -> WantedStep | None:
         """The step in full, or ``None`` when it cannot be used after all."""
         if group not in self._steps:
             try:
-                described = self.session.node.describe(self._location.job, group)
-                step = StoredStep(without(described, Tier.MEMORY, self._unreadable[group]))
-                for places in step.tensors.values():
-                    dtype_named(places[0].entry.dtype)
+                step = WantedStep(self.session.node, self._location.job, group, self._unreadable[group])
+                for dtype in step.names.dtypes:
+                    dtype_named(dtype)
                 self._steps[group] = step
             except (CheckpointDamagedError, CheckpointNotFoundError) as error:
                 self._refuse(group, error)
@@ -355,7 +354,7 @@ class TieredReader(StorageReader):
             if step is None:
                 return False
             try:
-                ranges = self._ranges(step, needs, objects)
+                ranges = step.plan(self._rank, needs, objects)
             except (CheckpointDamagedError, MismatchError) as error:
                 self._refuse(group, error)
                 return False
@@ -380,20 +379,6 @@ class TieredReader(StorageReader):
             del self._steps[group]
         return False
 
-    def _ranges(
-        self, step: StoredStep, needs: Sequence[tuple[str, Box]], objects: Sequence[str]
-    ) -> dict[int, list[ByteRange]]:
-        ranges: dict[int, list[ByteRange]] = defaultdict(list)
-        self._pieces.clear()
-        for need in needs:
-            pieces = self._pieces[need] = tuple(step.pieces(*need))
-            for piece in pieces:
-                ranges[piece.part].append(step.tensor_range(piece))
-        for fqn in objects:
-            part = step.object_part(fqn, self._rank)
-            ranges[part].append(step.item_range(part, step.objects[fqn][part]))
-        return ranges
-
     def _refuse(self, group: Group, error: Exception) -> None:
         log.error("step %d of %s cannot be used: %s", group.version, self._location.job, error)
         self._refused.append(f"step {group.version}: {error}")
@@ -411,7 +396,8 @@ class TieredReader(StorageReader):
         decision = plan.storage_data
         group = decision.group if isinstance(decision, Decision) else self._order[0].group
         needs, objects = _needs(plan)
-        if {need for need in needs if need not in self._pieces}:  # the planner changed the plan after the vote
+        planned = self._steps[group].pieces if group in self._steps else {}
+        if any(need not in planned for need in needs):  # the planner changed the plan after the vote
             self._let_go()
         for last in (False, True):
             if self._ready != group and not self._verified(group, needs, objects):
@@ -420,7 +406,7 @@ class TieredReader(StorageReader):
                 )
             step, pinned = self._steps[group], self._pinned
             assert pinned is not None  # noqa: S101 - _verified made it
-            work = Reading(session, step, pinned, planner, self._pieces, rank=self._rank, cast=self._cast)
+            work = Reading(session, step, pinned, planner, cast=self._cast)
             try:
                 with session.loading(group, self._rank):
                     work.run(plan.items)
@@ -501,19 +487,51 @@ def _nothing(location: Location, resolution: Resolution) -> TieredCheckpointErro
     return CheckpointNotFoundError(f"{location}: no whole step to load ({resolution.explain()})")
 
 
-def _metadata(step: StoredStep, location: Location) -> Metadata:
-    """DCP's view of a stored step."""
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for fqn in step.tensors:
-        chunks = step.chunks(fqn)
-        properties = TensorProperties(dtype=dtype_named(chunks[0].dtype), requires_grad=chunks[0].requires_grad)
-        described[fqn] = TensorStorageMetadata(
-            properties,
-            torch.Size(chunks[0].shape),
-            [ChunkStorageMetadata(torch.Size(c.box.offsets), torch.Size(c.box.sizes)) for c in chunks],
-        )
-    for fqn in step.objects:
-        described[fqn] = BytesStorageMetadata()
+def _metadata(step: WantedStep, location: Location) -> Metadata:
+    """DCP's view of a stored step.
+
+    Each tensor is one chunk, however it is cut in the shards: reads are in its own coordinates, so that a rank plans
+    its own pieces and not all that every rank wrote.
+    """
     meta = storage_meta(location, step.group)
     meta.load_id = secrets.token_hex(8)
-    return Metadata(described, planner_data=step.paths, storage_data={}, storage_meta=meta)
+    described = StateMetadata(step.names)
+    return Metadata(described, planner_data=_paths(step.names), storage_data={}, storage_meta=meta)  # type: ignore[arg-type]
+
+
+def _paths(names: StateNames) -> dict[str, tuple[str | int, ...]] | None:
+    if not names.split:
+        return None
+    given = names.paths or {}
+    return {name: given.get(name) or tuple(name.split(".")) for name in (*names.names, *names.objects)}
+
+
+class StateMetadata(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """What each name of a step is, said when it is asked for."""
+
+    def __init__(self, names: StateNames) -> None:
+        self._names = names
+        self._at = {name: at for at, name in enumerate(names.names)}
+        self._objects = dict.fromkeys(names.objects)
+        self._dtype_of = array("H", names.dtype_of)
+
+    def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        at = self._at.get(name)
+        if at is None:
+            if name in self._objects:
+                return BytesStorageMetadata()
+            raise KeyError(name)
+        size = torch.Size(self._names.shapes[at])
+        dtype = dtype_named(self._names.dtypes[self._dtype_of[at]])
+        properties = TensorProperties(dtype=dtype, requires_grad=bool(self._names.requires_grad[at]))
+        return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._at
+        yield from (name for name in self._objects if name not in self._at)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._at or name in self._objects
+
+    def __len__(self) -> int:
+        return len(self._at.keys() | self._objects.keys())

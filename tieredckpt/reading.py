@@ -22,7 +22,7 @@ from tieredckpt.errors import CheckpointDamagedError, MismatchError, PeersLostEr
 from tieredckpt.fetch import PinnedShards, from_object
 from tieredckpt.resolve import Tier
 from tieredckpt.session import Session
-from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
+from tieredckpt.stored import ByteRange, TensorPiece, WantedStep
 from tieredckpt.tensors import dtype_name, dtype_named, is_plain, is_writable_at_its_address, require_memory
 
 log = logging.getLogger(__name__)
@@ -37,17 +37,13 @@ class Reading:
     def __init__(
         self,
         session: Session,
-        step: StoredStep,
+        step: WantedStep,
         pinned: PinnedShards,
         planner: LoadPlanner,
-        pieces: Mapping[tuple[str, Box], Sequence[TensorPiece]],
         *,
-        rank: int,
         cast: bool,
     ) -> None:
-        self._pieces = pieces
         self._session = session
-        self._rank = rank
         self._cast = cast
         self._step = step
         self._pinned = pinned
@@ -106,7 +102,7 @@ class Reading:
         bytewise = is_writable_at_its_address(target)
         if bytewise and not target.is_inference():
             increment_version(target)  # autograd has to see that what it kept of it is gone
-        for piece in self._pieces.get((fqn, wanted)) or self._step.pieces(fqn, wanted):
+        for piece in self._step.pieces[fqn, wanted]:
             self._check_dtype(fqn, piece.entry.dtype, target)
             self._plan_piece(piece, target, wanted, bytewise=bytewise)
 
@@ -118,7 +114,7 @@ class Reading:
             return
         if near:
             self.bytes_by_tier[Tier.MEMORY.value] += piece.box.volume * entry.itemsize
-        base = step.layouts[piece.part].header_bytes + entry.start
+        base = step.start(piece)
         simple = bytewise and dtype_name(target.dtype) == entry.dtype
         if near and not simple:
             source = self._near_tensor(piece.part, base, entry.dtype, entry.box.sizes)
@@ -204,11 +200,9 @@ class Reading:
             keep.clear()
 
     def _object(self, fqn: str) -> bytes:
-        part = self._step.object_part(fqn, self._rank)
-        return self._item(part, self._step.objects[fqn][part])
+        return self._item(*self._step.object(fqn))
 
-    def _item(self, part: int, number: int) -> bytes:
-        span = self._step.item_range(part, number)
+    def _item(self, part: int, span: ByteRange) -> bytes:
         if self._step.tier(part) is Tier.MEMORY:
             self.bytes_by_tier[Tier.MEMORY.value] += span.stop - span.start
             return bytes(self._pinned.view(part)[span.start : span.stop])
@@ -224,7 +218,9 @@ class Reading:
         return bytes(out)
 
     def _from_archive(self, piece: TensorPiece) -> torch.Tensor:
-        saved = torch.load(io.BytesIO(self._item(piece.part, piece.item)), map_location="cpu", weights_only=True)
+        saved = torch.load(
+            io.BytesIO(self._item(piece.part, self._step.archive_range(piece))), map_location="cpu", weights_only=True
+        )
         if not isinstance(saved, torch.Tensor):
             raise CheckpointDamagedError(f"{piece.entry.fqn}: the archive holds a {type(saved).__name__}")
         return _narrow(saved, relative(piece.box, piece.entry.box))

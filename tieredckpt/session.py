@@ -19,6 +19,7 @@ from peerstore.peers.calling import Pass, Peer
 from peerstore.peers.plan import TeamPlan
 from peerstore.peers.pulling import Puller
 from peerstore.records import Group, Lease, ShardFact, ShardKey, ShardRecord
+from peerstore.store import MAX_BLOB_BYTES
 from tieredckpt.agent.messages import LAYOUT, TABLE
 from tieredckpt.agent_node import AgentNode
 from tieredckpt.copying import Copier, SlotMemory
@@ -27,7 +28,7 @@ from tieredckpt.durable.store import ObjectStore
 from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableError
 from tieredckpt.incarnation import CapturePoint, IncarnationOwner, SaveDecision, SaveProposal
 from tieredckpt.layout import Layout, encode, round_up
-from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table
+from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack
 from tieredckpt.node import Node, Passport, Source
 from tieredckpt.planned import PlannedSave
 from tieredckpt.settings import Settings, copy_threads
@@ -443,9 +444,9 @@ class Session:
             for start, item in zip(layout.item_starts(sizes), items, strict=True):
                 memory.write(layout.header_bytes + start, item)
             reach("seal.written")
-            self._put_blob(LAYOUT + layout.digest, lambda: encode(layout))
+            self._put_packed(LAYOUT + layout.digest, lambda: encode(layout))
             if table is not None:
-                self._put_blob(TABLE + table.digest, lambda: encode_table(table))
+                self._put_packed(TABLE + table.digest, lambda: encode_table(table))
             meta = ShardMeta(
                 layout=layout.digest,
                 item_sizes=sizes,
@@ -511,9 +512,16 @@ class Session:
         except PeerStoreError as error:
             log.warning("slot of %s was not given back: %s", staged.lease.key, error)
 
-    def _put_blob(self, name: str, make: Callable[[], bytes]) -> None:
+    def _put_packed(self, name: str, make: Callable[[], bytes]) -> None:
         if name not in self._known_blobs:
-            self.node.store.put_blob(self.job, name, make())
+            data = pack(make())
+            if len(data) > MAX_BLOB_BYTES:
+                raise SaveFailedError(
+                    f"what describes this rank's part has {len(data)} bytes after compression, an agent keeps at most "
+                    f"{MAX_BLOB_BYTES}: that is a few million tensors in one rank. Save fewer and larger ones, or from "
+                    "more ranks"
+                )
+            self.node.store.put_blob(self.job, name, data)
             self._known_blobs.add(name)
 
     def is_durable(self, step: int) -> bool:

@@ -21,7 +21,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.export.source import StepSource
 from tieredckpt.layout import OBJECT, ItemEntry, Layout, encode
-from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table
+from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack
 from tieredckpt.session import Session
 from tieredckpt.stored import ByteRange
 
@@ -104,9 +104,9 @@ class SlotWriter(io.RawIOBase):
             with told(f"{final} of step {self.step} was not sealed"):
                 self._require(total)
                 os.pwrite(self._fd, layout.header(sizes), 0)
-                store.put_blob(self._space, LAYOUT + layout.digest, encode(layout))
+                store.put_blob(self._space, LAYOUT + layout.digest, pack(encode(layout)))
                 if table is not None:
-                    store.put_blob(self._space, TABLE + table.digest, encode_table(table))
+                    store.put_blob(self._space, TABLE + table.digest, pack(encode_table(table)))
                 meta = ShardMeta(
                     layout=layout.digest,
                     item_sizes=sizes,

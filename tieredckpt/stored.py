@@ -6,15 +6,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
-
 from peerstore.records import Group
-from tieredckpt.boxes import Box, intersection, subtract
-from tieredckpt.errors import CheckpointDamagedError, MismatchError, TierUnavailableError
+from tieredckpt.boxes import Box, Tiling
+from tieredckpt.errors import CheckpointDamagedError, MismatchError, PeersLostError, TierUnavailableError
 from tieredckpt.layout import ItemEntry, Layout, TensorEntry
 from tieredckpt.manifest import Manifest, ShardIndex
-from tieredckpt.node import Described, Source
+from tieredckpt.node import Described, ItemAt, Node, Source
 from tieredckpt.resolve import Tier
+
+_ASKED_AT_ONCE = 5_000
+"""Pieces in one question: half a megabyte, or a few with long names."""
+_LOST_AGAIN = 4
 
 
 class TensorPiece(NamedTuple):
@@ -114,21 +116,14 @@ class StoredStep:
         shapes = {place.entry.shape for place in places}
         if len(shapes) > 1:
             raise CheckpointDamagedError(f"step {self.group.version} has {fqn} in several shapes: {sorted(shapes)}")
-        missing = [box]
+        tiling = Tiling(box)
         for place in places:
-            rest = []
-            for hole in missing:
-                common = intersection(hole, place.entry.box)
-                if common is None:
-                    rest.append(hole)
-                else:
-                    yield TensorPiece(place.part, place.entry, common, place.item)
-                    rest.extend(subtract(hole, common))
-            missing = rest
-            if not missing:
+            for common in tiling.lay(place.entry.box):
+                yield TensorPiece(place.part, place.entry, common, place.item)
+            if not tiling.missing:
                 return
-        if any(hole.volume for hole in missing):
-            raise CheckpointDamagedError(f"step {self.group.version} lacks {missing[0]} of {fqn}")
+        if tiling.missing:
+            raise CheckpointDamagedError(f"step {self.group.version} lacks {tiling.missing[0]} of {fqn}")
 
     def object_part(self, fqn: str, rank: int) -> int:
         """Whose value of an object this rank gets: its own where every rank saved one, else the first one's."""
@@ -145,15 +140,7 @@ class StoredStep:
         """The smallest run of bytes of its shard with all of ``piece`` in it."""
         if piece.item >= 0:
             return self.item_range(piece.part, piece.item)
-        entry, box = piece.entry, piece.box
-        base = self.layouts[piece.part].header_bytes + entry.start
-        if box == entry.box:
-            return ByteRange(base, base + entry.size_bytes)
-        first = last = 0
-        for offset, size, start, full in zip(box.offsets, box.sizes, entry.box.offsets, entry.box.sizes, strict=True):
-            first = first * full + (offset - start)
-            last = last * full + (offset - start + size - 1)
-        return ByteRange(base + first * entry.itemsize, base + (last + 1) * entry.itemsize)
+        return _range_of(piece, self.layouts[piece.part].header_bytes + piece.entry.start)
 
     def item_range(self, part: int, number: int) -> ByteRange:
         shard, layout = self.shards[part], self.layouts[part]
@@ -171,23 +158,133 @@ class StoredStep:
         return list(Tier).index(self.found[part][0])
 
 
-def without(described: Described, tier: Tier, parts: Collection[int]) -> Described:
-    """The same step without ``tier``'s copies of ``parts``, which are there and cannot be read for now."""
-    if not parts:
-        return described
-    found = {
-        part: tuple(where for where in tiers if where is not tier or part not in parts)
-        for part, tiers in described.found.items()
-    }
-    alone = sorted(part for part, tiers in found.items() if not tiers)
-    if alone:
-        manifest = described.manifest
-        raise TierUnavailableError(
-            f"parts {alone} of {manifest.job} step {manifest.step} are in the {tier.value} tier alone, which cannot "
-            "read them for now (out of descriptors or memory, or an I/O error: the agent's log says which). They are "
-            "kept: load again"
-        )
-    return msgspec.structs.replace(described, found=found)
+class WantedStep:
+    """What one rank reads of a step: it asks its node for its own pieces, and knows of nothing else where it is.
+
+    ``names`` is about the whole state: what a load is planned against. ``unreadable`` parts are in this node's memory,
+    which cannot read them for now.
+    """
+
+    def __init__(self, node: Node, job: str, group: Group, unreadable: Collection[int] = ()) -> None:
+        self._node = node
+        self._unreadable = frozenset(unreadable)
+        self._job = job
+        self.group = group
+        self.names = node.names(job, group)
+        self.shards: dict[int, ShardIndex] = {}
+        self.found: dict[int, tuple[Tier, ...]] = {}
+        self.sources: dict[int, tuple[Source, ...]] = {}
+        self.pieces: dict[tuple[str, Box], tuple[TensorPiece, ...]] = {}
+        self._headers: dict[int, int] = {}
+        self._objects: dict[str, ItemAt] = {}
+        self._items: dict[tuple[int, int], ItemAt] = {}
+
+    def plan(self, rank: int, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> dict[int, list[ByteRange]]:
+        """Find out where all of this is; the bytes of each shard that will be read."""
+        for _ in range(_LOST_AGAIN):
+            self._find(rank, needs, objects)
+            if self._describe():
+                return self._ranges(needs, objects)
+        raise PeersLostError(f"step {self.group.version} of {self._job}: the nodes that hold it go away one by one")
+
+    def _find(self, rank: int, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> None:
+        self.pieces.clear()
+        self._objects.clear()
+        self._items.clear()
+        done, asked = 0, 0
+        while done < len(needs) or not asked:
+            some = needs[done : done + _ASKED_AT_ONCE]
+            last = done + len(some) == len(needs)
+            wanted = [(fqn, box.offsets, box.sizes) for fqn, box in some]
+            said = self._node.pieces(self._job, self.group, rank, wanted, objects if last else ())
+            found: list[list[TensorPiece]] = [[] for _ in range(said.answered)]
+            for one in said.pieces:
+                fqn, _, _ = wanted[one.need]
+                stored = Box(one.offsets, one.sizes)
+                entry = TensorEntry(fqn, one.dtype, one.shape, stored, one.itemsize, start=one.start)
+                box = stored if one.box is None else Box(*one.box)
+                found[one.need].append(TensorPiece(one.part, entry, box, one.item))
+            for need, pieces in zip(some, found, strict=False):
+                self.pieces[need] = tuple(pieces)
+            done, asked = done + said.answered, asked + 1
+            items = said.items
+            if last and said.answered == len(some):
+                items, values = items[: len(items) - len(objects)], items[len(items) - len(objects) :]
+                self._objects.update(zip(objects, values, strict=True))
+            self._items.update(((item.part, item.number), item) for item in items)
+
+    def _describe(self) -> bool:
+        """Learn what the shards are that pieces are in; False when some of them are gone, so that others have to do."""
+        used = {piece.part for pieces in self.pieces.values() for piece in pieces}
+        left = sorted(used | {item.part for item in self._objects.values()})
+        gone = False
+        while left:
+            said = self._node.parts(self._job, self.group, left)
+            for one in said.parts:
+                part = one.index.key.part
+                self.shards[part], self._headers[part] = one.index, one.header_bytes
+                self.found[part], self.sources[part] = self._readable(part, one.found), one.sources
+            done = {one.index.key.part for one in said.parts} | {*said.lost}
+            gone |= bool(said.lost)
+            left = [part for part in left if part not in done] if done else []
+        return not gone
+
+    def _readable(self, part: int, found: tuple[Tier, ...]) -> tuple[Tier, ...]:
+        if part not in self._unreadable:
+            return found
+        rest = tuple(tier for tier in found if tier is not Tier.MEMORY)
+        if not rest:
+            raise TierUnavailableError(
+                f"part {part} of {self._job} step {self.group.version} is in the memory tier alone, which cannot read "
+                "it for now (out of descriptors or memory, or an I/O error: the agent's log says which). It is kept: "
+                "load again"
+            )
+        return rest
+
+    def _ranges(self, needs: Sequence[tuple[str, Box]], objects: Sequence[str]) -> dict[int, list[ByteRange]]:
+        ranges: dict[int, list[ByteRange]] = {}
+        for need in needs:
+            for piece in self.pieces[need]:
+                ranges.setdefault(piece.part, []).append(self.tensor_range(piece))
+        for fqn in objects:
+            part, span = self.object(fqn)
+            ranges.setdefault(part, []).append(span)
+        return ranges
+
+    def tier(self, part: int) -> Tier:
+        """Where a shard is read from."""
+        return self.found[part][0]
+
+    def start(self, piece: TensorPiece) -> int:
+        """Where the shard's piece of the tensor begins."""
+        return self._headers[piece.part] + piece.entry.start
+
+    def tensor_range(self, piece: TensorPiece) -> ByteRange:
+        """The smallest run of bytes of its shard with all of ``piece`` in it."""
+        return self.archive_range(piece) if piece.item >= 0 else _range_of(piece, self.start(piece))
+
+    def archive_range(self, piece: TensorPiece) -> ByteRange:
+        return self._range(self._items[piece.part, piece.item])
+
+    def object(self, fqn: str) -> tuple[int, ByteRange]:
+        """The part this rank gets an object from, and where in it."""
+        item = self._objects[fqn]
+        return item.part, self._range(item)
+
+    def _range(self, item: ItemAt) -> ByteRange:
+        header = self._headers[item.part]
+        return ByteRange(header + item.start, header + item.stop)
+
+
+def _range_of(piece: TensorPiece, base: int) -> ByteRange:
+    entry, box = piece.entry, piece.box
+    if box == entry.box:
+        return ByteRange(base, base + entry.size_bytes)
+    first = last = 0
+    for offset, size, start, full in zip(box.offsets, box.sizes, entry.box.offsets, entry.box.sizes, strict=True):
+        first = first * full + (offset - start)
+        last = last * full + (offset - start + size - 1)
+    return ByteRange(base + first * entry.itemsize, base + (last + 1) * entry.itemsize)
 
 
 def chunk_ranges(ranges: Sequence[ByteRange], chunk_bytes: int) -> list[tuple[int, int]]:

@@ -36,7 +36,7 @@ from tieredckpt.incarnation import CapturePoint, SaveDecision, SaveProposal
 from tieredckpt.location import Location, check_step, parse_location
 from tieredckpt.manifest import StateTable
 from tieredckpt.plain import plain_writer
-from tieredckpt.planned import PlannedSave, Work, is_default, table_of
+from tieredckpt.planned import PlannedSave, Work, is_default, said_by, table_of
 from tieredckpt.quiet import collector_paused
 from tieredckpt.session import Session, Staged, open_session
 from tieredckpt.settings import Settings, load_settings, override
@@ -244,7 +244,7 @@ class TieredWriter(Stager, StorageWriter):
             plans = getattr(planner, "global_plan", None)
             if plans and all(plan.usable for plan in plans):
                 self._table = table_of(plans)
-        return self._table
+        return said_by(planner, self._table)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> ShardRecord:
         began = time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 
 from elastic.reshard.checksum import Checksum, Part, StateChecksum, combine, object_part
 from elastic.reshard.weights import MASK, seed_of, weighted_sum
-from tieredckpt.boxes import Box, intersection, subtract, whole
+from tieredckpt.boxes import Box, Tiling, whole
 from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.tensors import dtype_name
 
@@ -94,19 +94,10 @@ def _span(box: Box, shape: tuple[int, ...]) -> int:
 
 def disjoint(name: str, form: Form) -> list[Box]:
     """The tensor's own pieces, without what is there twice; an error when they are not all of it."""
-    missing, found = [whole(form.shape)], []
-    for _, box in form.pieces:
-        rest = []
-        for hole in missing:
-            common = intersection(hole, box)
-            if common is None:
-                rest.append(hole)
-            else:
-                found.append(common)
-                rest += subtract(hole, common)
-        missing = rest
-    if any(hole.volume for hole in missing):
-        raise CheckpointDamagedError(f"{name}: nothing holds {missing[0]} of {form.shape}")
+    tiling = Tiling(whole(form.shape))
+    found = [common for _, box in form.pieces for common in tiling.lay(box)]
+    if tiling.missing:
+        raise CheckpointDamagedError(f"{name}: nothing holds {tiling.missing[0]} of {form.shape}")
     return found
 
 

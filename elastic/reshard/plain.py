@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from elastic.reshard.forms import Form
 from elastic.reshard.stored import refusal
 from elastic.reshard.weights import CARRIERS
-from tieredckpt.boxes import Box, intersection, relative, subtract
+from tieredckpt.boxes import Box, Tiling, relative
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError, UsageError
 from tieredckpt.export.source import quiet
 from tieredckpt.tensors import dtype_name, dtype_named, is_plain
@@ -79,24 +79,17 @@ class PlainSource:
         if not box.volume:
             return torch.empty(box.sizes, dtype=dtype_named(form.dtype))
         out: torch.Tensor | None = None
-        missing = [box]
+        tiling = Tiling(box)
         for _, stored in form.pieces:
-            if not missing:
+            if not tiling.missing:
                 break
-            rest: list[Box] = []
-            for hole in missing:
-                common = intersection(hole, stored)
-                if common is None:
-                    rest.append(hole)
-                    continue
+            for common in tiling.lay(stored):
                 found = _cut(self._chunk(name, stored), relative(common, stored))
                 if common == box:
                     return found.contiguous()
                 out = torch.empty(box.sizes, dtype=found.dtype) if out is None else out
                 _cut(_carried(out), relative(common, box)).copy_(_carried(found))
-                rest += subtract(hole, common)
-            missing = rest
-        if out is None or any(hole.volume for hole in missing):
+        if out is None or tiling.missing:
             raise CheckpointDamagedError(f"{self.name}: nothing holds {box} of {name}")
         return out
 

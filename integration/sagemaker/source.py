@@ -15,7 +15,7 @@ from elastic.reshard.forms import Form
 from integration.sagemaker.archive import read_tensor
 from integration.sagemaker.metadata import Chunk, Extent
 from integration.sagemaker.places import Checkpoint
-from tieredckpt.boxes import Box, intersection, relative, subtract, uncovered
+from tieredckpt.boxes import Box, Tiling, relative, uncovered
 from tieredckpt.errors import CheckpointDamagedError, UsageError
 from tieredckpt.export.source import quiet
 from tieredckpt.tensors import dtype_named
@@ -66,21 +66,14 @@ class WrittenSource:
         if missing:
             raise CheckpointDamagedError(f"{self.name}: nothing holds {missing[0]} of {name}")
         out: torch.Tensor | None = None
-        holes = [box]
+        tiling = Tiling(box)
         for chunk in tensor.chunks:
-            rest: list[Box] = []
-            for hole in holes:
-                common = intersection(hole, chunk.box)
-                if common is None:
-                    rest.append(hole)
-                    continue
+            for common in tiling.lay(chunk.box):
                 found = _cut(self._chunk(name, chunk, dtype), relative(common, chunk.box))
                 if common == box:
                     return found.contiguous()
                 out = torch.empty(box.sizes, dtype=dtype) if out is None else out
                 _cut(out, relative(common, box)).copy_(found)
-                rest += subtract(hole, common)
-            holes = rest
         assert out is not None  # noqa: S101 - nothing was missing
         return out
 

@@ -8,13 +8,21 @@ from typing import Any
 
 from peerstore import frames
 from peerstore.crashpoints import reach
-from peerstore.errors import PeerStoreError, ProtocolError, RequestError, ShardDamagedError, UnavailableError
+from peerstore.errors import (
+    PeerStoreError,
+    ProtocolError,
+    RequestError,
+    ShardDamagedError,
+    ShardNotFoundError,
+    UnavailableError,
+)
 from peerstore.names import blob_name
 from peerstore.peers.lending import Lending
 from peerstore.peers.messages import (
     Abort,
     Answer,
     AskBlob,
+    AskBlobs,
     AskParities,
     AskRecords,
     AskRoster,
@@ -44,6 +52,8 @@ from peerstore.transport.seam import Channel, Payload
 
 log = logging.getLogger(__name__)
 
+_MOST_BLOB_BYTES = 8 << 20
+"""In one answer that has several of them."""
 _Answer = tuple[Any, Payload]
 
 
@@ -117,7 +127,8 @@ class _Conversation:
             "put_blob": (PutBlob, self._put_blob),
             "look": (Look, lambda _: team.look()),
             "look_for": (LookFor, self._look_for),
-            "records": (AskRecords, lambda a: self._store.records(team.job, a.group)),
+            "records": (AskRecords, self._records),
+            "blobs": (AskBlobs, self._blobs),
             "blob": (AskBlob, lambda a: self._store.get_blob(team.job, _shared(a.name))),
             "suspect": (Suspect, lambda a: desk.lending.suspected(self._mine(a.key), a.chunks)),
             "striped": (Striped, lambda a: team.sharing.striped(who.node, a)),
@@ -239,6 +250,25 @@ class _Conversation:
             self._desk.lending.sent_bytes += loan.size_bytes
         finally:
             loan.close()
+
+    def _records(self, asked: AskRecords) -> object:
+        wanted = set(asked.parts)
+        found = self._store.records(self._team.job, asked.group)
+        return [record for record in found if not wanted or record.key.part in wanted]
+
+    def _blobs(self, asked: AskBlobs) -> object:
+        found: dict[str, bytes] = {}
+        room = _MOST_BLOB_BYTES
+        for name in asked.names:
+            try:
+                data = self._store.get_blob(self._team.job, _shared(name))
+            except (ShardNotFoundError, ShardDamagedError):  # who asks looks elsewhere
+                continue
+            room -= len(data)
+            if found and room < 0:
+                break
+            found[name] = data
+        return found
 
     def _parities(self, asked: AskParities) -> object:
         return [record for record in self._store.copies.parities(self._team.job) if record.key.group == asked.group]

@@ -16,6 +16,8 @@ from peerstore.records import Base, Group, ShardFact, ShardKey, ShardRecord
 PEER_PROTOCOL = 1
 MAX_RANGES = 4096
 """Ranges in one read: enough to fill a message, few enough to check first."""
+MOST_BLOBS = 1024
+"""Small things that one question may be for."""
 MOST_LOOKED_FOR = 1024
 """Nodes that one other may be asked to look for."""
 
@@ -171,10 +173,18 @@ class LookedFor(msgspec.Struct, frozen=True):
 
 class AskRecords(msgspec.Struct, frozen=True):
     group: Group
+    parts: tuple[int, ...] = ()
+    """Only of these; of all that are there where none is named."""
 
 
 class AskBlob(msgspec.Struct, frozen=True):
     name: str
+
+
+class AskBlobs(msgspec.Struct, frozen=True):
+    """As many of these as are there and fit into one answer, in this order; at least the first that is there."""
+
+    names: Annotated[tuple[str, ...], msgspec.Meta(max_length=MOST_BLOBS)]
 
 
 class Read(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -32,7 +32,7 @@ from peerstore.peers.board import Wish
 from peerstore.peers.calling import Pass
 from peerstore.peers.duties import inherited, remembered, worth_mending
 from peerstore.peers.looking import Looking, Sight
-from peerstore.peers.messages import AskBlob, AskRecords, Looked, Suspect
+from peerstore.peers.messages import MOST_BLOBS, AskBlob, AskBlobs, AskRecords, Looked, Suspect
 from peerstore.peers.plan import TeamSettings
 from peerstore.peers.protecting import Protecting, Protection
 from peerstore.peers.pulling import Puller
@@ -183,9 +183,10 @@ class Team:
                 if fact.key in mine:
                     self.protecting.confirm(fact.key, node)
 
-    def records(self, node: str, group: Group) -> list[ShardRecord]:
-        """The sealed parts of a version on another node."""
-        found: list[ShardRecord] = self.tending.peer(node).call("records", AskRecords(group), list[ShardRecord])
+    def records(self, node: str, group: Group, parts: tuple[int, ...] = ()) -> list[ShardRecord]:
+        """The sealed parts of a version on another node, or only these of them."""
+        asked = AskRecords(group, parts)
+        found: list[ShardRecord] = self.tending.peer(node).call("records", asked, list[ShardRecord])
         return [record for record in found if record.key.job == self.job and record.key.group == group]
 
     def blob(self, name: str, nodes: tuple[str, ...]) -> bytes:
@@ -200,6 +201,19 @@ class Team:
             self._store.put_blob(self.job, name, data)
             return data
         raise problem
+
+    def blobs(self, node: str, names: Sequence[str]) -> dict[str, bytes]:
+        """What another node has of these small things; several questions where they do not fit into one answer."""
+        found: dict[str, bytes] = {}
+        left = list(names)
+        while left:
+            asked = AskBlobs(tuple(left[:MOST_BLOBS]))
+            said: dict[str, bytes] = self.tending.peer(node).call("blobs", asked, dict[str, bytes])
+            found |= said
+            # Left out are those that are not there, and those behind the last one that still fitted.
+            last = max((at for at, name in enumerate(asked.names) if name in said), default=len(asked.names) - 1)
+            left = left[last + 1 :]
+        return found
 
     # -- mending ------------------------------------------------------------------------------------------------------
 

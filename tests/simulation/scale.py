@@ -292,7 +292,7 @@ def measure(count: int) -> dict[str, str]:
         "... most that one node gets": f"{seen.most_at_one:,}",
         "... most that one node asks": f"{seen.most_from_one:,}",
         "... most nodes one has a connection with": f"{seen.peers:,}",
-        "all describe the step they chose: questions": f"{count * len(sources):,}",
+        "all restore into another world: questions for layouts": f"{count * len(sources):,}",
         "inventory of one node, bytes": f"{len(_answered(said[me])):,}",
         "a question to a lookout, bytes": f"{question:,}",
         "its answer, bytes": f"{max(map(len, answers)):,}",

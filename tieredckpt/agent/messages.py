@@ -6,9 +6,12 @@ import msgspec
 
 from peerstore.peers.plan import TeamPlan
 from peerstore.records import Group, ShardKey
+from tieredckpt.node import Need
 from tieredckpt.settings import DurableSettings
 
-LAYOUT, TABLE, DURABLE, QUARANTINE = "layout.", "table.", "durable", "quarantine."
+LAYOUT, TABLE, DURABLE, QUARANTINE = "layout-zst.", "table-zst.", "durable", "quarantine."
+PLAIN_LAYOUT, PLAIN_TABLE = "layout.", "table."
+"""As they were kept before they were compressed."""
 DAMAGED = "damaged."
 """Prefixes of the blobs this package keeps beside a job's shards."""
 
@@ -29,9 +32,40 @@ class AskSurvey(msgspec.Struct, frozen=True):
     patience_s: float = 0.0
 
 
-class Describe(msgspec.Struct, frozen=True):
+class AskNames(msgspec.Struct, frozen=True):
+    """A page of what a step has. The first one (``digest`` is empty) looks anew at where its shards are."""
+
     job: str
     group: Group
+    digest: str = ""
+    start: int = 0
+
+
+class AskPieces(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+    rank: int
+    needs: tuple[Need, ...]
+    objects: tuple[str, ...]
+
+
+class AskParts(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+    parts: tuple[int, ...]
+    item_sizes: bool = False
+
+
+class AskSummary(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+
+
+class AskLayouts(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+    layouts: tuple[str, ...]
+    tables: tuple[str, ...]
 
 
 class Quarantine(msgspec.Struct, frozen=True):

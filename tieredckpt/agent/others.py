@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from peerstore.cluster.domains import point
 from peerstore.cluster.nodes import Node as PeerNode
-from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
+from peerstore.errors import PeerStoreError, ShardDamagedError
 from peerstore.peers.looking import Sight
 from peerstore.peers.neighbourhood import Neighbourhood
 from peerstore.peers.team import Team
@@ -23,6 +23,8 @@ from tieredckpt.node import ClusterView, Durability, NodeView, Source
 log = logging.getLogger(__name__)
 
 _ASKED_AT_ONCE = 16
+_STRANGERS = 32
+"""Nodes that are asked for a layout although they hold no shard that goes with it."""
 
 
 def blobs_of(fact: ShardFact) -> tuple[str, ...]:
@@ -61,34 +63,40 @@ class Others:
         settled = max((one.settled for one in sight.nodes.values() if one.settled is not None), default=None)
         return elsewhere(sight.nodes, team.me.id), silent, settled
 
-    def sources(self, job: str, group: Group) -> dict[int, tuple[Source, ...]]:
-        """For each part of a version, the other nodes that hold it."""
+    def held(self, job: str, group: Group) -> tuple[dict[int, ShardFact], dict[int, tuple[Source, ...]]]:
+        """Each part of a version that other nodes hold, and which of them."""
         team = self.team(job)
         if team is None:
-            return {}
+            return {}, {}
+        facts: dict[int, ShardFact] = {}
         found: dict[int, list[Source]] = defaultdict(list)
         for node, looked in team.sight().nodes.items():
-            parts = [fact.key.part for fact in looked.facts if fact.key.group == group]
-            if parts and node != team.me.id:
+            there = [fact for fact in looked.facts if fact.key.group == group]
+            if there and node != team.me.id:
                 source = Source(node, team.tending.peer(node).address)
-                for part in parts:
-                    found[part].append(source)
-        return {part: tuple(sources) for part, sources in found.items()}
+                for fact in there:
+                    facts.setdefault(fact.key.part, fact)
+                    found[fact.key.part].append(source)
+        return facts, {part: tuple(sources) for part, sources in found.items()}
 
     def records(self, job: str, group: Group, sources: Mapping[int, tuple[Source, ...]]) -> dict[int, ShardRecord]:
-        """The records of the parts that are on other nodes; a node that does not answer is left out."""
+        """The records of these parts from the nodes that hold them; a node that does not answer is left out."""
         team = self.team(job)
         if team is None or not sources:
             return {}
+        wanted: dict[str, list[int]] = defaultdict(list)
+        for part, there in sources.items():
+            for source in there:
+                wanted[source.node].append(part)
 
         def ask(node: str) -> list[ShardRecord]:
             try:
-                return team.records(node, group)
+                return team.records(node, group, tuple(wanted[node]))
             except (PeerStoreError, OSError) as error:
                 log.warning("job %s: %s did not describe step %d: %s", job, node, group.version, error)
                 return []
 
-        nodes = sorted({source.node for there in sources.values() for source in there})
+        nodes = sorted(wanted)
         said: dict[int, dict[str, ShardRecord]] = defaultdict(dict)
         with ThreadPoolExecutor(min(_ASKED_AT_ONCE, len(nodes)), thread_name_prefix="tieredckpt-describe") as pool:
             for node, records in zip(nodes, pool.map(ask, nodes), strict=True):
@@ -103,14 +111,44 @@ class Others:
                 log.error("job %s: step %d: %s", job, group.version, error)
         return found
 
-    def blob(self, job: str, name: str) -> bytes:
-        """A layout or table that is not on this node."""
+    def blobs(self, job: str, names: Collection[str]) -> tuple[dict[str, bytes], bool]:
+        """Layouts and tables from other nodes, several of them asked at once; and whether everybody answered."""
         team = self.team(job)
-        if team is None:
-            raise ShardNotFoundError(f"job {job} has no {name} here")
+        if team is None or not names:
+            return {}, True
+        found: dict[str, bytes] = {}
+        silent: set[str] = set()
+        untried = {name: self._who_may_have(team, name) for name in names}
+
+        def ask(node: str, wanted: list[str]) -> dict[str, bytes]:
+            try:
+                return team.blobs(node, wanted)
+            except (PeerStoreError, OSError) as error:
+                log.warning("job %s: %s did not give %d layouts and tables: %s", job, node, len(wanted), error)
+                silent.add(node)
+                return {}
+
+        with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="tieredckpt-layouts") as pool:
+            while untried:
+                questions: dict[str, list[str]] = defaultdict(list)
+                for name, nodes in list(untried.items()):
+                    node = next(nodes, None)
+                    if node is None:
+                        del untried[name]
+                    else:
+                        questions[node].append(name)
+                for said in pool.map(ask, questions.keys(), questions.values()):
+                    found |= said
+                for name in found:
+                    untried.pop(name, None)
+        return found, not silent
+
+    def _who_may_have(self, team: Team, name: str) -> Iterator[str]:
         holders = self._holders(team, name)
+        yield from holders
+        # Who once described a step that needed it may have it, too; not everybody is asked for what nobody lists.
         rest = [node for node in team.tending.living if node != team.me.id and node not in holders]
-        return team.blob(name, (*holders, *rest))
+        yield from sorted(rest, key=lambda node: point(team.me.id, node))[:_STRANGERS]
 
     def _holders(self, team: Team, name: str) -> dict[str, None]:
         """Nodes with a shard that goes with this layout or table, and so most likely with that.

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -20,7 +20,7 @@ from peerstore.owners import Owner, myself
 from peerstore.peers.neighbourhood import Neighbourhood
 from peerstore.peers.plan import TeamPlan
 from peerstore.peers.team import Team
-from peerstore.records import Group, ShardKey, ShardRecord
+from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
 from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.crashed_loads import CrashedLoads
@@ -32,13 +32,19 @@ from tieredckpt.agent.messages import (
     LAYOUT,
     MAX_CUT_S,
     MAX_WAIT_S,
+    PLAIN_LAYOUT,
+    PLAIN_TABLE,
     QUARANTINE,
     TABLE,
     AskDurability,
+    AskLayouts,
+    AskNames,
+    AskParts,
+    AskPieces,
+    AskSummary,
     AskSurvey,
     Configure,
     CutOff,
-    Describe,
     Join,
     Lift,
     Loading,
@@ -51,6 +57,7 @@ from tieredckpt.agent.messages import (
     WaitDurable,
 )
 from tieredckpt.agent.others import Others, cluster_of, durability_of
+from tieredckpt.agent.step_map import PAGE_BYTES, StepLayouts, StepMap
 from tieredckpt.agent.views import Facts, memory_views
 from tieredckpt.coverage import gaps
 from tieredckpt.durable import names
@@ -60,27 +67,47 @@ from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
     DurableRefusedError,
+    PeersLostError,
     TierUnavailableError,
     UsageError,
 )
 from tieredckpt.layout import decode
-from tieredckpt.manifest import Manifest, ShardIndex, ShardMeta, build_manifest, decode_meta, decode_table
+from tieredckpt.manifest import (
+    Manifest,
+    ShardIndex,
+    ShardMeta,
+    StateTable,
+    check_layout,
+    decode_meta,
+    decode_table,
+    pack,
+    unpack,
+)
 from tieredckpt.node import (
     Acquaintance,
     ClusterView,
     Described,
     DrainView,
     Durability,
+    FoundLayouts,
+    FoundParts,
+    FoundPieces,
+    Need,
     NodeView,
+    Page,
     Passport,
+    StateNames,
     StepView,
+    Summary,
     Survey,
+    described,
 )
 from tieredckpt.resolve import Tier
 from tieredckpt.settings import DurableSettings
 
 log = logging.getLogger(__name__)
 
+_KEPT_MAPS = 4
 OpenStore = Callable[[str, DurableSettings], ObjectStore]
 
 
@@ -100,8 +127,12 @@ class NodeService(SealListener):
         open_durable: OpenStore = open_store,
         writer: str = "",
         neighbourhood: Neighbourhood | None = None,
+        page_bytes: int = PAGE_BYTES,
     ) -> None:
         self.store = store
+        self._page_bytes = page_bytes
+        self._maps: dict[tuple[str, Group], StepMap] = {}
+        """The steps that were described last."""
         self.others = Others(neighbourhood) if neighbourhood is not None else None
         self._open = open_durable
         self._writer = writer
@@ -110,6 +141,8 @@ class NodeService(SealListener):
         self._crashed = CrashedLoads()
         self._settings: dict[str, DurableSettings] = {}
         self.observed: dict[str, Counter[str]] = defaultdict(Counter)
+        for job in store.jobs():
+            self._pack_plain_blobs(job)
         self.drain = Drain(store, self, writer=writer)
         store.subscribe(self)
         store.subscribe(self.drain)
@@ -145,50 +178,134 @@ class NodeService(SealListener):
             plain = self._add_durable(job, views, fresh=fresh)
         except (TierUnavailableError, DurableRefusedError) as error:
             unreachable[Tier.DURABLE] = str(error)
-        crashed = self._crashed.count(job)
-        for group, view in views.items():
-            reason = view.quarantined or self._quarantined_here(job, group)
-            views[group] = msgspec.structs.replace(view, quarantined=reason, crashed_loads=crashed.get(group, 0))
+        for group, count in self._crashed.count(job).items():
+            if group in views:
+                views[group] = msgspec.structs.replace(views[group], crashed_loads=count)
+        for group, reason in self.quarantined(job).items():
+            if group in views and not views[group].quarantined:
+                views[group] = msgspec.structs.replace(views[group], quarantined=reason)
         settings = self.durable_settings(job)
         known = settings if settings.url else None
         newest = max((group for group in once_whole if group is not None), default=None)
         return Survey(tuple(views[group] for group in sorted(views)), unreachable, plain, known, newest)
 
     def describe(self, job: str, group: Group) -> Described:
-        here = {record.key.part: record for record in self.store.records(job, group)}
-        sources = self.others.sources(job, group) if self.others is not None else {}
-        missing = {part: there for part, there in sources.items() if part not in here}
-        elsewhere = self.others.records(job, group, missing) if self.others is not None else {}
-        in_memory = {**elsewhere, **here}
-        durable = self._durable_manifest(job, group, needed=not self._whole_here(job, list(in_memory.values())))
-        if durable is None and not in_memory:
-            raise CheckpointNotFoundError(f"job {job} has no step {group.version} ({names.stem(group)}) here")
-        shards = {shard.key.part: shard for shard in durable.shards} if durable else {}
-        found: dict[int, tuple[Tier, ...]] = dict.fromkeys(shards, (Tier.DURABLE,))
-        for part, record in in_memory.items():
-            near = (Tier.MEMORY,) if part in here else ()
-            tiers = (*near, Tier.PEER) if part in sources else near
-            known = shards.get(part)
-            if known is None:
-                shards[part] = _index_of(record)
-                found[part] = tiers
-            elif known.checksums == record.checksums:
-                found[part] = (*tiers, Tier.DURABLE)
+        return described(self, job, group)
+
+    def names(self, job: str, group: Group) -> StateNames:
+        return msgspec.msgpack.decode(unpack(self._look(job, group).names()[1]), type=StateNames)
+
+    def names_page(self, job: str, group: Group, digest: str, start: int) -> Page:
+        """A page of :meth:`names`, packed; from the beginning when ``digest`` is not what it is by now."""
+        step = self._map(job, group) if digest else self._look(job, group)
+        named, data = step.names()
+        start = start if named == digest else 0
+        return Page(named, len(data), data[start : start + self._page_bytes])
+
+    def pieces(self, job: str, group: Group, rank: int, needs: Sequence[Need], objects: Sequence[str]) -> FoundPieces:
+        return self._map(job, group).pieces(rank, needs, objects)
+
+    def parts(self, job: str, group: Group, parts: Sequence[int], *, item_sizes: bool = False) -> FoundParts:
+        return self._map(job, group).parts(parts, item_sizes=item_sizes)
+
+    def summary(self, job: str, group: Group) -> Summary:
+        step = self._look(job, group)
+        return Summary(
+            tuple(step.metas),
+            step.durable.created_ns if step.durable else time.time_ns(),
+            step.durable.writer if step.durable else self._writer,
+            tuple(dict.fromkeys(meta.layout for meta in step.metas.values())),
+            tuple(dict.fromkeys(meta.table for meta in step.metas.values() if meta.table)),
+        )
+
+    def layouts(self, job: str, group: Group, layouts: Sequence[str], tables: Sequence[str]) -> FoundLayouts:
+        step = self._map(job, group)
+        room = self._page_bytes
+        found, beside = dict[str, bytes](), dict[str, bytes]()
+        known = step.durable.tables if step.durable is not None else {}
+        for digest in [*layouts, *tables]:
+            if room < 0:
+                return FoundLayouts(found, beside, more=True)
+            if digest in layouts:
+                data = found[digest] = pack(self._layouts(job, [digest], step.durable)[digest])
             else:
-                raise CheckpointDamagedError(
-                    f"{record.key}: the durable copy has other checksums than the one in memory"
-                )
-        layouts = {} if durable is None else dict(durable.layouts)
-        tables = {} if durable is None else dict(durable.tables)
-        for shard in shards.values():
-            if shard.meta.layout not in layouts:
-                layouts[shard.meta.layout] = self._blob_of_job(job, LAYOUT + shard.meta.layout)
-            if shard.meta.table and shard.meta.table not in tables:
-                with contextlib.suppress(ShardNotFoundError):
-                    tables[shard.meta.table] = self._blob_of_job(job, TABLE + shard.meta.table)
-        created = durable.created_ns if durable else time.time_ns()
-        manifest = build_manifest(list(shards.values()), layouts, tables, created_ns=created, writer=self._writer)
-        return Described(manifest, found, {part: there for part, there in sources.items() if part in shards})
+                table = known.get(digest) or self._table(job, digest)
+                data = b"" if table is None else pack(table)
+                if data:
+                    beside[digest] = data
+            room -= len(data)
+        return FoundLayouts(found, beside, more=False)
+
+    def _look(self, job: str, group: Group) -> StepMap:
+        """Where everything of a step is by now."""
+        facts, sources = self.others.held(job, group) if self.others is not None else ({}, {})
+        here = {record.key.part: record for record in self.store.records(job, group)}
+        seen: dict[int, ShardFact | ShardRecord] = {**facts, **here}
+        metas = [decode_meta(fact.meta) for fact in seen.values()]
+        in_all = next((fact.parts for fact in seen.values()), 0)
+        whole = bool(metas) and (len(metas) >= in_all or self._covers(job, metas))
+        durable = self._durable_manifest(job, group, needed=not whole)
+        if durable is None and not metas:
+            raise CheckpointNotFoundError(f"job {job} has no step {group.version} ({names.stem(group)}) here")
+        with self._lock:
+            before = self._maps.pop((job, group), None)
+        step = StepMap(
+            group,
+            here=here,
+            elsewhere=facts,
+            sources=sources,
+            durable=durable,
+            layouts=lambda digests: self._layouts(job, digests, durable),
+            records=lambda wanted: self.others.records(job, group, wanted) if self.others is not None else {},
+            table=lambda digest: self._decoded_table(job, digest, durable),
+            known=StepLayouts() if before is None else before.known,
+            page_bytes=self._page_bytes,
+        )
+        with self._lock:
+            self._maps[job, group] = step
+            while len(self._maps) > _KEPT_MAPS:
+                self._maps.pop(next(iter(self._maps)))
+        return step
+
+    def _map(self, job: str, group: Group) -> StepMap:
+        with self._lock:
+            known = self._maps.get((job, group))
+        return known or self._look(job, group)
+
+    def _layouts(self, job: str, digests: Collection[str], durable: Manifest | None) -> dict[str, bytes]:
+        """Layouts, wherever they are; raises where one is nowhere."""
+        found: dict[str, bytes] = {}
+        for digest in digests:
+            stored = durable.layouts.get(digest) if durable is not None else None
+            if stored is not None:
+                found[digest] = check_layout(digest, stored)
+            elif (packed := self._blob(job, LAYOUT + digest)) is not None:
+                with contextlib.suppress(CheckpointDamagedError):  # another node's may be good
+                    found[digest] = check_layout(digest, unpack(packed))
+        lacking = [digest for digest in digests if digest not in found]
+        if not lacking:
+            return found
+        said, everybody = (
+            self.others.blobs(job, [LAYOUT + digest for digest in lacking]) if self.others is not None else ({}, True)
+        )
+        for digest in lacking:
+            packed = said.get(LAYOUT + digest)
+            if packed is None and not everybody:
+                raise PeersLostError(f"job {job}: nodes that may have layout {digest} do not answer")
+            if packed is None:
+                raise CheckpointDamagedError(f"job {job}: layout {digest} is on no node, nor in a manifest")
+            found[digest] = check_layout(digest, unpack(packed))
+        return found
+
+    def _table(self, job: str, digest: str) -> bytes | None:
+        packed = self._blob(job, TABLE + digest)
+        if packed is None and self.others is not None:
+            packed = self.others.blobs(job, [TABLE + digest])[0].get(TABLE + digest)
+        return None if packed is None else unpack(packed)
+
+    def _decoded_table(self, job: str, digest: str, durable: Manifest | None) -> StateTable | None:
+        data = (durable.tables.get(digest) if durable is not None else None) or self._table(job, digest)
+        return None if data is None else decode_table(data)
 
     def quarantine(self, job: str, group: Group, reason: str) -> None:
         """Noted here. In the durable tier the drain says so, once this node's job writes there again: whoever finds
@@ -232,8 +349,11 @@ class NodeService(SealListener):
         self.store.put_blob(key.job, f"{DAMAGED}{names.stem(key.group)}.{key.part}", msgspec.msgpack.encode(note))
 
     def sealed(self, record: ShardRecord) -> None:
-        """The job got past every older step: those were fine."""
+        """The job got past every older step: those were fine, and nobody asks for their pieces now."""
         self._crashed.forget(record.key.job, before=record.key.version)
+        with self._lock:
+            for key in [key for key in self._maps if key[0] == record.key.job and key[1] < record.key.group]:
+                del self._maps[key]
 
     def drains(self, job: str) -> tuple[DrainView, ...]:
         self._tell_drain(job)
@@ -341,10 +461,11 @@ class NodeService(SealListener):
 
     def index_of(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]:
         """A sealed shard's index, layout and table."""
-        index = _index_of(record)
+        meta = decode_meta(record.meta)
+        index = ShardIndex(record.key, record.parts, record.size_bytes, record.chunk_bytes, record.checksums, meta)
         job = record.key.job
-        layout = self.store.get_blob(job, LAYOUT + index.meta.layout)
-        return index, layout, self._blob(job, TABLE + index.meta.table) or b"" if index.meta.table else b""
+        layout = self._layouts(job, [meta.layout], None)[meta.layout]
+        return index, layout, (self._table(job, meta.table) or b"") if meta.table else b""
 
     # -- inside -----------------------------------------------------------------------------------------------
 
@@ -358,21 +479,15 @@ class NodeService(SealListener):
                     self.drain.sealed(record)
 
     def _covers(self, job: str, metas: Sequence[ShardMeta]) -> bool:
+        digests = dict.fromkeys(meta.table for meta in metas if meta.table)
         try:
-            table = next((self._blob_of_job(job, TABLE + meta.table) for meta in metas if meta.table), None)
-            layouts = {meta.layout: self._blob_of_job(job, LAYOUT + meta.layout) for meta in metas}
-        except PeerStoreError:  # who has it does not answer, or nobody has: it is not known to be covered
-            return False
-        return table is not None and not gaps(decode_table(table), [decode(layouts[meta.layout]) for meta in metas])
-
-    def _blob_of_job(self, job: str, name: str) -> bytes:
-        """A layout or table, from another node where this one has not got it."""
-        data = self._blob(job, name)
-        if data is None:
-            if self.others is None:
-                raise ShardNotFoundError(f"job {job} has no {name} here")
-            data = self.others.blob(job, name)
-        return data
+            table = next((found for one in digests if (found := self._decoded_table(job, one, None)) is not None), None)
+            if table is None:
+                return False
+            layouts = self._layouts(job, {meta.layout for meta in metas}, None)
+            return not gaps(table, map(decode, layouts.values()))
+        except (PeerStoreError, PeersLostError, CheckpointDamagedError):
+            return False  # who has it does not answer, or nobody has: it is not known to be covered
 
     def _add_damaged(self, job: str, views: dict[Group, StepView]) -> None:
         """Put what was lost to damage beside what is there, until a newer step is whole."""
@@ -405,12 +520,6 @@ class NodeService(SealListener):
             views[group] = msgspec.structs.replace(views[group], quarantined="marked in the durable tier")
         return listing.plain
 
-    def _whole_here(self, job: str, records: Sequence[ShardRecord]) -> bool:
-        """Whether memory alone will do, so that a store that is away is no reason to wait or to fail."""
-        if not records:
-            return False
-        return len(records) >= records[0].parts or self._covers(job, [decode_meta(record.meta) for record in records])
-
     def _durable_manifest(self, job: str, group: Group, *, needed: bool) -> Manifest | None:
         catalog = self.catalog(job)
         if catalog is None:
@@ -436,18 +545,21 @@ class NodeService(SealListener):
         except ShardNotFoundError:
             return None
 
+    def _pack_plain_blobs(self, job: str) -> None:
+        """What an agent of an earlier release kept, as this one and its peers look for it."""
+        kept = set(self.store.blobs(job))
+        for plain, packed in ((PLAIN_LAYOUT, LAYOUT), (PLAIN_TABLE, TABLE)):
+            for name in kept:
+                digest = name.removeprefix(plain)
+                if digest != name and packed + digest not in kept and (data := self._blob(job, name)) is not None:
+                    self.store.put_blob(job, packed + digest, pack(data))
+
     def _forget_catalog(self, job: str) -> None:
         with self._lock:
             self._settings.pop(job, None)
             old = self._catalogs.pop(job, None)
         if old is not None:
             old.store.close()
-
-
-def _index_of(record: ShardRecord) -> ShardIndex:
-    return ShardIndex(
-        record.key, record.parts, record.size_bytes, record.chunk_bytes, record.checksums, decode_meta(record.meta)
-    )
 
 
 # -- over the socket ----------------------------------------------------------------------------------------------
@@ -481,7 +593,17 @@ def node_operations(node: NodeService) -> dict[str, Operation]:
     return {
         "configure": Operation(Configure, none, configure),
         "survey": Operation(AskSurvey, Survey, survey),
-        "describe": Operation(Describe, Described, lambda a, _: node.describe(a.job, a.group)),
+        "step_summary": Operation(AskSummary, Summary, lambda a, _: node.summary(a.job, a.group)),
+        "step_names": Operation(AskNames, Page, lambda a, _: node.names_page(a.job, a.group, a.digest, a.start)),
+        "step_pieces": Operation(
+            AskPieces, FoundPieces, lambda a, _: node.pieces(a.job, a.group, a.rank, a.needs, a.objects)
+        ),
+        "step_parts": Operation(
+            AskParts, FoundParts, lambda a, _: node.parts(a.job, a.group, a.parts, item_sizes=a.item_sizes)
+        ),
+        "step_layouts": Operation(
+            AskLayouts, FoundLayouts, lambda a, _: node.layouts(a.job, a.group, a.layouts, a.tables)
+        ),
         "quarantine": Operation(Quarantine, none, lambda a, _: node.quarantine(a.job, a.group, a.reason)),
         "lift": Operation(Lift, none, lambda a, _: node.lift(a.job, a.group)),
         "loading": Operation(Loading, none, lambda a, who: node.loading(a.job, a.group, a.rank, owner=who)),

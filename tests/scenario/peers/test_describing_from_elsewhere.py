@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from peerstore.errors import PeerUnreachableError, ShardNotFoundError
+from peerstore.errors import PeerUnreachableError
 from tests.support.neighbours import JOB, neighbours
 from tests.support.stores import key, save
 from tieredckpt.agent.messages import LAYOUT, TABLE
@@ -46,7 +46,7 @@ def asked(nodes, monkeypatch):
             address = found.address
 
             def call(self, op, body, *args, **options):
-                asked[op, node] += op in ("blob", "records")
+                asked[op, node] += op in ("blobs", "records")
                 return found.call(op, body, *args, **options)
 
         return Counted()
@@ -55,20 +55,38 @@ def asked(nodes, monkeypatch):
     return asked
 
 
-def test_layouts_are_asked_of_those_who_have_them(nodes, asked):
+def test_layouts_are_asked_of_those_who_have_them_once_each(nodes, asked):
     others = Others(nodes["n1"].neighbourhood)
-    for part, writer in enumerate(WRITERS):
-        asked.clear()
-        assert others.blob(JOB, LAYOUT + layout(part)) == f"layout {part}".encode()
-        assert +asked == Counter({("blob", writer): 1})
+    found, everybody = others.blobs(JOB, [LAYOUT + layout(part) for part in range(len(WRITERS))])
+    assert found == {LAYOUT + layout(part): f"layout {part}".encode() for part in range(len(WRITERS))}
+    assert everybody
+    assert +asked == Counter({("blobs", writer): 1 for writer in WRITERS})
 
 
-def test_what_nobody_seems_to_have_is_asked_of_everybody(nodes, asked):
+def test_what_does_not_fit_into_one_answer_is_asked_for_again(nodes, asked, monkeypatch):
+    monkeypatch.setattr("peerstore.peers.desk._MOST_BLOB_BYTES", 4)
+    many = [f"{LAYOUT}{number:032x}" for number in range(100, 105)]
+    for name in many:
+        nodes["n2"].store.put_blob(JOB, name, name.encode())
+    found = nodes["n1"].team.blobs("n2", [*many[:2], LAYOUT + layout(9), *many[2:]])
+    assert found == {name: name.encode() for name in many}
+
+
+def test_what_nobody_seems_to_have_is_asked_of_others_too(nodes, asked):
     nodes["n4"].store.put_blob(JOB, LAYOUT + layout(7), b"of no shard")
     others = Others(nodes["n1"].neighbourhood)
-    assert others.blob(JOB, LAYOUT + layout(7)) == b"of no shard"
-    with pytest.raises(ShardNotFoundError):
-        others.blob(JOB, LAYOUT + layout(8))
+    wanted = [LAYOUT + layout(7), LAYOUT + layout(8)]
+    assert others.blobs(JOB, wanted) == ({wanted[0]: b"of no shard"}, True)
+
+
+def test_who_does_not_answer_may_have_it(nodes, monkeypatch):
+    others = Others(nodes["n1"].neighbourhood)
+
+    def silent(node, names):
+        raise PeerUnreachableError(f"{node} says nothing")
+
+    monkeypatch.setattr(nodes["n1"].team, "blobs", silent)
+    assert others.blobs(JOB, [LAYOUT + layout(0)]) == ({}, False)
 
 
 def test_a_table_that_all_have_is_not_asked_of_the_same_node_by_all(nodes):
@@ -79,7 +97,8 @@ def test_a_table_that_all_have_is_not_asked_of_the_same_node_by_all(nodes):
 
 def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes, asked, monkeypatch):
     others = Others(nodes["n1"].neighbourhood)
-    sources = others.sources(JOB, GROUP)
+    facts, sources = others.held(JOB, GROUP)
+    assert sorted(facts) == sorted(sources)
     assert {part: [source.node for source in there] for part, there in sources.items()} == {
         part: [name] for part, name in enumerate(WRITERS)
     }
@@ -88,10 +107,11 @@ def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes,
     assert +asked == Counter({("records", name): 1 for name in WRITERS})
     team, honest = nodes["n1"].team, nodes["n1"].team.records
 
-    def records(node, group):
+    def records(node, group, parts):
         if node == "n3":
             raise PeerUnreachableError("n3 says nothing")
-        return honest(node, group)
+        assert list(parts) == [WRITERS.index(node)]
+        return honest(node, group, parts)
 
     monkeypatch.setattr(team, "records", records)
     assert set(others.records(JOB, GROUP, sources)) == {0, 2, 3}

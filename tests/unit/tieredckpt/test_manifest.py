@@ -247,7 +247,7 @@ def test_what_a_later_release_adds_is_ignored():
 
 def test_a_shard_file_with_a_strangers_layout_is_damage():
     index, _, _ = simple()
-    with pytest.raises(CheckpointDamagedError, match="not the one it names"):
+    with pytest.raises(CheckpointDamagedError, match="not the one it is called"):
         decode_shard_file(encode_shard_file(index, encode(lay_out([], [], None))))
 
 

@@ -14,7 +14,7 @@ from tests.support.neighbours import until
 from tieredckpt.agent.messages import LAYOUT
 from tieredckpt.agent.service import NodeService
 from tieredckpt.layout import Layout, encode
-from tieredckpt.manifest import ShardMeta, encode_meta
+from tieredckpt.manifest import ShardMeta, encode_meta, pack
 from tieredckpt.settings import DurableSettings
 
 SIZE = 1 << 20
@@ -67,7 +67,7 @@ def test_a_step_that_is_still_being_verified_is_not_nothing_to_wait_for(arena, m
 def seal(store, step, part, parts):
     lease = store.lease(ShardKey("job", step, 1, "incarnation", 0, part), SIZE, parts, owner=myself())
     layout = Layout((), (), {})
-    store.put_blob("job", LAYOUT + layout.digest, encode(layout))
+    store.put_blob("job", LAYOUT + layout.digest, pack(encode(layout)))
     meta = ShardMeta(layout=layout.digest, item_sizes=(), table="", durable=True, saved_ns=0)
     store.seal(lease.id, SIZE, encode_meta(meta))
 

@@ -1,0 +1,132 @@
+"""Jobs with more pieces than fit into a message: what was saved is restored, however many there are."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.paged_agents import paged_agent
+from tests.support.stores import store_directory
+from tieredckpt import Checkpointer, SaveFailedError
+from tieredckpt.cli.sight import open_sight
+from tieredckpt.settings import settings_from
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+JOB = "many"
+PIECES = 6_000
+MESSAGE, PAGE = 1 << 20, 32 << 10
+"""A rank's layout is 0.6 MiB as it was before it was compressed; what describes both ranks was more than a message."""
+
+
+def settings():
+    embedded = os.environ.get("TIEREDCKPT_AGENT_EMBEDDED") == "true"
+    return settings_from({"agent": {"directory": os.environ["TIEREDCKPT_AGENT_DIRECTORY"], "embedded": embedded}})
+
+
+def rank_of():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def names_of(rank, pieces):
+    return [f"model.layers.{number // 12}.rank{rank}.attention.projection.{number % 12}" for number in range(pieces)]
+
+
+def state_of(rank, pieces, value):
+    state = {name: torch.full((4,), value) for name in names_of(rank, pieces)}
+    return {**state, f"note{rank}": f"rank {rank} wrote {value}"}
+
+
+def save(pieces):
+    with Checkpointer(f"tiered://{JOB}", settings=settings()) as ckpt:
+        ckpt.save(state_of(rank_of(), pieces, 1.0 + rank_of()), 7).wait()
+
+
+def restore(pieces, whose):
+    """The tensors of these ranks, and their notes."""
+    wanted = {}
+    for rank in whose:
+        wanted |= state_of(rank, pieces, 0.0)
+    with Checkpointer(f"tiered://{JOB}", settings=settings()) as ckpt:
+        began = time.perf_counter()
+        assert ckpt.restore(wanted) == 7
+        seconds = time.perf_counter() - began
+    for rank in whose:
+        for name in names_of(rank, pieces):
+            assert torch.equal(wanted[name], torch.full((4,), 1.0 + rank)), name
+        assert wanted[f"note{rank}"] == f"rank {rank} wrote {1.0 + rank}"
+    return seconds
+
+
+def restore_own(pieces):
+    return restore(pieces, [rank_of()])
+
+
+def restore_the_others(pieces):
+    return restore(pieces, [1 - rank_of()])
+
+
+def restore_all(pieces):
+    return restore(pieces, [0, 1])
+
+
+@pytest.fixture
+def folder(monkeypatch):
+    with store_directory() as directory:
+        monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
+        yield directory
+
+
+@pytest.fixture
+def small_messages(folder):
+    with paged_agent(folder, frame_bytes=MESSAGE, page_bytes=PAGE):
+        yield
+
+
+def test_what_is_saved_is_restored_however_small_a_message_is(small_messages, ranks):
+    ranks.run(2, save, PIECES)
+    ranks.run(2, restore_own, PIECES)
+    ranks.run(2, restore_the_others, PIECES)
+    ranks.run(1, restore_all, PIECES)
+
+
+def test_tools_see_all_of_it(small_messages, ranks):
+    ranks.run(2, save, PIECES)
+    with open_sight(settings()) as sight:
+        (view,) = sight.survey(JOB).views
+        described = sight.describe(JOB, view.group)
+    assert len(described.manifest.shards) == 2
+    assert sum(len(described.manifest.layout_of(shard).tensors) for shard in described.manifest.shards) == 2 * PIECES
+
+
+def test_a_rank_with_more_than_an_agent_keeps_is_told_when_it_saves(folder, ranks):
+    with paged_agent(folder, frame_bytes=16 << 10, page_bytes=4 << 10):
+        ranks.run(1, save_refused, PIECES)
+
+
+def save_refused(pieces):
+    state = {os.urandom(24).hex(): torch.ones(1) for _ in range(pieces)}  # names that do not compress
+    with Checkpointer(f"tiered://{JOB}", settings=settings()) as ckpt:
+        saved = ckpt.save(state, 1)
+        with pytest.raises(SaveFailedError, match="the limit is"):
+            saved.wait()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_two_ranks_with_240_000_pieces_each(agent_dir, ranks, monkeypatch):
+    monkeypatch.setattr("tests.support.ranks._TIMEOUT_S", 3000.0)
+    monkeypatch.setenv("TIEREDCKPT_AGENT_EMBEDDED", "true")
+    ranks.run(2, save, 240_000)
+    ranks.run(2, restore_own, 240_000)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_one_rank_with_600_000_pieces(agent_dir, ranks, monkeypatch):
+    monkeypatch.setattr("tests.support.ranks._TIMEOUT_S", 3000.0)
+    monkeypatch.setenv("TIEREDCKPT_AGENT_EMBEDDED", "true")
+    ranks.run(1, save, 600_000)
+    ranks.run(1, restore_own, 600_000)
