@@ -6,10 +6,11 @@ Absent, unreachable and damaged stay three answers: a tier that could not be ask
 
 from __future__ import annotations
 
+import bisect
 import enum
 import itertools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peerstore.records import Group
@@ -139,8 +140,10 @@ def resolve(
         once_whole = None
     verdicts: dict[Group, Verdict] = {}
     left = []
+    quarantined = frozenset(quarantined)
+    branches = Branches(candidates if step is None else (), quarantined)
     for candidate in candidates:
-        verdict = _rejection(candidate, candidates, step, quarantined)
+        verdict = _rejection(candidate, branches, step, quarantined)
         if verdict is Verdict.TORN and once_whole is not None and candidate.group == once_whole:
             verdict = Verdict.LOST
         if verdict is None:
@@ -171,7 +174,7 @@ def elect(votes: Sequence[Collection[Group]], *, reluctant: Collection[Group] = 
 
 
 def _rejection(
-    candidate: Candidate, candidates: Sequence[Candidate], step: int | None, quarantined: Collection[Group]
+    candidate: Candidate, branches: Branches, step: int | None, quarantined: Collection[Group]
 ) -> Verdict | None:
     group = candidate.group
     if step is not None and group.version != step:
@@ -180,20 +183,28 @@ def _rejection(
         return Verdict.DAMAGED if candidate.damaged else Verdict.TORN
     if group in quarantined:
         return Verdict.QUARANTINED
-    if step is None and any(left_behind(candidate, other, quarantined) for other in candidates):
+    if branches.leave(candidate.group):
         return Verdict.SUPERSEDED
     return None
 
 
-def left_behind(candidate: Candidate, later: Candidate, quarantined: Collection[Group]) -> bool:
-    """Whether ``later`` shows that its incarnation branched off before ``candidate``'s step."""
-    return (
-        later.group.epoch > candidate.group.epoch
-        and later.whole
-        and later.group not in quarantined
-        and later.base is not None
-        and later.base < candidate.group.version
-    )
+class Branches:
+    """Where incarnations branched off, as whole steps that may be loaded say."""
+
+    def __init__(self, candidates: Iterable[Candidate], quarantined: Collection[Group] = ()) -> None:
+        lowest: dict[int, int] = {}
+        for one in candidates:
+            if one.base is not None and one.whole and one.group not in quarantined:
+                lowest[one.group.epoch] = min(one.base, lowest.get(one.group.epoch, one.base))
+        self._epochs = sorted(lowest)
+        bases = [lowest[epoch] for epoch in self._epochs]
+        self._lowest = list(itertools.accumulate(reversed(bases), min))[::-1]
+        """For each epoch the lowest base of it and of all later ones."""
+
+    def leave(self, group: Group) -> bool:
+        """Whether an incarnation branched off before this step, and after its epoch."""
+        later = bisect.bisect_right(self._epochs, group.epoch)
+        return later < len(self._epochs) and self._lowest[later] < group.version
 
 
 def _order(group: Group) -> tuple[int, int, int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from peerstore.records import Group
-from tieredckpt.resolve import Candidate, Verdict, left_behind, resolve
+from tieredckpt.resolve import Branches, Candidate, Verdict, resolve
 
 
 def victims(
@@ -36,9 +36,11 @@ def _still_needed(
     seen: Mapping[Group, Candidate], gone: set[Group], left: Collection[Group], quarantined: Collection[Group]
 ) -> set[Group]:
     """Steps whose deletion would bring back a past that the job has left: nothing else says that it did."""
-    needed: set[Group] = set()
-    for group in left:
-        proofs = [g for g, later in seen.items() if left_behind(seen[group], later, quarantined)]
-        if gone.issuperset(proofs) and needed.isdisjoint(proofs):
-            needed.add(max(proofs))
-    return needed
+    stay = Branches((one for group, one in seen.items() if group not in gone), quarantined)
+    lost = [group for group in left if not stay.leave(group)]
+    proofs = sorted(gone - {*quarantined}, reverse=True) if lost else []
+    needed: list[Candidate] = []
+    for group in lost:
+        if not Branches(needed).leave(group):
+            needed.append(next(seen[proof] for proof in proofs if Branches([seen[proof]]).leave(group)))
+    return {one.group for one in needed}

@@ -272,3 +272,65 @@ def test_an_explanation_names_every_candidate_newest_first():
         "durable tier: could not be asked",
     ]
     assert resolve([]).explain() == "nothing is saved in any tier"
+
+
+def one_by_one(candidates, quarantined):
+    """What the job has left, by comparing each with each."""
+    return {
+        one.group
+        for one in candidates
+        if one.whole
+        and one.group not in quarantined
+        and any(
+            later.whole
+            and later.group not in quarantined
+            and later.base is not None
+            and later.group.epoch > one.group.epoch
+            and later.base < one.group.version
+            for later in candidates
+        )
+    }
+
+
+@given(
+    st.lists(
+        st.builds(
+            step,
+            st.integers(0, 9),
+            st.integers(1, 4),
+            st.just(2),
+            st.sampled_from([(0,), (0, 1)]),
+            st.just(MEMORY),
+            st.none() | st.integers(-1, 9),
+        ),
+        max_size=12,
+        unique_by=lambda one: one.group,
+    ),
+    st.data(),
+)
+def test_the_past_that_was_left_is_what_comparing_each_with_each_says(candidates, data):
+    groups = [one.group for one in candidates]
+    quarantined = data.draw(st.sets(st.sampled_from(groups), max_size=3)) if groups else set()
+    verdicts = resolve(candidates, quarantined=quarantined).verdicts
+    left = {group for group, verdict in verdicts.items() if verdict is Verdict.SUPERSEDED}
+    assert left == one_by_one(candidates, quarantined)
+
+
+class Counted(Candidate):
+    """Counts how often it is looked at."""
+
+    looks = 0
+
+    @property
+    def whole(self):
+        Counted.looks += 1
+        return True
+
+
+def test_ten_thousand_steps_are_each_looked_at_a_few_times():
+    steps = [Counted(Group(1 + n // 100, n, 0, f"i{n // 100}"), 0, {}, base=n - n % 100 - 1) for n in range(10_000)]
+    Counted.looks = 0
+    found = resolve(steps)
+    assert found.chosen is steps[-1]
+    assert len(found.alternatives) == 9_999
+    assert Counted.looks <= 4 * len(steps)
