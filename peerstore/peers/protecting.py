@@ -69,6 +69,7 @@ class Protecting:
         self.wake()
         if self._thread.ident is not None:
             self._thread.join()
+        self.settlement.close()
 
     def wake(self) -> None:
         """Something changed: a shard was sealed, a node came or went."""

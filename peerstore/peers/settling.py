@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from peerstore.crashpoints import reach
@@ -18,6 +20,7 @@ from peerstore.store import NodeStore
 log = logging.getLogger(__name__)
 
 _TOLD_S = 5.0
+_TELLERS = 16
 _MESSENGERS = 2
 """How many others are asked to pass on what the scribe is to know."""
 
@@ -56,6 +59,11 @@ class Settlement:
         self._totals = totals
         self._changed = changed
         self._first: tuple[Mapping[str, object], str | None] = ({}, None)
+        self._announcing = threading.Lock()
+        self._newest: Group | None = None
+        self._untold: set[str] = set()
+        """Nodes that are to be told of the newest version, and whose turn has not come."""
+        self._tellers = ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-settled")
 
     def tell(self, teller: str, notes: Iterable[Settling]) -> bool:
         """Tell the scribe which parts of which versions are kept as they are to be; whether it heard all of that."""
@@ -116,12 +124,32 @@ class Settlement:
             return False
         self.settled(group)
         reach("peer.settling")
-        for node in told_at_once(living, self._tending.me.id):
-            try:
-                self._tending.peer(node).call("settled", Settled(group), type(None), timeout_s=_TOLD_S)
-            except (PeerStoreError, OSError) as error:  # it learns with the next version, or by the next ping
-                log.debug("job %s: %s was not told of %s: %s", self._job, node, group, error)
+        self._announce(group, told_at_once(living, self._tending.me.id))
         return True
+
+    def _announce(self, group: Group, nodes: Iterable[str]) -> None:
+        """Have these nodes told, several at a time: whoever reported the last part does not wait for all of them."""
+        with self._announcing:
+            self._newest = group
+            new = [node for node in nodes if node not in self._untold]
+            self._untold.update(new)
+        for node in new:
+            with contextlib.suppress(RuntimeError):  # this agent ends, and the others hear it by the pings
+                self._tellers.submit(self._tell_settled, node)
+
+    def _tell_settled(self, node: str) -> None:
+        with self._announcing:
+            self._untold.discard(node)
+            group = self._newest  # who could not be told of an older one in time hears of the newest only
+        if group is None:
+            return
+        try:
+            self._tending.peer(node).call("settled", Settled(group), type(None), timeout_s=_TOLD_S, within_s=_TOLD_S)
+        except (PeerStoreError, OSError) as error:  # it learns with the next version, or by the next ping
+            log.debug("job %s: %s was not told of %s: %s", self._job, node, group, error)
+
+    def close(self) -> None:
+        self._tellers.shutdown(cancel_futures=True)
 
     def settled(self, group: Group) -> None:
         """Every part of this version is kept as it is to be: what is older may go."""

@@ -123,6 +123,7 @@ class Sharing:
         self.wake()
         if self._thread.ident is not None:
             self._thread.join()
+        self.settlement.close()
 
     def wake(self) -> None:
         """Something changed: a shard was sealed, a node came or went, somebody told something."""

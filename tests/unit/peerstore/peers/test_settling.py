@@ -1,0 +1,74 @@
+"""The node that counts copies, while others are slow to hear what came of it."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from peerstore.peers.duties import Reports
+from peerstore.peers.messages import Settling
+from peerstore.peers.settling import Settlement, Totals
+from peerstore.records import Group
+
+NODES = [f"n{number:03}" for number in range(60)]
+PATIENCE_S = 60.0
+
+
+class Job:
+    """Nodes of a job that hear nothing until they may; who was told of what."""
+
+    def __init__(self):
+        self.may = threading.Event()
+        self.told = []
+        self._groups = {}
+        self._lock = threading.Lock()
+        self.all = threading.Event()
+        store = SimpleNamespace(copies=SimpleNamespace(settled=self._groups.get, settle=self._groups.__setitem__))
+        tending = SimpleNamespace(
+            me=SimpleNamespace(id=NODES[0]),
+            living=dict.fromkeys(NODES),
+            quorum=True,
+            life=lambda _node: 0,
+            peer=lambda node: SimpleNamespace(call=lambda op, body, *_, **__: self._hear(node, op, body)),
+        )
+        changed = threading.Condition()
+        reports = Reports(NODES[0])
+        self.settlement = Settlement(store, "j", tending, reports=reports, totals=Totals(), changed=changed)
+
+    def _hear(self, node, op, body):
+        assert op == "settled"
+        assert self.may.wait(PATIENCE_S)
+        with self._lock:
+            self.told.append((node, body.group.version))
+            if {one for one, version in self.told if version == max(v for _, v in self.told)} == {*NODES[1:]}:
+                self.all.set()
+
+    def settle(self, version):
+        self.settlement.settling(Settling(Group(1, version, 0, "a"), 1, (0,), NODES[1]))
+
+
+@pytest.fixture
+def job():
+    job = Job()
+    yield job
+    job.may.set()
+    job.settlement.close()
+
+
+def test_who_reports_does_not_wait_until_all_are_told(job):
+    reporter = threading.Thread(target=job.settle, args=(1,), daemon=True)
+    reporter.start()
+    reporter.join(PATIENCE_S / 10)
+    assert not reporter.is_alive()
+    assert not job.told
+    job.may.set()
+    assert job.all.wait(PATIENCE_S)
+    assert sorted(job.told) == [(node, 1) for node in NODES[1:]]
+
+
+def test_who_is_told_late_hears_of_the_newest_only(job):
+    for version in range(1, 30):
+        job.settle(version)
+    job.may.set()
+    assert job.all.wait(PATIENCE_S)
+    assert len(job.told) <= 2 * len(NODES)  # those on their way with the first one, and one more each
