@@ -16,6 +16,7 @@
     │   ├── ShardUnreadableError    the shard is kept and cannot be read for now (descriptors, memory, I/O): ask another
     │   ├── NoQuorumError           this node sees too few of the job's nodes to decide alone
     │   └── ArenaBusyError          every slot is in use for now; wait or skip this save
+    │       ├── AgentBusyError          the agent has as much to do as it has files for: ask again
     │       └── ShardPendingError       what was offered is here and not verified, or on its way: ask again
     ├── ArenaFullError          the budget or the machine is too small: enlarge it or save less
     └── FencedError             a newer incarnation owns the job: stop writing
@@ -81,6 +82,10 @@ class NoQuorumError(UnavailableError):
 
 class ArenaBusyError(UnavailableError):
     """Every slot holds something that may not be given up yet."""
+
+
+class AgentBusyError(ArenaBusyError):
+    """The agent is near its limit of open files: it finishes what it has begun, and takes on nothing new for now."""
 
 
 class ShardPendingError(ArenaBusyError):

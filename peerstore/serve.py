@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from peerstore.arena import TmpfsArena
+from peerstore.descriptors import raise_limit
 from peerstore.operations import Operation
 from peerstore.server import StoreServer, sole_agent
 from peerstore.settings import AgentPlace, StoreSettings
@@ -61,6 +62,7 @@ def serve(
     stop = threading.Event()
     heed({signal.SIGTERM: stop.set, signal.SIGINT: stop.set})
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    most = raise_limit()
     with sole_agent(place), contextlib.ExitStack() as cleanup:
         arena = TmpfsArena(place.directory)
         store = NodeStore(arena, settings)
@@ -69,7 +71,7 @@ def serve(
         server = StoreServer(store, place.socket, version=version, more=extras.operations, errors=extras.errors)
         cleanup.callback(server.close)
         server.start()
-        log.info("agent %s serves %s (process %d)", version, place.directory, os.getpid())
+        log.info("agent %s serves %s (process %d, at most %d open files)", version, place.directory, os.getpid(), most)
         cleanup.callback(store.shut)  # first of all: nobody waits for a slot any more
 
         def needed() -> bool:

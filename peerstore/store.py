@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from peerstore.adoption import Adoption, start
 from peerstore.arena import Arena
 from peerstore.copies import Copies
+from peerstore.descriptors import Descriptors
 from peerstore.errors import RequestError, ShardNotFoundError, ShardUnreadableError
 from peerstore.jobs import Jobs
 from peerstore.keeping import Keeping
@@ -63,6 +64,7 @@ class NodeStore:
         self._shelf = Shelf(arena, limits, clock)
         self._lock = self._shelf.lock
         self._listeners = Listeners()
+        self._descriptors = Descriptors()
         self._pool = ThreadPoolExecutor(threads or _hash_threads(), thread_name_prefix="peerstore-hash")
         self._jobs = Jobs(self._shelf, settings.job_ttl_s)
         self._leasing = Leasing(self._shelf, self._jobs, self._listeners.give_way)
@@ -111,6 +113,7 @@ class NodeStore:
     ) -> Lease:
         """A slot of exactly ``size_bytes`` to write ``key`` into; waits up to ``wait_s`` for one to come free."""
         _check_written(key)
+        self._descriptors.check(f"a slot for {key}")
         return self._leasing.lease(key, size_bytes, parts, wait_s=wait_s, owner=owner or myself())
 
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease:
@@ -155,6 +158,7 @@ class NodeStore:
 
     def pin(self, key: ShardKey, *, owner: Owner | None = None) -> Pin:
         """Keep a sealed shard where it is while somebody reads it."""
+        self._descriptors.check(f"reading {key}")
         return self._reading.pin(key, owner or myself())
 
     def unpin(self, pin_id: str) -> bool:
@@ -178,7 +182,7 @@ class NodeStore:
         A damaged shard is dropped and recorded: it is offered to nobody again. One that cannot be read is not damaged:
         :class:`~peerstore.errors.ShardUnreadableError`, and it stays.
         """
-        pin = self.pin(key)
+        pin = self._reading.pin(key, myself())
         try:
             bad = self._reading.damaged_chunks(pin.record, pin.path, chunks)
         except ShardUnreadableError:
@@ -214,6 +218,7 @@ class NodeStore:
 
     def begin_copy(self, record: ShardRecord, *, whole: bool) -> Lease | None:
         """A slot for a copy of another node's shard; ``None`` when it is here already."""
+        self._descriptors.check(f"a copy of {record.key}")
         return self.copies.begin(record, whole=whole, owner=myself())
 
     def seal_copy(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
@@ -223,6 +228,7 @@ class NodeStore:
 
     def begin_parity(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool) -> Lease | None:
         """A slot for a parity of this node's group; ``None`` when it is here already."""
+        self._descriptors.check(f"a parity {key}")
         return self.copies.begin_parity(key, size_bytes, parts, whole=whole, owner=myself())
 
     def seal_parity(self, lease_id: str, record: ShardRecord) -> None:
@@ -334,7 +340,7 @@ class NodeStore:
                 self._shelf.status(self._reading.pins),
                 self._jobs.status(),
                 tuple(self._shelf.damages),
-                {**self._shelf.counters, "listener_errors": self._listeners.errors},
+                {**self._shelf.counters, "listener_errors": self._listeners.errors, **self._descriptors.counters()},
                 self._adoption.left(),
                 tuple(self._shelf.aside.values()),
             )
