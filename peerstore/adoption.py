@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 _WAIT_S = 600.0
 _PATIENCE_S = 30.0
 """How long whoever asks waits for shards that cannot be read: a storm of restarts uses up descriptors for a moment."""
+_TRIES = 3
 _AGAIN_S = 0.5
 _SELDOM_S = 60.0
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
@@ -57,11 +58,14 @@ class Adoption:
         for name in arena.slots():
             if not name.startswith(SLOT):
                 continue
-            try:
-                with self._noting_damage(name, (SEAL, name), (LEASE, name)):
-                    self._adopt_slot(name)
-            except (NotUnderstoodError, UnavailableError, OSError) as error:
-                self._set_aside(name, error)
+            for left in reversed(range(_TRIES)):
+                try:
+                    with self._noting_damage(name, (SEAL, name), (LEASE, name)):
+                        self._adopt_slot(name)
+                    break
+                except (NotUnderstoodError, UnavailableError, OSError) as error:
+                    if not left:
+                        self._set_aside(name, error)
             if name not in self._shelf.slots and name not in self._shelf.aside:
                 arena.remove(name)
         for kind in (SEAL, LEASE):
@@ -91,7 +95,7 @@ class Adoption:
         if size < record.size_bytes:
             self._lose(record, f"{size} bytes of {record.size_bytes} are left")
             return
-        self._shelf.notes.remove(LEASE, name)
+        self._shelf.drop_note(LEASE, name)
         slot = Slot(name, secrets.randbits(62), size, record.size_bytes, record.key.job, record.key.seat)
         slot.record, slot.sealed_under, slot.standing = record, note.lease_id, Standing.ADOPTING
         slot.holders = note.holders

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -9,12 +10,14 @@ from concurrent.futures import Executor
 
 from peerstore import checksum
 from peerstore.crashpoints import reach
-from peerstore.errors import LeaseLostError, RequestError, ShardDamagedError
+from peerstore.errors import ArenaFullError, LeaseLostError, RequestError, ShardDamagedError
 from peerstore.jobs import Jobs
 from peerstore.notes import LEASE, SEAL, SealNote
 from peerstore.reading import unreadable
 from peerstore.records import CHUNK_BYTES, Lease, ShardRecord
 from peerstore.shelf import Shelf, Slot
+
+log = logging.getLogger(__name__)
 
 MAX_META_BYTES = 16 << 20
 
@@ -85,8 +88,11 @@ class Sealing:
         slot.record, slot.sealed_under = record, lease.id
         slot.lease = slot.owner = None
         if slot.size_bytes != record.size_bytes:
-            self._shelf.resize(slot, record.size_bytes)
-        self._shelf.notes.remove(LEASE, slot.name)
+            try:
+                self._shelf.resize(slot, record.size_bytes)
+            except (ArenaFullError, OSError) as error:  # the shard exists; its slot is larger than it has to be
+                log.warning("%s: %s", record.key, error)
+        self._shelf.drop_note(LEASE, slot.name)
         slot.warm_bytes = record.size_bytes
         reach("agent.sealed")
 

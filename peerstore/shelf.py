@@ -213,6 +213,13 @@ class Shelf:
         if not safe:
             self.drop(slot)
 
+    def drop_note(self, kind: str, name: str) -> None:
+        """A note that another one has taken the place of: where it cannot be removed now, it does no harm."""
+        try:
+            self.notes.remove(kind, name)
+        except OSError as error:
+            log.warning("note %s%s was not removed: %s", kind, name, error)
+
     def clear(self, slot: Slot) -> None:
         """What was sealed in the slot is gone, the slot is free. One that cannot be read is not written to again."""
         if slot.standing is Standing.UNREADABLE:
