@@ -322,13 +322,19 @@ class Checkpointer:
         began = time.perf_counter()
         try:
             record = session.seal(staged, staged.lease.key, items, durable=durable, table=planned.table)
-        except TieredCheckpointError as error:
+        except BaseException as problem:
+            # Whatever it is (no memory for a page, say): the slot is given back, and this save says so, not the next.
+            error = problem
+            if not isinstance(problem, TieredCheckpointError):
+                error = SaveFailedError(f"step {saved.step} of {self._location.job} was not sealed: {problem!r}")
             log.error("step %d of %s was not sealed: %s", saved.step, self._location.job, error)
             saved._state, saved._error = SaveState.FAILED, error
             session.abandon(staged)
             session.observe(failed=1)
             self._torn.left_out(saved.step)
-            raise
+            if error is problem:
+                raise
+            raise error from problem
         saved._state = SaveState.SEALED
         self._last = record.key
         session.observe(saves=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)

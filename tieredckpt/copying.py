@@ -6,6 +6,7 @@ everything else (another device, strides, conjugates) is a ``copy_`` into a view
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import math
@@ -191,31 +192,33 @@ class SlotMemory:
                 self._put_pages(start, move.size_bytes)
 
         moves = [Move(self.address + start, tensor.data_ptr(), tensor.nbytes) for tensor, start in flat]
-        finish = self._copy_others(others, warm)
-        copier.move(moves, before=put_pages if warm < self.size_bytes else None)
-        finish()
+        with self._copying_others(others, warm):
+            copier.move(moves, before=put_pages if warm < self.size_bytes else None)
         self._touched = self.size_bytes
         reach("stage.filled")
 
-    def _copy_others(self, pieces: Sequence[Piece], warm: int) -> Callable[[], None]:
+    @contextlib.contextmanager
+    def _copying_others(self, pieces: Sequence[Piece], warm: int) -> Iterator[None]:
+        """What devices copy by themselves has ended with the block, also where something failed: nothing writes into a
+        slot that is given back.
+        """
         devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type == "cuda"}
         if devices and not self._pinned:
             self._pin()
         streams = {device: torch.cuda.Stream(device) for device in devices}
         for device, stream in streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
-        for tensor, start in pieces:
-            if start + tensor.nbytes > warm:
-                self._put_pages(start, tensor.nbytes)
-            target = self.tensor(start, tensor.dtype, tensor.shape)
-            with torch.cuda.stream(streams.get(tensor.device)):  # None: no change of stream
-                target.copy_(tensor.detach(), non_blocking=True)
-
-        def finish() -> None:
+        try:
+            for tensor, start in pieces:
+                if start + tensor.nbytes > warm:
+                    self._put_pages(start, tensor.nbytes)
+                target = self.tensor(start, tensor.dtype, tensor.shape)
+                with torch.cuda.stream(streams.get(tensor.device)):  # None: no change of stream
+                    target.copy_(tensor.detach(), non_blocking=True)
+            yield
+        finally:
             for stream in streams.values():
                 stream.synchronize()
-
-        return finish
 
     def _pin(self) -> None:
         """Let devices copy straight into the slot: registered once, for as long as the mapping lives."""

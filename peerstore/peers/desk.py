@@ -116,13 +116,14 @@ class _Conversation:
         self._who = who
         self._channel = channel
         self._bad: list[int] = []
-        self._offered: list[str] = []
+        self._offered: set[str] = set()
+        """Copies that were begun on this connection and are neither finished nor given up."""
         self._payload_bytes = 0
         self._operations: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
             "offer": (Offer, self._offer),
             "flush": (Flush, self._flush),
             "commit": (Commit, self._commit),
-            "abort": (Abort, lambda a: desk.receiving.abort(who.node, a.transfer)),
+            "abort": (Abort, self._abort),
             "relist": (Relist, lambda a: self._store.copies.relist(self._mine(a.key), a.holders)),
             "put_blob": (PutBlob, self._put_blob),
             "look": (Look, lambda _: team.look()),
@@ -197,7 +198,7 @@ class _Conversation:
             raise RequestError(f"{offer.record.key}: {len(offer.holders)} holders and {len(offer.blobs)} blobs")
         wanted = self._desk.receiving.offer(self._team.job, self._who.node, offer)
         if wanted.transfer:
-            self._offered.append(wanted.transfer)
+            self._offered.add(wanted.transfer)
         return wanted
 
     def _chunk(self, chunk: Chunk) -> None:
@@ -213,7 +214,12 @@ class _Conversation:
 
     def _commit(self, commit: Commit) -> None:
         key = self._desk.receiving.commit(self._who.node, commit.transfer)
+        self._offered.discard(commit.transfer)
         self._team.protecting.confirm(key, self._who.node)
+
+    def _abort(self, abort: Abort) -> None:
+        self._desk.receiving.abort(self._who.node, abort.transfer)
+        self._offered.discard(abort.transfer)
 
     def _put_blob(self, blob: PutBlob) -> None:
         size = self._payload_bytes

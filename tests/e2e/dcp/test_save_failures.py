@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from peerstore.errors import AgentUnreachableError
+from peerstore.errors import AgentUnreachableError, ArenaFullError
 from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
@@ -357,3 +357,21 @@ def test_a_handler_that_goes_on_is_called_once(agent_dir):
             assert [state is not SaveState.NOT_DUE for state in states] == [True, False, False, False, True, False]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("kind", [OSError, MemoryError, RuntimeError, ArenaFullError])
+def test_whatever_ends_a_seal_this_save_says_so_and_its_slot_is_given_back(monkeypatch, kind):
+    def none_left(*_):
+        monkeypatch.undo()
+        raise kind("no memory for a page")
+
+    with memory_node() as node, Checkpointer(JOB) as ckpt:
+        ckpt.save(small(0), 0).wait()
+        monkeypatch.setattr("tieredckpt.copying.SlotMemory.write", none_left)
+        saved = ckpt.save(small(1), 1)
+        with pytest.raises(SaveFailedError, match="no memory for a page"):
+            saved.wait()
+        assert saved.state is SaveState.FAILED
+        assert node.store.status().arena.leases == 0
+        for step in range(2, 6):
+            assert ckpt.save(small(step), step).wait() is SaveState.SEALED

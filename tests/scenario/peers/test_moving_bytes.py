@@ -1,10 +1,12 @@
 """Which bytes move, and from whom: what did not change is not sent again, and a source that dies is replaced."""
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from peerstore.peers.board import Wish
+from peerstore.peers.desk import _Conversation
 from peerstore.peers.pulling import Puller
 from peerstore.peers.spans import Target
 from peerstore.records import CHUNK_BYTES
@@ -99,3 +101,14 @@ def test_a_reader_gets_its_ranges_and_no_more(count):
         assert [bytes(buffer) for buffer in buffers] == [whole[start:stop] for start, stop in targets]
         sent = nodes["n1"].neighbourhood.desk.lending.sent_bytes - before
         assert sent == pulled.bytes_from["n1"] == sum(stop - start for start, stop in targets)
+
+
+def test_a_connection_forgets_the_copies_that_it_has_finished():
+    """One is kept for as long as the job runs: what it remembered of every copy would only grow."""
+    with neighbours("n1", "n2", copies=2) as nodes:
+        for version in range(5):
+            nodes["n1"].write(key(version), MIB)
+            nodes.settle(version)
+        talks = [one for one in gc.get_objects() if type(one) is _Conversation]
+        assert talks
+        assert [one._offered for one in talks if one._offered] == []
