@@ -158,7 +158,7 @@ class World:
     def limit(self, machine: Machine, shards: int) -> None:
         machine.budget_bytes = shards * SHARD_BYTES
         if machine.agent is not None:
-            machine.agent.shelf.limits = Limits(machine.budget_bytes, SLOTS, BURST)
+            machine.agent.shelf._limits = Limits(machine.budget_bytes, SLOTS, BURST)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
