@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -54,6 +55,7 @@ from tieredckpt.writer import TieredWriter
 
 log = logging.getLogger(__name__)
 
+_SAY_S = 60.0
 _SEALING_S = 2.0
 """A seal ends in less, where the node keeps up; a save that may be skipped waits no longer for the one before it."""
 _LOOK_AGAIN_S = 1.0
@@ -131,6 +133,8 @@ class Checkpointer:
         self._last: ShardKey | None = None
         """What was sealed last."""
         self._last_saved: Saved | None = None
+        self._skip_said = -math.inf
+        """When it was last said that a step was skipped."""
         self.last_restore: RestoreReport | None = None
         """What :meth:`restore` read, and from which tiers."""
         self._preemption = Preemption(self._flush, grace_s) if on_sigterm == "save" else None
@@ -174,7 +178,11 @@ class Checkpointer:
                 save = self._save if self.settings.enabled else self._save_plain
                 saved = save(state, step, durable=last)
         except StoreBusyError as error:
-            log.warning("step %d of %s was skipped: %s", step, self._location.job, error)
+            # Once a minute: the agent says up to which step the job is protected, and since when not.
+            again = time.monotonic() - self._skip_said < _SAY_S
+            level = logging.DEBUG if again else logging.WARNING
+            log.log(level, "step %d of %s was skipped: %s", step, self._location.job, error)
+            self._skip_said = self._skip_said if again else time.monotonic()
             saved = Saved(step, SaveState.SKIPPED, error)
         except (TieredCheckpointError, CheckpointException, PeerStoreError) as failure:
             saved = Saved(step, SaveState.FAILED, own_error(failure))

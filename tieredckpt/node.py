@@ -240,6 +240,17 @@ class NodeView(msgspec.Struct, frozen=True):
     """Shards that a killed agent left there and that are not verified yet: it may hold more than it says."""
 
 
+class Protected(msgspec.Struct, frozen=True):
+    """How much of a job the loss of a node, or of its only node's processes, would cost."""
+
+    step: int
+    """The newest step that has all the copies it was to have, or is durable; -1 for none."""
+    unprotected_since: float | None = None
+    """Unix time of the first newer save that is not; ``None`` while all of them are, or are on their way."""
+    left_out: int = 0
+    """Saves of this node's ranks that were skipped or failed since then."""
+
+
 class ClusterView(msgspec.Struct, frozen=True):
     """All nodes of a job, as one of them sees them."""
 
@@ -266,6 +277,8 @@ class ClusterView(msgspec.Struct, frozen=True):
     """From the seal of the shard it copied last to that copy."""
     mode: str = "mirror"
     """mirror or parity."""
+    protected: Protected | None = None
+    """As the node that was asked knows it."""
 
 
 DrainState = Literal["waiting", "running", "done", "skipped", "failed"]

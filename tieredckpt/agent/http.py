@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
@@ -89,8 +90,9 @@ def status(node: NodeService, memory: Reporting | None = None) -> dict[str, Any]
         "store": msgspec.to_builtins(store),
         "drain": {
             "totals": vars(node.drain.totals),
-            "jobs": {job: msgspec.to_builtins(node.drains(job)) for job in jobs},
+            "jobs": {job: msgspec.to_builtins(node.drain.views(job)) for job in jobs},
         },
+        "protected": {job: msgspec.to_builtins(node.protected(job)) for job in jobs},
         "peers": {team.job: _peers(team) for team in node.teams},
         "trainers": {job: dict(node.observed[job]) for job in list(node.observed)},
         "memory_service": memory.status() if memory is not None else None,
@@ -229,6 +231,21 @@ class _Collector:
                 newest.add_metric([state.job], state.newest_whole)
         yield newest
         yield epoch
+        upto = GaugeMetricFamily(
+            "tieredckpt_protected_step",
+            "Newest step with all the copies it was to have, or durable; -1 for none.",
+            labels=["job"],
+        )
+        without = GaugeMetricFamily(
+            "tieredckpt_unprotected_seconds", "How long newer saves have lacked it; 0: none does.", labels=["job"]
+        )
+        for state in self._node.store.status().jobs:
+            found, now = self._node.protected(state.job), time.time()
+            upto.add_metric([state.job], found.step)
+            since = found.unprotected_since
+            without.add_metric([state.job], 0.0 if since is None else max(0.0, now - since))
+        yield upto
+        yield without
         seen = CounterMetricFamily("tieredckpt_trainer", "What the trainers measured.", labels=["job", "what"])
         for job, values in list(self._node.observed.items()):
             for what, value in list(values.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -57,6 +58,7 @@ from tieredckpt.agent.messages import (
     WaitDurable,
 )
 from tieredckpt.agent.others import Others, cluster_of, durability_of
+from tieredckpt.agent.protection import in_words, protected
 from tieredckpt.agent.step_map import PAGE_BYTES, StepLayouts, StepMap
 from tieredckpt.agent.views import Facts, memory_views
 from tieredckpt.coverage import gaps
@@ -96,6 +98,7 @@ from tieredckpt.node import (
     NodeView,
     Page,
     Passport,
+    Protected,
     StateNames,
     StepView,
     Summary,
@@ -108,6 +111,8 @@ from tieredckpt.settings import DurableSettings
 log = logging.getLogger(__name__)
 
 _KEPT_MAPS = 4
+_SAY_S = 60.0
+
 OpenStore = Callable[[str, DurableSettings], ObjectStore]
 
 
@@ -141,6 +146,10 @@ class NodeService(SealListener):
         self._crashed = CrashedLoads()
         self._settings: dict[str, DurableSettings] = {}
         self.observed: dict[str, Counter[str]] = defaultdict(Counter)
+        self._left_out: dict[str, tuple[int, int, float]] = {}
+        """By job: the newest protected step, how many saves were left out since, and when the first one was."""
+        self._said: dict[str, tuple[bool, float]] = {}
+        """By job: whether it was said last that it is unprotected, and when."""
         for job in store.jobs():
             self._pack_plain_blobs(job)
         self.drain = Drain(store, self, writer=writer)
@@ -404,8 +413,39 @@ class NodeService(SealListener):
             me = self.others.neighbourhood.name if self.others is not None else "this node"
             facts = tuple(self.store.inventory(job))
             alone = NodeView(PeerNode(NodeId(me), ""), "alive", facts, self.store.epoch(job))
-            return ClusterView(job, me, (alone,))
-        return cluster_of(team)
+            return ClusterView(job, me, (alone,), protected=self.protected(job))
+        return msgspec.structs.replace(cluster_of(team), protected=self.protected(job))
+
+    def protected(self, job: str) -> Protected:
+        """Up to which step this node knows the job to be safe, and since when not; waits for nobody."""
+        team = self.others.team(job) if self.others is not None else None
+        if team is not None:
+            safe = team.settled.version if team.settled is not None else -1
+        else:
+            known = next((one for one in self.store.status().jobs if one.job == job), None)
+            safe = known.newest_whole if known is not None and known.newest_whole is not None else -1
+        safe = max([safe, *(view.group.version for view in self.drain.views(job) if view.state == "done")])
+        epoch = self.store.epoch(job)
+        own = [fact for fact in self.store.copies.facts(job) if not fact.holders and fact.key.epoch == epoch]
+        newer = [fact.sealed_ns / 1e9 for fact in own if fact.key.version > safe]
+        now = time.time()
+        with self._lock:
+            at, missed, first = self._left_out.get(job, (safe, 0, 0.0))
+            if at != safe:
+                missed, first = 0, 0.0
+            self._left_out[job] = safe, missed, first
+        return protected(safe, newer, (missed, first), now=now)
+
+    def _say_protection(self, job: str) -> None:
+        """One line when it changes, and no more than one a minute."""
+        found, now = self.protected(job), time.monotonic()
+        with self._lock:
+            was, said_at = self._said.get(job, (False, -math.inf))
+            is_bad = found.unprotected_since is not None
+            if is_bad == was or now - said_at < _SAY_S:
+                return
+            self._said[job] = is_bad, now
+        log.log(logging.WARNING if is_bad else logging.INFO, "job %s: %s", job, in_words(found))
 
     @property
     def teams(self) -> list[Team]:
@@ -422,6 +462,13 @@ class NodeService(SealListener):
             counter = self.observed[job]
             for name, value in values.items():
                 counter[name] += value  # type: ignore[assignment]
+        missed = int(values.get("skipped", 0) + values.get("failed", 0))
+        if missed:
+            self.protected(job)  # what was left out before the newest protected step does not count any more
+            with self._lock:
+                at, before, first = self._left_out[job]
+                self._left_out[job] = at, before + missed, first or time.time()
+        self._say_protection(job)
 
     def close(self) -> None:
         self.drain.stop()

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 from rich.markup import escape
 from rich.table import Table
 
 from peerstore.units import show_size
+from tieredckpt.agent.protection import in_words
 from tieredckpt.cli.screen import iso, ranges, show_age, table
 from tieredckpt.holdings import Kept, Weak, share, unknown
 from tieredckpt.node import ClusterView, DrainView, NodeView, Survey
@@ -130,6 +132,14 @@ def shown_steps(steps: Sequence[Kept]) -> tuple[list[Kept], int]:
     return [one for one in steps if one.group not in hidden], len(hidden)
 
 
+def protection_line(view: ClusterView) -> str:
+    """Up to which step the job is protected and since when not, on a line of its own."""
+    if view.protected is None:
+        return ""
+    colour = "green" if view.protected.unprotected_since is None else "bold yellow"
+    return f"\n[{colour}]{escape(in_words(view.protected))}[/]"
+
+
 # -- as JSON ------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +206,7 @@ def cluster_json(view: ClusterView, survey: Survey, steps: Sequence[Kept]) -> di
         "roster": view.roster,
         "quorum": view.quorum,
         "sees": view.sees,
+        "protected": None if view.protected is None else msgspec.to_builtins(view.protected),
         "copies": view.copies,
         "levels": list(view.levels),
         "partners": list(view.partners),

@@ -19,6 +19,7 @@ from tieredckpt.cli.clusters import (
     drain_json,
     nodes_table,
     percent,
+    protection_line,
     shown_steps,
     silent_lines,
     step_notes,
@@ -86,6 +87,8 @@ def _head(seen: Frame, steps: Sequence[Kept]) -> Text:
     lines = [f"[bold]{escape(view.job)}[/]  {at}  {escape(view.me)} {escape(view.sees or 'is the only node')}"]
     if not view.quorum:
         lines[0] = f"{lines[0]}  [bold yellow]no quorum[/]"
+    if view.protected is not None:
+        lines.append(protection_line(view).strip())
     if view.roster:
         settled = newest_settled(view)
         newer = behind(view, steps)

@@ -18,6 +18,7 @@ from tieredckpt.cli.clusters import (
     cluster_json,
     drain_json,
     nodes_table,
+    protection_line,
     shown_steps,
     silent_lines,
     step_notes,
@@ -90,12 +91,12 @@ def _show_cluster(out: Console, view: ClusterView, survey: Survey, steps: list[K
 def headline(view: ClusterView) -> str:
     name = f"[bold]{escape(view.job)}[/]"
     if not view.roster:
-        return f"{name}  only on this node ({escape(view.me)}): no copies on others"
+        return f"{name}  only on this node ({escape(view.me)}): no copies on others{protection_line(view)}"
     settled = newest_settled(view)
     seen = f"{escape(view.me)} {escape(view.sees)}"
     wanted = "parity" if view.mode == "parity" else f"{view.copies} copies"
     text = f"{name}  {wanted} wanted" + (f", settled step {settled.version}" if settled else "")
-    return f"{text}\n{seen if view.quorum else f'[yellow]{seen}[/]'}"
+    return f"{text}\n{seen if view.quorum else f'[yellow]{seen}[/]'}{protection_line(view)}"
 
 
 # -- this node ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import zeroed
 from tests.support.jobs import Job, state_at
+from tests.support.neighbours import until
 from tieredckpt import Checkpointer
 from tieredckpt.saved import SaveState
 from tieredckpt.settings import DurableSettings
@@ -242,3 +243,27 @@ def test_unknown_paths_say_what_there_is(agent_dir, agent):
     with pytest.raises(urllib.error.HTTPError, match="404") as info:
         agent.get("/metric")
     assert b"/metrics" in info.value.read()
+
+
+def test_up_to_which_step_a_job_is_protected_is_one_state_everywhere(agent_dir, agent):
+    with Checkpointer("tiered://kept", on_sigterm="ignore") as ckpt:
+        for step in range(3):
+            ckpt.save(state_at(step), step).wait()
+        assert agent.metrics()["protected_step", "kept"] == 2
+        assert agent.metrics()["unprotected_seconds", "kept"] == 0
+        assert agent.status()["protected"]["kept"] == {"step": 2, "unprotected_since": None, "left_out": 0}
+        store = ckpt.session.node.store
+        pins = []
+        while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
+            ckpt.wait()
+            pins += [store.pin(fact.key).id for fact in store.inventory("kept")]
+        until(lambda: agent.status()["protected"]["kept"]["left_out"] == 1, "the skipped save is counted")
+        found = ckpt.session.node.cluster("kept").protected
+        assert found.unprotected_since is not None
+        assert agent.metrics()["unprotected_seconds", "kept"] > 0
+        assert "unprotected since" in (agent_dir / "agent.log").read_text()
+        for pin in pins:
+            store.unpin(pin)
+        ckpt.save(state_at(10), 10).wait()
+        until(lambda: agent.status()["protected"]["kept"]["unprotected_since"] is None, "it is protected again")
+        assert agent.metrics()["protected_step", "kept"] == 10
