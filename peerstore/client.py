@@ -280,6 +280,8 @@ class Client:
         sock.close()
 
     def _open(self, deadline: float, until: float | None = None) -> socket.socket:
+        if self._closed:  # a new connection might have an agent started again
+            raise RequestError("this client is closed: its job's checkpointer or session has ended")
         pause = 0.02
         while True:
             try:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from peerstore.errors import AgentUnreachableError, ArenaFullError
+from peerstore.errors import AgentUnreachableError, ArenaFullError, RequestError
 from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
@@ -375,3 +375,14 @@ def test_whatever_ends_a_seal_this_save_says_so_and_its_slot_is_given_back(monke
         assert node.store.status().arena.leases == 0
         for step in range(2, 6):
             assert ckpt.save(small(step), step).wait() is SaveState.SEALED
+
+
+def test_a_session_that_was_closed_has_no_agent_started_again(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        ckpt.save(small(0), 0).wait()
+        session = ckpt.session
+    close_sessions()
+    end_agent(agent_dir)
+    with pytest.raises(RequestError, match="closed"):
+        session.node.survey("loop")
+    assert agent_pid(agent_dir) is None

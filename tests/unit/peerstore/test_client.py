@@ -7,8 +7,9 @@ import pytest
 
 from peerstore import frames
 from peerstore.client import Client
-from peerstore.errors import AgentUnreachableError, ProtocolError
+from peerstore.errors import AgentUnreachableError, ProtocolError, RequestError
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
+from peerstore.operations import Status
 
 
 class ScriptedAgent:
@@ -110,3 +111,12 @@ def test_time_is_lost_once_for_an_agent_that_is_gone():
     assert client.epoch("job") == 7
     client.close()
     agent.close()
+
+
+def test_a_closed_client_opens_nothing_again(agent):
+    client = Client(agent.connect, retry_s=5.0)
+    client.close()
+    with pytest.raises(RequestError, match="closed"):
+        client.status()
+    client.tell("status", Status(), timeout_s=1.0)
+    assert len(agent.ends) == 1, "the connector, which may start an agent, was asked again"
