@@ -203,11 +203,12 @@ class Checkpointer:
         if not self._planned_before:
             return self._save_first(state, step, durable=durable)
         session = self.session
-        if session.owner.went_back_alone:
+        knowing = session.owner.changed_by
+        if knowing is not None and knowing < self._together.size:
             raise SaveFailedError(
-                f"step {session.owner.base} of {self._location.job} was loaded by this rank and not by the others that "
-                "save with it: nobody can tell which step the job goes on from. Load it on all ranks, "
-                "by Checkpointer.restore or dcp.load; to look at an old step, use a process of its own"
+                f"{knowing} of the {self._together.size} ranks of this checkpointer have loaded or saved a step of "
+                f"{self._location.job} without the others, which do not know what the job goes on from. Restore on all "
+                "ranks; to look at an old step use a process of its own, and for a part of the state another job"
             )
         flat = flatten(as_plain(state))
         planned = session.planned_for(fingerprint(flat))

@@ -182,7 +182,7 @@ class IncarnationOwner:
         self._life = _Life()
         self._tries: dict[tuple[str, int], int] = {}
         """By incarnation and step; the oldest are forgotten."""
-        self._went_back_alone = False
+        self._changed_by: int | None = None
         self._hears: _Page | None = None
         """Written by a process that saves for this one."""
         self._tells: _Page | None = None
@@ -210,10 +210,10 @@ class IncarnationOwner:
             return self._life.base
 
     @property
-    def went_back_alone(self) -> bool:
-        """This rank has loaded a step without the others that write with it, and none of them has heard of it yet."""
+    def changed_by(self) -> int | None:
+        """How many ranks know of what this owner was told last: those of that save or load. ``None``: all there are."""
         with self._lock:
-            return self._went_back_alone
+            return self._changed_by
 
     def capture(self) -> CapturePoint:
         """To be taken when a state is captured, and given to :meth:`propose` when it is saved."""
@@ -256,7 +256,7 @@ class IncarnationOwner:
                 if decision.incarnation != current:
                     life.reached = -1
                 life.current, life.parts, life.base = decision.incarnation, decision.parts, decision.base
-                self._went_back_alone = False
+                self._changed_by = decision.parts
             self._tell()
 
     def sealed(self, key: ShardKey) -> None:
@@ -276,10 +276,8 @@ class IncarnationOwner:
         """A step was loaded (-1: there was none), by so many ranks together: what is saved next goes on from it."""
         with self._lock:
             self._hear()
-            writers = self._life.parts
-            writing = self._life.current is not None or self._went_back_alone
-            self._went_back_alone = ranks is not None and writing and ranks < writers
-            self._begin(_Life(base=step, parts=writers if self._went_back_alone else 0))
+            self._changed_by = ranks
+            self._begin(_Life(base=step))
 
     def leave_world(self) -> None:
         """What is saved next is of a new incarnation, also where the next world is as large as this one."""
@@ -288,7 +286,7 @@ class IncarnationOwner:
             old = self._life
             reached = max(old.base if old.base is not None else -1, old.reached)
             self._begin(_Life(base=old.base if old.current is None else reached))
-            self._went_back_alone = False
+            self._changed_by = None
 
     def _begin(self, life: _Life) -> None:
         self._life, self._hears, self._tells = life, None, None

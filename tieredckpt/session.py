@@ -181,9 +181,9 @@ class Session:
     def adopt(self, decision: SaveDecision, point: CapturePoint) -> None:
         """Write for what the ranks of a save have decided."""
         with self._lock:
-            parts = self.owner.parts
+            before = self.owner.current
             self.owner.adopt(decision, point)
-            if self.owner.parts != parts:
+            if self.owner.current != before:  # alike on all ranks: with something planned, a rank plans with no other
                 self._planned.clear()
         if decision.whole is not None:
             self.commit(decision.whole)

@@ -123,17 +123,18 @@ def test_a_save_that_was_under_way_when_a_step_was_loaded_does_not_bring_its_inc
         agree([owner], 22, [point], known=second.incarnation.epoch)
 
 
-def test_a_rank_that_loads_on_its_own_knows_it_until_all_ranks_agree_again():
+def test_an_owner_knows_how_many_ranks_have_heard_what_it_has():
     owners = [IncarnationOwner(JOB) for _ in range(2)]
     agree(owners, 3)
-    owners[0].go_back(1, ranks=1)
-    assert owners[0].went_back_alone
+    assert owners[0].changed_by == 2
     owners[0].go_back(2, ranks=1)
-    assert owners[0].went_back_alone
+    assert owners[0].changed_by == 1
     assert agree(owners, 4, known=1, name="second").base == 2
-    assert not owners[0].went_back_alone
-    owners[0].go_back(3, ranks=2)
-    assert not owners[0].went_back_alone
+    assert owners[0].changed_by == 2
+    agree(owners[:1], 5, known=2)
+    assert (owners[0].changed_by, owners[1].changed_by) == (1, 2)
+    owners[0].leave_world()
+    assert owners[0].changed_by is None
 
 
 def test_leaving_a_world_keeps_what_was_saved_in_it():

@@ -1,0 +1,245 @@
+"""Everything that can happen to a job's incarnations in one story, told by chance and compared with the obvious model.
+
+One driver tells real ranks (and DCP's real background processes) what to do next: save in any way that DCP has, load
+any step that there is, end and start again with another number of ranks, be killed. After every action it asks a
+reader which step is the newest, and at a load every value is compared, so that a step of a past that was left, or of
+the other job, is noticed at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from tieredckpt import Checkpointer, CheckpointNotFoundError, TieredReader, TieredWriter
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
+    pytest.mark.e2e,
+]
+
+JOBS = ["tiered://story-a", "tiered://story-b"]
+WAYS = ["plain", "cached", "no collectives", "thread", "cached thread", "process", "checkpointer", "subgroup"]
+
+
+# -- in the ranks -------------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """One rank of a world; every action is done by all of them."""
+
+    def __init__(self):
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.some = dist.new_group([*range(max(1, self.size - 1))])
+        self.checkpointers, self.writers = {}, {}
+
+    def state(self, value):
+        return {"w": torch.full((4,), float(value)), f"own{self.rank}": torch.full((self.rank + 1,), value + 0.5)}
+
+    def save(self, job, step, value, way):
+        state, planner = self.state(value), None
+        if way.startswith("cached"):
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+        if way == "checkpointer":
+            saved = self.checkpointer(job).save(state, step)
+            saved.wait(timeout_s=60)
+        elif way.endswith("thread") or way == "process":
+            writer = self.writers.setdefault((job, way), TieredWriter(job, step))
+            kind = AsyncCheckpointerType.PROCESS if way == "process" else AsyncCheckpointerType.THREAD
+            future = dcp.async_save(
+                state,
+                checkpoint_id=f"{job}/step-{step}",
+                storage_writer=writer,
+                planner=planner,
+                async_checkpointer_type=kind,
+            )
+            for tensor in state.values():
+                tensor.fill_(-1)  # training goes on
+            future.result()
+        elif way == "subgroup":
+            if self.rank < max(1, self.size - 1):
+                dcp.save(state, storage_writer=TieredWriter(job, step), process_group=self.some)
+        else:
+            writer = TieredWriter(job, step)
+            dcp.save(state, storage_writer=writer, planner=planner, use_collectives=way != "no collectives")
+            assert writer.error is None, writer.error
+
+    def checkpointer(self, job):
+        if job not in self.checkpointers:
+            self.checkpointers[job] = Checkpointer(job, every=1, on_failure="raise", on_sigterm="ignore")
+        return self.checkpointers[job]
+
+    def load(self, job, step, how):
+        """The step that was loaded and every value that is in it."""
+        target = {"w": torch.zeros(4)}
+        if how == "checkpointer":
+            found = self.checkpointer(job).restore(target, step, strict=False)
+        else:
+            reader = TieredReader(job, step)
+            dcp.load(target, storage_reader=reader)
+            found = reader.restored_step
+        return found, sorted(set(target["w"].tolist()))
+
+    def close(self):
+        for one in self.checkpointers.values():
+            one.close()
+        _async_process_executor._CHECKPOINT_PROCESS = None
+        gc.collect()
+
+
+def follow(say, actions):
+    """What a world does from its start to its end, and what each rank saw."""
+    me, seen = Rank(), []
+    try:
+        for name, *arguments in actions:
+            if name == "killed":
+                say("saving")
+                me.save(*arguments)
+                dist.barrier()
+                say("saved")
+                threading.Event().wait()
+            seen.append(getattr(me, name)(*arguments))
+            dist.barrier()
+            seen.append([newest(job) for job in JOBS])
+            dist.barrier()
+    finally:
+        me.close()
+    return seen
+
+
+def newest(job):
+    """Which step a reader would take; asking changes nothing."""
+    try:
+        return int(TieredReader(job).check().removeprefix("step "))
+    except CheckpointNotFoundError:
+        return None
+
+
+# -- the model ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Model:
+    """One job, as anybody would expect it to be."""
+
+    values: dict[int, float] = field(default_factory=dict)
+    """What each step of the branch that the job is on holds."""
+    base: int | None = None
+    """The step that was loaded, until something is saved on top of it."""
+    by_some: bool = False
+    """Some ranks have saved it without the others: no fast save is possible until all of them have agreed again."""
+
+    def save(self, step, value):
+        if self.base is not None:
+            self.values = {s: v for s, v in self.values.items() if s <= self.base}
+            self.base = None
+        self.values[step] = value
+
+    def load(self, step):
+        found = max(self.values) if step is None else step
+        self.base = found
+        return found, [self.values[found]]
+
+    @property
+    def newest(self):
+        return max(self.values, default=None)
+
+
+class Story:
+    """Actions by chance, and what has to be seen after each."""
+
+    def __init__(self, chance):
+        self.chance = chance
+        self.models = {job: Model() for job in JOBS}
+        self.value = 0
+
+    def world(self, size, length):
+        """The actions of one world, and what every rank has to see."""
+        actions, expected = [], []
+        for model in self.models.values():
+            model.base, model.by_some = None, False
+        for _ in range(length):
+            job = self.chance.choice(JOBS)
+            model = self.models[job]
+            if model.values and self.chance.random() < 0.35:
+                step = self.chance.choice([None, *model.values])
+                how = self.chance.choice(["reader", "checkpointer"])
+                actions.append(("load", job, step, how))
+                expected.append(model.load(step))
+                model.by_some = False
+            else:
+                at = model.base if model.base is not None else model.newest
+                step = (at if at is not None else 0) + self.chance.choice([1, 1, 1, 5])
+                self.value += 1
+                way = self.chance.choice([way for way in WAYS if not (model.by_some and way == "checkpointer")])
+                model.by_some = way == "subgroup" and size > 1
+                actions.append(("save", job, step, float(self.value), way))
+                model.save(step, float(self.value))
+                expected.append(None)
+            expected.append([self.models[job].newest for job in JOBS])
+        return actions, expected
+
+
+def tell(zygote, seed, *, worlds, length):
+    chance = random.Random(seed)
+    story = Story(chance)
+    for _ in range(worlds):
+        size = chance.randint(1, 3)
+        actions, expected = story.world(size, length)
+        for rank, seen in enumerate(zygote.run_world(size, follow, actions)):
+            for number, (found, wanted) in enumerate(zip(seen, expected, strict=True)):
+                told = "\n".join(map(str, actions[: number // 2 + 1]))
+                assert found == wanted, f"seed {seed}, rank {rank} of {size}, after\n{told}"
+        kill(zygote, story, chance)
+
+
+def kill(zygote, story, chance):
+    """A whole world dies in or after a save: the step is whole, or it is as if it had never been begun."""
+    job, when = chance.choice(JOBS), chance.choice(["saving", "saved"])
+    model = story.models[job]
+    step = (model.newest or 0) + 1
+    story.value += 1
+    action = ("killed", job, step, float(story.value), chance.choice(["plain", "no collectives", "checkpointer"]))
+    running = zygote.start_world(chance.randint(1, 3), follow, [action])
+    try:
+        for one in running:
+            one.wait_line(when)
+    finally:
+        for one in running:
+            one.kill()
+    for one in running:
+        one.wait()
+    (found,) = zygote.run_world(1, look, job)
+    if when == "saved" or found[0] == step:
+        model.base = None
+        model.save(step, float(story.value))
+    newest = model.newest
+    assert found == ((None, []) if newest is None else (newest, [model.values[newest]])), action
+
+
+def look(say, job):
+    return (None, []) if newest(job) is None else Rank().load(job, None, "reader")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_story(agent_dir, zygote, monkeypatch, seed):
+    monkeypatch.setenv("TIEREDCKPT_AGENT_SLOTS_PER_RANK", "64")
+    tell(zygote, seed, worlds=2, length=8)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_a_long_story(agent_dir, zygote, monkeypatch, seed):
+    monkeypatch.setenv("TIEREDCKPT_AGENT_SLOTS_PER_RANK", "256")
+    tell(zygote, seed, worlds=4, length=20)
