@@ -107,6 +107,10 @@ def nodes_from(factory: NodeFactory) -> Iterator[None]:
         _factory = before
 
 
+class _FencedSaveError(SaveFailedError):
+    """Another incarnation of the job writes now."""
+
+
 @dataclass
 class Staged:
     """A slot that is filled (or being filled) and not sealed yet."""
@@ -361,7 +365,9 @@ class Session:
             lease = self.node.store.lease(key, size, parts, wait_s=wait_s)
         except ArenaBusyError as error:
             raise StoreBusyError(str(error)) from error
-        except (ArenaFullError, FencedError) as error:
+        except FencedError as error:
+            raise _FencedSaveError(str(error)) from error
+        except ArenaFullError as error:
             raise SaveFailedError(str(error)) from error
         except PeerStoreError as error:
             raise TierUnavailableError(f"no slot for {key}: {error}") from error
@@ -398,14 +404,19 @@ class Session:
                 known = self._memories[lease.slot] = SlotMemory(lease.path, lease.size_bytes, lease.generation)
             return known
 
-    def stage_provisionally(self, planned: PlannedSave, *, wait_s: float) -> Staged:
-        """A slot for a planned save whose step is not known yet; :meth:`seal` gives it its key."""
+    def stage_provisionally(self, planned: PlannedSave, *, wait_s: float) -> Staged | None:
+        """A slot for a planned save whose step is not known yet; :meth:`seal` gives it its key.
+
+        ``None`` where a newer incarnation has begun that this rank hears of when the ranks of this save agree.
+        """
         current = self.owner.current
         if current is None:
             raise SaveFailedError(f"{self.job}: a planned save without an incarnation")
         key = ShardKey(self.job, 0, current.epoch, current.name, _PROVISIONAL + next(self._provisional), planned.part)
         try:
             return self.stage(key, planned.parts, planned.layout, self._item_bytes, wait_s=wait_s)
+        except _FencedSaveError:
+            return None
         except (StoreBusyError, SaveFailedError, TierUnavailableError) as error:
             what = f"what part {planned.part} of {self.job} stages (epoch {current.epoch} {current.name})"
             raise type(error)(str(error).replace(str(key), what)) from error

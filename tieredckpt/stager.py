@@ -73,6 +73,8 @@ class Stager:
                 if planned is None or any(shards_of(one) for one in flat.values() if isinstance(one, torch.Tensor)):
                     return _private(state_dict)
                 self._staged = self.session.stage_provisionally(planned, wait_s=wait_s)
+                if self._staged is None:
+                    return _private(state_dict)
                 return self._stage_into(self._staged, planned, state_dict, flat)
         except BaseException:
             self._discard_staged()

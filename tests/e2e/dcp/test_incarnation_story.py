@@ -197,11 +197,27 @@ def tell(zygote, seed, *, worlds, length):
     for _ in range(worlds):
         size = chance.randint(1, 3)
         actions, expected = story.world(size, length)
-        for rank, seen in enumerate(zygote.run_world(size, follow, actions)):
+        for rank, seen in enumerate(run_world(zygote, size, actions)):
             for number, (found, wanted) in enumerate(zip(seen, expected, strict=True)):
                 told = "\n".join(map(str, actions[: number // 2 + 1]))
                 assert found == wanted, f"seed {seed}, rank {rank} of {size}, after\n{told}"
         kill(zygote, story, chance)
+
+
+def run_world(zygote, size, actions):
+    """What each rank saw; where one failed, what every one of them says."""
+    running, found, failed = zygote.start_world(size, follow, actions), [], []
+    try:
+        for one in running:
+            try:
+                found.append(one.wait().result)
+            except AssertionError as error:
+                failed.append(str(error))
+    finally:
+        for one in running:
+            one.kill_if_alive()
+    assert not failed, "\n".join([*map(str, actions), *failed])
+    return found
 
 
 def kill(zygote, story, chance):
