@@ -123,10 +123,12 @@ class Stager:
         }
         return _rebuilt(state_dict, "", views)
 
-    def _take_staged(self, work: Work, part: int) -> Staged | None:
+    def _take_staged(self, work: Work, part: int, parts: int) -> Staged | None:
         """The slot that was staged, with everything of ``work`` in it; ``None`` when there is none that fits."""
         staged = self._staged
-        if staged is None or staged.lease.key.part != part or work.layout([staged.layout]) is not staged.layout:
+        if staged is None or (staged.lease.key.part, staged.lease.parts) != (part, parts):
+            return None
+        if work.layout([staged.layout]) is not staged.layout:
             return None
         moved = [entry for entry in staged.layout.tensors if not _in_place(staged, entry, work.tensor(entry))]
         header = staged.layout.header_bytes

@@ -256,7 +256,7 @@ class TieredWriter(Stager, StorageWriter):
         work = Work(plan, planner, staged=self._staged is not None)
         self._wait_for_durable(session)
         earlier = self._staged = self._under(session, self._staged, key)
-        staged = self._take_staged(work, part)
+        staged = self._take_staged(work, part, decision.parts)
         if staged is None:
             layout = work.layout(session.layouts)
             size = sum(map(len, work.item_bytes(layout)))
