@@ -72,3 +72,6 @@ if not TYPE_CHECKING:  # a checker that saw it would take any name for one of th
 
             return getattr(import_module(_LAZY[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

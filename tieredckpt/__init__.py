@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tieredckpt.null import NullCheckpointer
     from tieredckpt.reader import TieredReader
     from tieredckpt.urls import enable_urls
+    from tieredckpt.whole_state import load, save
     from tieredckpt.writer import TieredWriter
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "TieredReader",
     "TieredWriter",
     "enable_urls",
+    "load",
+    "save",
 ]
 
 _LAZY = {
@@ -40,6 +43,8 @@ _LAZY = {
     "TieredReader": "tieredckpt.reader",
     "TieredWriter": "tieredckpt.writer",
     "enable_urls": "tieredckpt.urls",
+    "load": "tieredckpt.whole_state",
+    "save": "tieredckpt.whole_state",
 }
 
 
@@ -52,3 +57,6 @@ if not TYPE_CHECKING:  # a checker that saw it would take any name for one of th
 
             return getattr(import_module(_LAZY[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

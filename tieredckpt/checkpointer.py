@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from peerstore.errors import AgentUnreachableError, PeerStoreError
 from peerstore.records import Group, ShardKey, ShardRecord
-from tieredckpt.board import Board, board_for
+from tieredckpt.board import Board, board_for, last_step_for
 from tieredckpt.copying import Piece
 from tieredckpt.dcp_errors import own_error
 from tieredckpt.errors import (
@@ -109,6 +109,8 @@ class Checkpointer:
         self._location = parse_location(target)
         if self._location.step is not None:
             raise UsageError(f"{self._location} names a step; a Checkpointer keeps all of them: {self._location.job}")
+        if self._location.cast:
+            raise UsageError(f"{target}: a Checkpointer restores what it saved; for a cast use TieredReader or load()")
         self.settings = _with_arguments(
             settings or load_settings(),
             durable={"url": durable, "every": durable_every, "keep_last": keep_last, "keep_every": keep_every},
@@ -138,6 +140,7 @@ class Checkpointer:
         self.last_restore: RestoreReport | None = None
         """What :meth:`restore` read, and from which tiers."""
         self._preemption = Preemption(self._flush, grace_s) if on_sigterm == "save" else None
+        self._last_step = last_step_for(self._location.job, self._together.rank, self._together.size)
 
     @property
     def session(self) -> Session:
@@ -163,13 +166,14 @@ class Checkpointer:
     def save(self, state: State, step: int, *, force: bool = False) -> Saved:
         """Stage ``state`` as ``step``; returns as soon as the training may change it again.
 
-        After SIGTERM this is the last save: it is made durable within the grace period, and the signal is delivered.
+        After SIGTERM all ranks agree on a step, this one or the next, as the last: it is saved by all of them, made
+        durable within the grace period, and the signal is delivered to whoever got it.
         """
         check_step(step)
         self._check_open()
         self._noter.note(state, step)
         self._came_further()
-        last = self._preemption is not None and self._preemption.requested
+        last = self._is_last(step)
         if step % self.settings.memory.every and not force and not last:
             return Saved(step, SaveState.NOT_DUE)
         began = time.perf_counter()
@@ -193,11 +197,18 @@ class Checkpointer:
                 self._sealer.submit(self._torn.left_out, step)
         self._last_saved = saved
         self._recorded.saved(saved, time.perf_counter() - began)
-        if self._preemption is not None and last:
+        if self._preemption is not None and last and self._preemption.requested:
             self._preemption.finish()
         if saved.error is not None and self._on_failure == "raise":
             raise saved.error
         return saved
+
+    def _is_last(self, step: int) -> bool:
+        """Whether all ranks save ``step`` and then some of them, or all, have to go."""
+        if self._preemption is None or not self._preemption.active:
+            return False
+        told = self._preemption.requested
+        return told if self._last_step is None else self._last_step.is_it(step, told=told)
 
     def _save(self, state: State, step: int, *, durable: bool, wait_s: float | None = None) -> Saved:
         if not self._planned_before:

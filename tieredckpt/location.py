@@ -1,4 +1,4 @@
-"""``tiered://job`` and ``tiered://job/step-120``: which job, and which of its steps."""
+"""``tiered://job`` and ``tiered://job/step-120``: which job, and which step; ``?cast=1``: loaded with a cast."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _STEP = re.compile(r"step-([0-9]{1,18})")
 class Location:
     job: JobName
     step: int | None = None
+    cast: bool = False
+    """To be loaded into tensors of other element types than were saved (``?cast=1``)."""
 
     def __str__(self) -> str:
         return f"{SCHEME}://{self.job}" + ("" if self.step is None else f"/step-{self.step}")
@@ -34,14 +36,24 @@ def parse_location(target: str | os.PathLike[str]) -> Location:
         rest = text.removeprefix(f"{SCHEME}:/") if text.startswith(f"{SCHEME}:/") else text
     elif scheme != SCHEME:
         raise UsageError(f"{text!r} is not a checkpoint location: write {SCHEME}://JOB or {SCHEME}://JOB/step-N")
+    rest, _, query = rest.partition("?")
     job, _, step = rest.rstrip("/").partition("/")
     match = _STEP.fullmatch(step) if step else None
     if step and match is None:
         raise UsageError(f"{text!r}: after the job comes nothing or step-N, not {step!r}")
     try:
-        return Location(job_name(job), int(match[1]) if match else None)
+        return Location(job_name(job), int(match[1]) if match else None, _wants_cast(text, query))
     except InvalidNameError as error:
         raise UsageError(f"{text!r}: {error}") from error
+
+
+def _wants_cast(text: str, query: str) -> bool:
+    if not query:
+        return False
+    name, _, value = query.partition("=")
+    if name != "cast" or value not in ("1", "0"):
+        raise UsageError(f"{text!r}: after ? comes cast=1 (load into tensors of other types) or cast=0, not {query!r}")
+    return value == "1"
 
 
 def check_step(step: int) -> int:

@@ -45,6 +45,11 @@ class Preemption:
             self._before = signal.signal(signal.SIGTERM, self._received)
 
     @property
+    def active(self) -> bool:
+        """Whether SIGTERM comes here."""
+        return self._active
+
+    @property
     def requested(self) -> bool:
         return self._deadline is not None
 

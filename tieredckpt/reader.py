@@ -106,9 +106,12 @@ class RestoreReport:
 class TieredReader(StorageReader):
     """Loads with ``dcp.load``: the newest whole step (or the one named), from the nearest good copies.
 
-    ``on_dtype_mismatch="cast"`` fills tensors of another element type than was saved, as DCP's own readers do
-    silently; by default that is an error.
+    ``on_dtype_mismatch="cast"`` (or ``?cast=1`` behind the URL) fills tensors of another element type than was saved,
+    as DCP's own readers do silently; by default that is an error.
     """
+
+    continues = True
+    """Whether the job goes on from what is loaded; ``False`` for who only looks at it."""
 
     def __init__(
         self,
@@ -132,6 +135,7 @@ class TieredReader(StorageReader):
         self._order: list[Candidate] = []
         self._reluctant: dict[Group, int] = {}
         """Steps whose loads have ended their process on this node, and how many times."""
+        self._described_step = -1
         self._refused: list[str] = []
         self._pinned: PinnedShards | None = None
         self._ready: Group | None = None
@@ -168,6 +172,11 @@ class TieredReader(StorageReader):
             raise UsageError(f"{self._location} was not loaded")
         return self.report.step
 
+    @property
+    def chosen_step(self) -> int:
+        """The step that :meth:`read_metadata` described."""
+        return self._plain[0] if self._plain is not None else self._described_step
+
     # -- StorageReader ----------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -191,8 +200,10 @@ class TieredReader(StorageReader):
             step = self._choose()
             if self._plain is not None:
                 return self._plain[1].read_metadata()
+            step = step or self._steps[self._order[0].group]
+            self._described_step = step.group.version
             with collector_paused():
-                return _metadata(step or self._steps[self._order[0].group], self._location)
+                return _metadata(step, self._location)
         except TieredCheckpointError as error:
             self.error = error
             raise
@@ -406,7 +417,7 @@ class TieredReader(StorageReader):
                 )
             step, pinned = self._steps[group], self._pinned
             assert pinned is not None  # noqa: S101 - _verified made it
-            work = Reading(session, step, pinned, planner, cast=self._cast)
+            work = Reading(session, step, pinned, planner, cast=self._cast or self._location.cast)
             try:
                 with session.loading(group, self._rank):
                     work.run(plan.items)
@@ -417,7 +428,8 @@ class TieredReader(StorageReader):
             if last:
                 raise TierUnavailableError(f"the node agent went away twice while step {group.version} was read")
         seconds = time.perf_counter() - began
-        session.restored(group, decision.ranks if isinstance(decision, Decision) else 1)
+        if self.continues:
+            session.restored(group, decision.ranks if isinstance(decision, Decision) else 1)
         reach("load.done")
         session.observe(
             loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}

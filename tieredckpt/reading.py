@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.autograd.graph import increment_version
@@ -29,6 +30,13 @@ log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 256 << 20
 _Wanted = list[tuple[ByteRange, int]]
+
+
+@runtime_checkable
+class TakesTensors(Protocol):
+    """A planner that has no template: where more than type and shape was saved, it gets the tensor as it was."""
+
+    def take_tensor(self, fqn: str, tensor: torch.Tensor) -> None: ...
 
 
 class Reading:
@@ -110,7 +118,11 @@ class Reading:
         step, entry = self._step, piece.entry
         near = step.tier(piece.part) is Tier.MEMORY
         if piece.item >= 0:
-            _put(target, relative(piece.box, wanted), self._from_archive(piece), entry.fqn)
+            saved = self._from_archive(piece)
+            if isinstance(self._planner, TakesTensors) and piece.box.sizes == entry.shape:
+                self._planner.take_tensor(entry.fqn, saved)
+            else:
+                _put(target, relative(piece.box, wanted), saved, entry.fqn)
             return
         if near:
             self.bytes_by_tier[Tier.MEMORY.value] += piece.box.volume * entry.itemsize
@@ -229,7 +241,7 @@ class Reading:
         if not self._cast and saved != dtype_name(target.dtype):
             raise MismatchError(
                 f"{fqn} was saved as {saved} and is to be loaded into {dtype_name(target.dtype)}: load into a tensor "
-                'of the same type, or pass on_dtype_mismatch="cast" to TieredReader'
+                'of the same type, or pass on_dtype_mismatch="cast" to TieredReader (by URL: tiered://JOB?cast=1)'
             )
 
 

@@ -75,7 +75,7 @@ class TieredWriter(Stager, StorageWriter):
         super().__init__()
         settings = settings or load_settings()
         self.settings = settings if durable is None else override(settings, durable={"url": durable})
-        self._location = at_step(parse_location(target), step)
+        self._location = _to_save(at_step(parse_location(target), step))
         self._step_given = step
         self._coordinator = False
         self._collectives = True
@@ -104,7 +104,7 @@ class TieredWriter(Stager, StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._location = moved_to(checkpoint_id, self._location, self._step_given)
+            self._location = _to_save(moved_to(checkpoint_id, self._location, self._step_given))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -332,7 +332,13 @@ def at_step(location: Location, step: int | None) -> Location:
     check_step(step)
     if location.step not in (None, step):
         raise UsageError(f"{location} and step={step} name different steps")
-    return Location(location.job, step)
+    return dataclasses.replace(location, step=step)
+
+
+def _to_save(location: Location) -> Location:
+    if location.cast:
+        raise UsageError(f"{location}?cast=1 is for loading: what is saved keeps its types")
+    return location
 
 
 def moved_to(checkpoint_id: str | os.PathLike[str], location: Location, step: int | None) -> Location:
@@ -342,7 +348,7 @@ def moved_to(checkpoint_id: str | os.PathLike[str], location: Location, step: in
         return given
     if step is None and given.job == location.job:
         step = location.step
-    return Location(given.job, step)
+    return dataclasses.replace(given, step=step)
 
 
 def _with(plan: SavePlan, message: Enclosed) -> SavePlan:

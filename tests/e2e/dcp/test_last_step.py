@@ -1,0 +1,103 @@
+"""SIGTERM to ranks that stand at different places: all save the same step last, and it is whole."""
+
+import itertools
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tieredckpt import Checkpointer
+
+pytestmark = [pytest.mark.e2e]
+
+
+class Ended(BaseException):
+    """What the signal does to this process once the checkpointer delivers it."""
+
+
+def told_to_end(number, frame):
+    raise Ended
+
+
+def train(told, steps=40, every=100):
+    """``told``: for each rank in which step, and whether before or after its save, it is told to end."""
+    rank = dist.get_rank()
+    signal.signal(signal.SIGTERM, told_to_end)
+    state = {"w": torch.zeros(10), "step": 0}
+    step = -1
+    try:
+        with Checkpointer("ended", every=every, grace_s=60) as ckpt:
+            for step in range(steps):
+                together = torch.ones(1)
+                dist.all_reduce(together)  # as a step's gradients
+                state["w"] += together
+                state["step"] = step
+                if (step, "before") == told[rank]:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                ckpt.save(state, step)
+                if (step, "after") == told[rank]:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    except Ended:
+        return step
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return None
+
+
+def restored():
+    with Checkpointer("ended") as ckpt:
+        state = {"w": torch.ones(10), "step": -1}
+        step = ckpt.restore(state)
+        return step, state["step"]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ((5, "before"), (5, "before")),
+        ((5, "before"), (5, "after")),
+        ((5, "after"), (5, "before")),
+        ((5, "after"), (6, "before")),
+        ((5, "before"), (6, "after")),
+    ],
+    ids=str,
+)
+def test_ranks_that_are_told_at_different_places_end_with_one_step(agent_dir, ranks, told):
+    first, second = ranks.run(2, train, told)
+    assert first == second
+    assert first in (5, 6, 7)
+    assert ranks.run(1, restored) == [(first, first)]
+
+
+def test_one_that_was_not_told_saves_it_too(agent_dir, ranks):
+    """A node is taken away, and the launcher of the others has not said so yet."""
+    told = ((5, "before"), None, None)
+    outcome = ranks.run(3, lonely, told)
+    last = outcome[0][-1]
+    assert [saved for saved in outcome if saved != [0, last]] == []
+    assert ranks.run(1, restored) == [(last, last)]
+
+
+def lonely(told):
+    """Rank 0 stays in the collectives after it was told, so that the others come to an end."""
+    rank = dist.get_rank()
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    state = {"w": torch.zeros(10), "step": 0}
+    saved = []
+    try:
+        with Checkpointer("ended", every=1 << 40, grace_s=60) as ckpt:
+            for step in itertools.count():
+                ended = torch.tensor(float(len(saved) > 1))
+                dist.all_reduce(ended, op=dist.ReduceOp.MIN)
+                if ended:
+                    break
+                state["step"] = step
+                if (step, "before") == told[rank]:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if ckpt.save(state, step).ok:
+                    saved.append(step)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return saved
