@@ -27,6 +27,8 @@ PUBLIC = {
         "TieredReader",
         "TieredWriter",
         "enable_urls",
+        "load",
+        "save",
     },
     "elastic": {
         "BatchCache",

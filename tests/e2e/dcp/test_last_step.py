@@ -87,7 +87,7 @@ def lonely(told):
     state = {"w": torch.zeros(10), "step": 0}
     saved = []
     try:
-        with Checkpointer("ended", every=1 << 40, grace_s=60) as ckpt:
+        with Checkpointer("ended", every=10**9, grace_s=60) as ckpt:
             for step in itertools.count():
                 ended = torch.tensor(float(len(saved) > 1))
                 dist.all_reduce(ended, op=dist.ReduceOp.MIN)
