@@ -120,6 +120,7 @@ def test_their_live_client_script_passes_with_a_token(capsys: pytest.CaptureFixt
         assert "All tests passed!" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_their_own_two_rank_test_passes_unchanged(tmp_path: Path) -> None:
     """Their file as they publish it; what stands beside it gives it the address of our service, with its token."""
     for port in _THEIR_PORTS:
