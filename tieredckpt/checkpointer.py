@@ -103,6 +103,7 @@ class Checkpointer:
         on_failure: Literal["report", "raise"] = "report",
         on_sigterm: Literal["save", "ignore"] = "save",
         grace_s: float = 25.0,
+        trust_objects: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         settings: Settings | None = None,
     ) -> None:
@@ -114,12 +115,12 @@ class Checkpointer:
         self.settings = _with_arguments(
             settings or load_settings(),
             durable={"url": durable, "every": durable_every, "keep_last": keep_last, "keep_every": keep_every},
-            memory={"every": every, "on_busy": on_busy},
+            memory={"every": every, "on_busy": on_busy, "trust_objects": trust_objects},
         )
         self._on_failure = on_failure
         self._together = Together(process_group)
         self._restoring = Restoring(self._location.job, self.settings, self._together)
-        self._archives = ObjectArchives()
+        self._archives = ObjectArchives(trusted=self.settings.memory.trust_objects)
         self._recorded = Recorded()
         self._noter = Noter(self._location.job, self.settings)
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-seal")

@@ -7,6 +7,7 @@
     │   ├── SettingsError               every bad key of a configuration, all at once
     │   ├── MissingStepError            a save that does not say which step it is
     │   ├── MismatchError               the state and the checkpoint differ in shape, dtype or names
+    │   ├── UntrustedObjectError        an object that is more than data: allow its class, or trust who wrote it
     │   ├── FormatVersionError          written by a newer release: upgrade
     │   └── PluginError                 what another package adds cannot be loaded: install it anew, or without it
     ├── CheckpointNotFoundError     absent: there is no such (whole) step; starting fresh is a decision, not an accident
@@ -44,6 +45,10 @@ class MissingStepError(UsageError):
 
 class MismatchError(UsageError):
     """What is to be filled and what was saved do not fit each other."""
+
+
+class UntrustedObjectError(UsageError):
+    """Loading an entry would call what the entry names, which nobody has allowed."""
 
 
 class FormatVersionError(UsageError):

@@ -17,6 +17,7 @@ from tieredckpt.boxes import Box
 from tieredckpt.errors import SaveFailedError, UsageError
 from tieredckpt.layout import ARCHIVE, OBJECT, ItemEntry, Layout, TensorEntry, lay_out
 from tieredckpt.manifest import StateTable, TableTensor
+from tieredckpt.safe_objects import warn_before_saving
 from tieredckpt.state import Fingerprint, archive
 from tieredckpt.tensors import dtype_name, is_plain, require_memory
 
@@ -138,6 +139,11 @@ class Work:
                 f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
             )
         return tensor
+
+    def warn_of_objects(self) -> None:
+        for item in self.items:
+            if item.tensor is None:
+                warn_before_saving(item.fqn, bytes(self._bytes[item.fqn]))
 
     def item_bytes(self, layout: Layout) -> list[bytes | memoryview]:
         return [self._bytes[item.fqn if item.tensor is None else _archive_name(item.tensor)] for item in layout.items]

@@ -108,6 +108,9 @@ class TieredReader(StorageReader):
 
     ``on_dtype_mismatch="cast"`` (or ``?cast=1`` behind the URL) fills tensors of another element type than was saved,
     as DCP's own readers do silently; by default that is an error.
+
+    An object that is more than data is an :class:`~tieredckpt.errors.UntrustedObjectError`, because loading it runs
+    what its bytes say. ``trust_objects=True`` loads it all the same; by default ``memory.trust_objects`` decides.
     """
 
     continues = True
@@ -121,6 +124,7 @@ class TieredReader(StorageReader):
         durable: str | None = None,
         settings: Settings | None = None,
         on_dtype_mismatch: Literal["error", "cast"] = "error",
+        trust_objects: bool | None = None,
     ) -> None:
         super().__init__()
         settings = settings or load_settings()
@@ -128,6 +132,7 @@ class TieredReader(StorageReader):
         self._location: Location = at_step(parse_location(target), step)
         self._step_given = step
         self._cast = on_dtype_mismatch == "cast"
+        self._trust = self.settings.memory.trust_objects if trust_objects is None else trust_objects
         self._rank = 0
         self._steps: dict[Group, WantedStep] = {}
         self._unreadable: defaultdict[Group, set[int]] = defaultdict(set)
@@ -303,7 +308,7 @@ class TieredReader(StorageReader):
             durable = self.settings.durable
             if not durable.url:
                 durable = self.session.node.survey(self._location.job).durable or durable
-            self._plain = plain, plain_reader(durable, self._location.job, plain)
+            self._plain = plain, plain_reader(durable, self._location.job, plain, trust_objects=self._trust)
             return None
         if resolution.chosen is None:
             raise _nothing(self._location, resolution)
@@ -417,7 +422,8 @@ class TieredReader(StorageReader):
                 )
             step, pinned = self._steps[group], self._pinned
             assert pinned is not None  # noqa: S101 - _verified made it
-            work = Reading(session, step, pinned, planner, cast=self._cast or self._location.cast)
+            cast = self._cast or self._location.cast
+            work = Reading(session, step, pinned, planner, cast=cast, trust=self._trust)
             try:
                 with session.loading(group, self._rank):
                     work.run(plan.items)

@@ -22,6 +22,7 @@ from tieredckpt.copying import Move, memory_at
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, PeersLostError, TierUnavailableError
 from tieredckpt.fetch import PinnedShards, from_object
 from tieredckpt.resolve import Tier
+from tieredckpt.safe_objects import check_object
 from tieredckpt.session import Session
 from tieredckpt.stored import ByteRange, TensorPiece, WantedStep
 from tieredckpt.tensors import dtype_name, dtype_named, is_plain, is_writable_at_its_address, require_memory
@@ -50,9 +51,11 @@ class Reading:
         planner: LoadPlanner,
         *,
         cast: bool,
+        trust: bool,
     ) -> None:
         self._session = session
         self._cast = cast
+        self._trust = trust
         self._step = step
         self._pinned = pinned
         self._planner = planner
@@ -71,7 +74,7 @@ class Reading:
         size = 0
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
-                self._planner.load_bytes(item, io.BytesIO(self._object(item.storage_index.fqn)))
+                self._load_object(item)
                 continue
             target = self._planner.resolve_tensor(item)
             if target.layout is torch.strided:  # a sparse one would get its new elements in the detached copy alone
@@ -83,6 +86,13 @@ class Reading:
                 self._flush()
                 size = 0
         self._flush()
+
+    def _load_object(self, item: ReadItem) -> None:
+        """Planners unpickle what they are given, so that is looked at first."""
+        data = self._object(item.storage_index.fqn)
+        if not self._trust:
+            check_object(item.storage_index.fqn, data)
+        self._planner.load_bytes(item, io.BytesIO(data))
 
     def _flush(self) -> None:
         copier = self._session.copier

@@ -95,7 +95,9 @@ class Restoring:
             return reader.restored_step, reader.report
         if isinstance(error, PeersLostError | CheckpointDeletedError):  # unknown, not damaged
             raise error
-        raise CheckpointDamagedError(f"{self._job}: {_MAX_FALLBACKS} steps were tried and none could be loaded")
+        raise CheckpointDamagedError(
+            f"{self._job}: {_MAX_FALLBACKS} steps were tried and none could be loaded: {error}"
+        )
 
     def _hydrated(self, report: RestoreReport | None, found: Hydration | None) -> None:
         """Say what the fault before this world has cost, where there was one."""
@@ -165,8 +167,11 @@ class Restoring:
             if step is not None:
                 raise CheckpointNotFoundError(f"{durable.url} has no plain checkpoint of {job} step {step}")
             return -1
-        reader = plain_reader(durable, job, steps[-1])
-        self._together.dcp(dcp.load, state, storage_reader=reader)
+        reader = plain_reader(durable, job, steps[-1], trust_objects=self._settings.memory.trust_objects)
+        try:
+            self._together.dcp(dcp.load, state, storage_reader=reader)
+        except CheckpointException as failure:
+            raise typed_error(failure) from failure
         return steps[-1]
 
 

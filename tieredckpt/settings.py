@@ -142,6 +142,9 @@ class MemorySettings:
     live: bool = True
     """In a loop that goes on after faults (``elastic.run``): note every step boundary, so that replicas that survive a
     fault can go on from the last one, however seldom steps are saved."""
+    trust_objects: bool = False
+    """Unpickle entries that are more than data when a step is loaded, from any tier. Whoever can write to the durable
+    tier then runs code on every node that restores. Off: such an entry is an error that names it."""
     copy_threads: int = 0
     """Threads that move bytes in a trainer; 0: this process's share of the node's cores, between 1 and 8."""
 

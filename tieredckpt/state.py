@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tieredckpt.errors import UsageError
 from tieredckpt.layout import TensorEntry
+from tieredckpt.safe_objects import warn_before_saving
 from tieredckpt.tensors import compact, require_memory, shards_of
 
 Fingerprint = tuple[Any, ...]
@@ -97,7 +98,8 @@ class ObjectArchives:
     far more than a comparison.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, trusted: bool = False) -> None:
+        self._trusted = trusted
         self._kept: dict[str, tuple[bytes, bytes]] = {}
 
     def archive(self, name: str, value: Any) -> bytes:
@@ -111,6 +113,8 @@ class ObjectArchives:
             raise UsageError(f"{name} is a {type(value).__name__} that cannot be pickled: {error}") from error
         if token is not None:
             self._kept[name] = (token, data)
+        elif not self._trusted:
+            warn_before_saving(name, data)
         return data
 
 

@@ -254,6 +254,8 @@ class TieredWriter(Stager, StorageWriter):
         session.adopt(decision, self._saved_at)
         key = decision.key(part)
         work = Work(plan, planner, staged=self._staged is not None)
+        if not self.settings.memory.trust_objects:
+            work.warn_of_objects()
         self._wait_for_durable(session)
         earlier = self._staged = self._under(session, self._staged, key)
         staged = self._take_staged(work, part, decision.parts)

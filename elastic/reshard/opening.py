@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-
 from elastic.reshard.durable import DurableTarget
 from elastic.reshard.folder import FolderTarget
 from elastic.reshard.forms import Source
@@ -22,7 +20,7 @@ from tieredckpt.errors import CheckpointNotFoundError
 from tieredckpt.export.output import check_folder
 from tieredckpt.export.source import StepSource
 from tieredckpt.location import Location
-from tieredckpt.plain import plain_reader
+from tieredckpt.plain import folder_reader, plain_reader
 from tieredckpt.settings import Settings, override
 
 
@@ -66,7 +64,7 @@ def _below(url: str, settings: Settings) -> Settings:
 def _folder(path: Path) -> Source:
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no {path}")
-    return PlainSource(str(path), FileSystemReader(path))
+    return PlainSource(str(path), folder_reader(path, trust_objects=True))
 
 
 def _of_job(sight: Sight, location: Location, name: str) -> Source:
@@ -80,7 +78,7 @@ def _of_job(sight: Sight, location: Location, name: str) -> Source:
             raise
         view = None
     if plain is not None and (view is None or view.group.version < plain):
-        return PlainSource(name, plain_reader(sight.durable(job), job, plain), plain)
+        return PlainSource(name, plain_reader(sight.durable(job), job, plain, trust_objects=True), plain)
     assert view is not None  # noqa: S101 - one of the two was found
     memory = sight.agent.store if sight.agent is not None else None
     return StoredSource(name, StepSource(sight.describe(job, view.group), memory, lambda: sight.store(job)))

@@ -1,6 +1,6 @@
 """A plain DCP checkpoint, read chunk by chunk with DCP's own reader.
 
-It says nothing of itself but what ``.metadata`` has, which is a pickle: like ``dcp.load``, this trusts who wrote it.
+It says nothing of itself but what ``.metadata`` has, which is a pickle and is read as data. Objects stay as they are.
 """
 
 from __future__ import annotations

@@ -16,16 +16,12 @@ from integration.sagemaker.archive import read_tensor
 from integration.sagemaker.metadata import Chunk, Extent
 from integration.sagemaker.places import Checkpoint
 from tieredckpt.boxes import Box, Tiling, relative, uncovered
-from tieredckpt.errors import CheckpointDamagedError, UsageError
+from tieredckpt.errors import CheckpointDamagedError, UntrustedObjectError
 from tieredckpt.export.source import quiet
 from tieredckpt.tensors import dtype_named
 
 _KEPT_BYTES = 64 << 20
 """Of the chunks that were read last; at least one is kept."""
-
-
-class UntrustedObjectError(UsageError):
-    """Loading an object of this checkpoint would run what the pickle says."""
 
 
 class WrittenSource:

@@ -27,12 +27,13 @@ from torch.futures import Future
 
 from integration.sagemaker.metadata import Written
 from integration.sagemaker.places import Checkpoint, Place, candidates
-from integration.sagemaker.source import UntrustedObjectError, WrittenSource
+from integration.sagemaker.source import WrittenSource
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
     MismatchError,
     TieredCheckpointError,
+    UntrustedObjectError,
 )
 from tieredckpt.reading import item_box
 from tieredckpt.tensors import dtype_name, dtype_named

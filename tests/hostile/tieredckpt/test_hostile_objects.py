@@ -1,0 +1,262 @@
+"""Whoever can write to the durable tier plants what runs when it is unpickled: it does not run, and loads name it."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime as dt
+import decimal
+import io
+import logging
+import os
+import pathlib
+import pickle
+import random
+import types
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tests.support.bits import zeroed
+from tieredckpt import Checkpointer, TieredReader, TieredWriter
+from tieredckpt.dcp_errors import own_error
+from tieredckpt.errors import CheckpointDamagedError, UntrustedObjectError
+from tieredckpt.safe_objects import check_object, load_metadata
+from tieredckpt.state import archive
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def loads(state, reader):
+    with pytest.raises(CheckpointException) as info:
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return own_error(info.value)
+
+
+# -- objects of a step ------------------------------------------------------------------------------------------------
+
+
+def test_an_object_of_a_planted_step_does_not_run(agent_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", f"file://{tmp_path}/bucket")
+    ran = tmp_path / "ran"
+    state = {"model": {"weight": torch.ones(3)}, "extra": {"seen": Evil(ran)}}
+    with Checkpointer("tiered://job") as ckpt:
+        ckpt.save(state, 1).wait("durable")
+    with Checkpointer("tiered://job") as ckpt:
+        with pytest.raises(UntrustedObjectError, match=r"extra\.seen .*mkdir.*add_safe_globals.*memory\.trust_objects"):
+            ckpt.restore({"model": {"weight": torch.zeros(3)}, "extra": {"seen": 0}})
+        assert not ran.exists()
+        found = {"model": {"weight": torch.zeros(3)}}
+        assert ckpt.restore(found, strict=False) == 1  # what is data can be had without it
+        assert found["model"]["weight"].eq(1).all()
+    error = loads({"extra": {"seen": 0}}, TieredReader("tiered://job"))
+    assert isinstance(error, UntrustedObjectError)
+    assert not ran.exists()
+
+
+def test_it_runs_for_who_trusts_the_store(agent_dir, tmp_path):
+    ran = tmp_path / "ran"
+    dcp.save({"extra": Evil(ran)}, storage_writer=TieredWriter("tiered://job", 1), no_dist=True)
+    dcp.load({"extra": 0}, storage_reader=TieredReader("tiered://job", trust_objects=True), no_dist=True)
+    assert ran.exists()
+
+
+class Own:
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return self.value == other.value
+
+    __hash__ = None
+
+
+def test_a_class_that_torch_was_told_of_is_loaded(agent_dir):
+    dcp.save({"own": Own(7)}, storage_writer=TieredWriter("tiered://job", 1), no_dist=True)
+    assert isinstance(loads({"own": 0}, TieredReader("tiered://job")), UntrustedObjectError)
+    with torch.serialization.safe_globals([Own]):
+        target = {"own": 0}
+        dcp.load(target, storage_reader=TieredReader("tiered://job"), no_dist=True)
+    assert target == {"own": Own(7)}
+
+
+@pytest.mark.parametrize("way", ["checkpointer", "writer"])
+def test_saving_says_once_what_a_restore_will_refuse(agent_dir, caplog, way):
+    name = f"odd_{way}"
+    caplog.set_level(logging.WARNING)
+    with Checkpointer("tiered://job") as ckpt:
+        for step in (1, 2, 3):
+            state = {name: Own(step), "plain": {"a": step}}
+            if way == "checkpointer":
+                assert ckpt.save(state, step).ok
+            else:
+                dcp.save(state, storage_writer=TieredWriter("tiered://job", step), no_dist=True)
+    said = [record.message for record in caplog.records if "will refuse" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith(f"{name} is saved, but a restore will refuse to load it")
+
+
+STATES = {
+    "generators": random.Random(3).getstate(),
+    "numpy generators": np.random.RandomState(3).get_state(),
+    "a new numpy generator": np.random.default_rng(3).bit_generator.state,
+    "torch generators": torch.get_rng_state(),
+    "arrays": [np.arange(6.0).reshape(2, 3), np.array(["a", "bc"]), np.array([1, 2], dtype="<i2"), np.float32(2)],
+    "numbers of numpy": [np.float64(1.5), np.int64(7), np.bool_(True), np.complex64(1j)],
+    "times": [dt.datetime(2026, 1, 2, tzinfo=dt.timezone.utc), dt.timedelta(3), dt.date.min],
+    "containers": [{1, 2}, frozenset({3}), collections.Counter("aab"), collections.OrderedDict(a=1), (1, (2,))],
+    "of torch": [torch.Size([2, 3]), torch.float8_e4m3fn, torch.device("cpu"), torch.nn.Parameter(torch.ones(2))],
+    "numbers": [1, 1 << 80, 1.5, 1j, True, None, b"bytes", bytearray(b"b"), "text", decimal.Decimal("1.5")],
+    "arguments": [argparse.Namespace(lr=1.0), types.SimpleNamespace(a=[1])],
+    "paths": [pathlib.Path("/a/b")],
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_training_states_hold_is_loaded_as_it_was(name):
+    value = STATES[name]
+    data = archive(value)
+    check_object(name, data)
+    found = torch.load(io.BytesIO(data), weights_only=False)  # as DCP does then
+    assert repr(found) == repr(value)
+    assert type(found) is type(value)
+
+
+def zipped(pickled: bytes) -> bytes:
+    """An archive as ``torch.save`` makes them, with another pickle in it."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive(0))) as old, zipfile.ZipFile(out, "w") as new:
+        for member in old.namelist():
+            new.writestr(member, pickled if member.endswith("data.pkl") else old.read(member))
+    return out.getvalue()
+
+
+ATTACKS = {
+    "a call": b"\x80\x02cos\nmkdir\nX%s\x85R.",
+    "a builtin": b"\x80\x02c__builtin__\neval\nX%s\x85R.",
+    "an attribute of what is allowed": b"\x80\x04\x8c\x0bcollections\x8c\x14OrderedDict.__init__\x93X%s\x85R.",
+    "an old instance": b"(X%sios\nmkdir\n.",
+    "a call that is asked for by name": b"\x80\x02cbuiltins\ngetattr\ncos\nX%s\x86R.",
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_way_to_name_a_function_is_left(tmp_path, attack, legacy):
+    ran = str(tmp_path / "ran").encode()
+    pickled = ATTACKS[attack].replace(b"%s", len(ran).to_bytes(4, "little") + ran)
+    with pytest.raises((UntrustedObjectError, CheckpointDamagedError)):
+        check_object("x", pickled if legacy else zipped(pickled))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_legacy_file_that_is_a_pickle_from_its_first_byte(tmp_path):
+    data = io.BytesIO()
+    torch.save(Evil(tmp_path / "ran"), data, _use_new_zipfile_serialization=False)
+    with pytest.raises(UntrustedObjectError):
+        check_object("x", data.getvalue())
+    with pytest.raises((UntrustedObjectError, CheckpointDamagedError)):
+        check_object("x", pickle.dumps(Evil(tmp_path / "ran")))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04", b"\x80\x02", archive([1, 2])[:-100]])
+def test_what_is_cut_short_is_damage(data):
+    with pytest.raises((CheckpointDamagedError, UntrustedObjectError)):
+        check_object("x", data)
+
+
+# -- plain steps ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", f"file://{tmp_path}/bucket")
+    return tmp_path / "bucket"
+
+
+def planted(bucket, tmp_path, evil):
+    """A newer step than any the job has, which the job never wrote."""
+    folder = bucket / "job" / "step-900"
+    dcp.save({"weight": torch.ones(3), "seen": evil}, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("enabled", ["0", "1"])
+def test_metadata_of_a_planted_plain_step_does_not_run(agent_dir, bucket, tmp_path, monkeypatch, enabled):
+    folder = planted(bucket, tmp_path, 1)
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    monkeypatch.setenv("TIEREDCKPT_ENABLED", enabled)
+    with (
+        Checkpointer("tiered://job") as ckpt,
+        pytest.raises(CheckpointDamagedError, match=r"no metadata of DCP.*mkdir"),
+    ):
+        ckpt.restore({"weight": torch.zeros(3)})
+    error = loads({"weight": torch.zeros(3)}, TieredReader("tiered://job"))
+    assert isinstance(error, CheckpointDamagedError)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("enabled", ["0", "1"])
+def test_nor_do_its_objects(agent_dir, bucket, tmp_path, monkeypatch, enabled):
+    planted(bucket, tmp_path, Evil(tmp_path / "ran"))
+    monkeypatch.setenv("TIEREDCKPT_ENABLED", enabled)
+    with Checkpointer("tiered://job") as ckpt:
+        with pytest.raises(UntrustedObjectError, match=r"^seen is an object that would run code"):
+            ckpt.restore({"weight": torch.zeros(3), "seen": 0})
+        found = {"weight": torch.zeros(3)}
+        assert ckpt.restore(found, strict=False) == 900
+    assert found["weight"].eq(1).all()
+    assert not (tmp_path / "ran").exists()
+    with Checkpointer("tiered://job", trust_objects=True) as ckpt:
+        ckpt.restore({"weight": torch.zeros(3), "seen": 0})
+    assert (tmp_path / "ran").exists()
+
+
+GADGETS = {
+    "a call": b"\x80\x02cos\nmkdir\nX%s\x85R.",
+    "getattr of a class that is needed": (
+        b"\x80\x02cbuiltins\ngetattr\nctorch.distributed.checkpoint.metadata\nMetadata\nX\x08\x00\x00\x00__init__\x86R."
+    ),
+    "getattr of a member": (
+        b"\x80\x02cbuiltins\ngetattr\nctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+        b"X\x07\x00\x00\x00__doc__\x86R."
+    ),
+    "a name with a dot": (b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x11Metadata.__init__\x93."),
+    "something else": pickle.dumps({"a": 1}),
+}
+
+
+@pytest.mark.parametrize("gadget", GADGETS)
+def test_metadata_makes_the_classes_of_metadata_and_nothing_else(tmp_path, gadget):
+    ran = str(tmp_path / "ran").encode()
+    with pytest.raises(pickle.UnpicklingError):
+        load_metadata(io.BytesIO(GADGETS[gadget].replace(b"%s", len(ran).to_bytes(4, "little") + ran)))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_metadata_as_dcp_writes_it_is_read_as_dcp_reads_it(tmp_path):
+    state = {"a": {"b": torch.ones(3, 4), "c": [1, "x"]}, "s": torch.ones(2, 2).to_sparse(), "h": torch.ones(1).bool()}
+    state.pop("s")
+    dcp.save(state, checkpoint_id=str(tmp_path / "one"), no_dist=True)
+    data = (tmp_path / "one" / ".metadata").read_bytes()
+    assert load_metadata(io.BytesIO(data)) == pickle.loads(data)
+    found = zeroed(state)
+    from tieredckpt.plain import folder_reader
+
+    dcp.load(found, storage_reader=folder_reader(tmp_path / "one"), no_dist=True)
+    assert found["a"]["b"].eq(1).all()
