@@ -19,6 +19,7 @@ import selectors
 import signal
 import socket
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from _pytest.runner import CallInfo, TestReport
 
 from tests.support import zygote
 
+_END_S = 30.0
 _SECONDS = "workers/seconds"
 _LENGTH = struct.Struct("!Q")
 _KEPT_TOGETHER = {"class", "module", "package"}
@@ -161,7 +163,7 @@ class _Reporting:
 
 def _work(session: pytest.Session, end: socket.socket, number: int) -> None:
     config = session.config
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session ends its workers
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in ("terminalreporter", "junitxml", "lfplugin", "nfplugin", "stepwiseplugin", "workers-durations"):
         if (plugin := config.pluginmanager.get_plugin(name)) is not None:
             config.pluginmanager.unregister(plugin)
@@ -231,16 +233,24 @@ class _Session:
                 for key, _ in self._selector.select():
                     self._hear(key.data)
         finally:
-            for worker in self._workers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.pid, signal.SIGKILL)
-                os.waitpid(worker.pid, 0)
+            self._end_all()
         if self._session.shouldfail:
             raise self._session.Failed(self._session.shouldfail)
         if self._session.shouldstop:
             raise self._session.Interrupted(self._session.shouldstop)
         if self._queue:
             raise pytest.UsageError("the workers ended before all tests had run")
+
+    def _end_all(self) -> None:
+        """Those that are left when the run is interrupted: each ends what its fixtures have started."""
+        for worker in self._workers:
+            os.kill(worker.pid, signal.SIGINT)
+        deadline = time.monotonic() + _END_S
+        for worker in self._workers:
+            while os.waitpid(worker.pid, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    os.kill(worker.pid, signal.SIGKILL)
+                time.sleep(0.01)
 
     def _fork(self) -> None:
         self._number += 1
@@ -256,8 +266,9 @@ class _Session:
                     worker.end.close()
                 _work(self._session, theirs, self._number)
                 status = 0
-            except EOFError:  # the session is gone
-                pass
+            except (EOFError, KeyboardInterrupt):  # the session is gone, or ends before its tests do
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                self._session._setupstate.teardown_exact(None)  # what fixtures have started ends
             finally:
                 os._exit(status)
         theirs.close()
