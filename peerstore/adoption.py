@@ -84,7 +84,8 @@ class Adoption:
         held = self._shelf.notes.get(LEASE, name, LeaseNote)
         if held is not None:
             check_key(held.lease.key, held.lease.size_bytes, held.lease.parts)
-            lease = msgspec.structs.replace(held.lease, slot=name, path=self._shelf.arena.path(name))
+            path = self._shelf.arena.path(name)
+            lease = msgspec.structs.replace(held.lease, slot=name, path=path, slot_bytes=size)
             slot = Slot(name, lease.generation, size, 0, lease.key.job, lease.key.seat)
             self._shelf.slots[name] = slot
             self._leasing.adopt(slot, lease, Owner(*held.owner))
@@ -97,6 +98,7 @@ class Adoption:
             return
         self._shelf.drop_note(LEASE, name)
         slot = Slot(name, secrets.randbits(62), size, record.size_bytes, record.key.job, record.key.seat)
+        slot.reusable = False  # whoever the killed agent had let read it may not be done
         slot.record, slot.sealed_under, slot.standing = record, note.lease_id, Standing.ADOPTING
         slot.holders = note.holders
         self._shelf.slots[name] = slot

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
 import shutil
+import signal
 import stat
+import threading
 from collections import deque
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +29,7 @@ from peerstore.errors import ArenaFullError, NotUnderstoodError, ShardDamagedErr
 
 _NOTE_MAGIC = b"PSN1"
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
+_F_SETSIG = 10
 _GONE_KEPT = 256
 _NOTE_BYTES = 128 << 20
 """More than any note has: a larger file is not one of ours."""
@@ -38,8 +42,9 @@ class Arena(Protocol):
     Promises every arena makes:
 
     - ``create`` gives a file of exactly ``size_bytes`` or raises :class:`ArenaFullError` and leaves nothing behind;
-      pages that other slots were promised and do not have yet count as taken.
-    - ``resize`` keeps what fits; a slot that could not grow is as it was.
+      pages that other slots were promised and do not have yet count as taken. The size is the file's for its life.
+    - Who mapped or opened a slot keeps it, also after ``remove``. ``lingering`` has the sizes of removed slots that
+      some process still uses, as far as that can be known.
     - ``path`` names a file any process of this user can map while this arena lives.
     - ``put_note`` is all or nothing, whoever else puts the same note: a reader sees the old one or a new one.
     - ``get_note`` returns exactly what was put, ``None`` when nothing was, and raises
@@ -51,16 +56,17 @@ class Arena(Protocol):
     """
 
     def create(self, name: str, size_bytes: int) -> None: ...
-    def resize(self, name: str, size_bytes: int) -> None: ...
     def remove(self, name: str) -> None: ...
     def path(self, name: str) -> str: ...
     def size(self, name: str) -> int: ...
     def slots(self) -> list[str]: ...
+    def lingering(self) -> dict[str, int]: ...
     def put_note(self, name: str, data: bytes) -> None: ...
     def get_note(self, name: str) -> bytes | None: ...
     def remove_note(self, name: str) -> None: ...
     def notes(self, prefix: str) -> list[str]: ...
     def purge(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class TmpfsArena:
@@ -72,6 +78,9 @@ class TmpfsArena:
         self._folders = directory / "folders"
         self._fresh = directory / "fresh"
         """Notes that are being written: they are moved to their place when they are complete."""
+        self._removed: dict[str, int] = {}
+        """Removed slots that somebody used when they were looked at last, still open here."""
+        self._removed_lock = threading.Lock()
         for place in self._places:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
         for leftover in os.scandir(self._fresh):
@@ -90,19 +99,17 @@ class TmpfsArena:
         finally:
             os.close(fd)
 
-    def resize(self, name: str, size_bytes: int) -> None:
-        path = self._slots / _checked(name)
-        grow = size_bytes - path.stat().st_size
-        if grow > 0:
-            self._require_space(grow)
-        if grow:
-            try:
-                os.truncate(path, size_bytes)
-            except (OSError, OverflowError) as error:
-                raise _full(error, size_bytes, self._slots) from error
-
     def remove(self, name: str) -> None:
-        (self._slots / _checked(name)).unlink(missing_ok=True)
+        path = self._slots / _checked(name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # it is gone, or what uses it cannot be known
+            path.unlink(missing_ok=True)
+            return
+        path.unlink(missing_ok=True)
+        with self._removed_lock:
+            self._removed[name] = fd
+        self.lingering()
 
     def path(self, name: str) -> str:
         return str(self._slots / _checked(name))
@@ -112,6 +119,13 @@ class TmpfsArena:
 
     def slots(self) -> list[str]:
         return sorted(entry.name for entry in _own_files(self._slots))
+
+    def lingering(self) -> dict[str, int]:
+        with self._removed_lock:
+            for name, fd in list(self._removed.items()):
+                if not _used_elsewhere(fd):
+                    os.close(self._removed.pop(name))
+            return {name: os.fstat(fd).st_size for name, fd in self._removed.items()}
 
     def put_note(self, name: str, data: bytes) -> None:
         self._note(name)
@@ -177,8 +191,14 @@ class TmpfsArena:
         return sorted(folder + slash + entry.name for entry in found if entry.name.startswith(start))
 
     def purge(self) -> None:
+        self.close()
         for place in self._places:
             shutil.rmtree(place, ignore_errors=True)
+
+    def close(self) -> None:
+        with self._removed_lock:
+            while self._removed:
+                os.close(self._removed.popitem()[1])
 
     @property
     def _places(self) -> tuple[Path, ...]:
@@ -206,6 +226,17 @@ class TmpfsArena:
 def _own_files(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         return [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
+
+
+def _used_elsewhere(fd: int) -> bool:
+    """Whether somebody else has the file open or mapped: only who is alone with a file is given a lease on it."""
+    try:
+        fcntl.fcntl(fd, _F_SETSIG, signal.SIGURG)  # were it broken in between: a signal that nobody minds
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    return False
 
 
 def _without_pages(entry: os.DirEntry[str]) -> int:
@@ -238,12 +269,6 @@ class MemfdArena:
             raise _full(error, size_bytes, Path("memory")) from error
         self._fds[name] = fd
 
-    def resize(self, name: str, size_bytes: int) -> None:
-        try:
-            os.ftruncate(self._fd(name), size_bytes)
-        except OverflowError as error:
-            raise _full(error, size_bytes, Path("memory")) from error
-
     def remove(self, name: str) -> None:
         fd = self._fds.pop(_checked(name), None)
         if fd is None:
@@ -263,6 +288,9 @@ class MemfdArena:
 
     def slots(self) -> list[str]:
         return sorted(self._fds)
+
+    def lingering(self) -> dict[str, int]:
+        return {}
 
     def put_note(self, name: str, data: bytes) -> None:
         self._kept["/".join(map(_checked, _split(name)))] = _framed(data)
@@ -284,6 +312,9 @@ class MemfdArena:
         self._kept.clear()
         while self._gone:
             os.close(self._gone.popleft())
+
+    def close(self) -> None:
+        """What is in it stays until it is purged."""
 
     def _fd(self, name: str) -> int:
         fd = self._fds.get(_checked(name))

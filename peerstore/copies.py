@@ -98,7 +98,7 @@ class Copies:
             slot.record, slot.sealed_under, slot.holders = record, lease_id, holders
             slot.lease = slot.owner = None
             self._shelf.drop_note(LEASE, slot.name)
-            slot.warm_bytes = record.size_bytes
+            slot.warm_bytes = max(slot.warm_bytes, record.size_bytes)
             if record.key.kind:
                 self._shelf.counters["parities_made"] += 1
             else:

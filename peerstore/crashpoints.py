@@ -30,7 +30,6 @@ POINTS = (
     "agent.note",
     "agent.created",
     "agent.leased",
-    "agent.resized",
     "agent.grown",
     "agent.hashed",
     "agent.sealing",

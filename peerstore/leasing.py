@@ -6,21 +6,35 @@ import dataclasses
 import re
 import secrets
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
 from peerstore.crashpoints import reach
-from peerstore.errors import ArenaBusyError, ArenaFullError, RequestError
+from peerstore.errors import ArenaBusyError, ArenaFullError, LeaseLostError, RequestError
 from peerstore.jobs import MAX_NUMBER, Jobs
-from peerstore.ledger import Busy, CreateSlot, Full, UseSlot, choose_slot, make_room
+from peerstore.ledger import Busy, CreateSlot, Full, MakeRoom, UseSlot, choose_slot, make_room, size_class
 from peerstore.names import incarnation_name, job_name
 from peerstore.notes import LEASE
 from peerstore.owners import Owner
+from peerstore.pages import copy_file
 from peerstore.records import Lease, ShardKey
 from peerstore.shelf import Shelf, Slot
 
 MAX_PARTS = 1 << 20
+T = TypeVar("T")
 _KIND = re.compile(r"(parity\.[0-9a-f]{16})?")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Growth:
+    """A lease that has grown, or is on its way to a larger slot."""
+
+    slot: Slot
+    larger: Slot | None
+    lease: Lease
+    grown: Lease
+    owner: Owner
 
 
 class Leasing:
@@ -43,23 +57,23 @@ class Leasing:
                 self._jobs.check_fence(key)
             slot = self._asked_before(key, owner)
             if slot is not None:
-                refused = self._grown(slot, key.epoch, size_bytes)
-            else:
-                slot, refused = self._chosen(key, size_bytes, copy=copy)
-            if slot is not None and refused is None:
-                return self._give(slot, key, size_bytes, parts, owner)
-            return refused
+                return self._give(slot, key, min(size_bytes, slot.size_bytes), parts, owner)
+            slot, refused = self._chosen(key, size_bytes, copy=copy)
+            return self._give(slot, key, size_bytes, parts, owner) if slot is not None else refused
 
         # Who takes a copy holds the lock already, and takes no slot that a drain could give up.
-        return self._until_given(attempt, wait_s, "" if copy else key.job)
-
-    def _until_given(self, attempt: Callable[[], Lease | Busy | Full | None], wait_s: float, job: str) -> Lease:
         deadline = self._shelf.clock() + wait_s
+        lease = self._until_given(attempt, deadline, "" if copy else key.job)
+        if lease.size_bytes < size_bytes:  # asked for before, in a smaller slot
+            return self.grow(lease.id, size_bytes, wait_s=deadline - self._shelf.clock())
+        return lease
+
+    def _until_given(self, attempt: Callable[[], T | Busy | Full | None], deadline: float, job: str) -> T:
         while True:
             with self._shelf.lock:
                 self._shelf.check_open()
                 found = attempt()
-                if isinstance(found, Lease):
+                if found is not None and not isinstance(found, Busy | Full):
                     return found
                 if isinstance(found, Full) or not job:
                     self._wait(found, deadline)
@@ -79,43 +93,50 @@ class Leasing:
             raise RequestError(f"{key} is being written by process {slot.owner.pid}")
         if slot.sealing:
             raise RequestError(f"{key} is being sealed")
+        if not self._shelf.intact(slot):
+            self._shelf.lose(slot)
+            return None
         return slot
 
     def _chosen(self, key: ShardKey, size_bytes: int, *, copy: bool) -> tuple[Slot | None, Busy | Full | None]:
-        whole = self._jobs.whole()
         limits = self._shelf.limits
         # When groups change there are several parities of one version for a while. The budget bounds those, too.
         if key.kind or key.job in self._jobs.managed:
             limits = dataclasses.replace(limits, burst=MAX_PARTS)
-        decision = choose_slot(
-            self._shelf.views(),
-            job=key.job,
-            part=key.seat,
-            epoch=max(key.epoch, self._jobs.horizon(key.job)),
-            size_bytes=size_bytes,
-            limits=limits,
-            whole=self._jobs.needed(whole),
-            settled=self._jobs.settled(whole, key if copy else None),
-        )
-        if isinstance(decision, UseSlot | CreateSlot):
-            return self._take(decision, key, size_bytes), None
-        return None, decision
+        slot_bytes = size_class(size_bytes)
+        while True:
+            whole = self._jobs.whole()
+            decision = choose_slot(
+                self._shelf.views(),
+                job=key.job,
+                part=key.seat,
+                epoch=max(key.epoch, self._jobs.horizon(key.job)),
+                size_bytes=slot_bytes,
+                limits=limits,
+                whole=self._jobs.needed(whole),
+                settled=self._jobs.settled(whole, key if copy else None),
+            )
+            if isinstance(decision, CreateSlot):
+                self._shelf.make_free(decision.drop)
+                return self._shelf.create(key.job, key.seat, slot_bytes), None
+            if isinstance(decision, UseSlot):
+                slot = self._shelf.slots[decision.name]
+                if self._shelf.intact(slot):
+                    self._shelf.make_free(decision.drop)
+                    return self._emptied(slot), None
+                self._shelf.lose(slot)
+            elif slot_bytes > size_bytes:
+                slot_bytes = size_bytes  # there may be room for that
+            else:
+                return None, decision
 
-    def _take(self, decision: UseSlot | CreateSlot, key: ShardKey, size_bytes: int) -> Slot:
-        self._shelf.make_free(decision.drop)
-        if isinstance(decision, CreateSlot):
-            return self._shelf.create(key.job, key.seat, size_bytes)
-        slot = self._shelf.slots[decision.name]
+    def _emptied(self, slot: Slot) -> Slot:
         if slot.record is not None:
             self._shelf.clear(slot)
             self._shelf.counters["evicted"] += 1
-        if slot.name not in self._shelf.slots:
-            return self._shelf.create(key.job, key.seat, size_bytes)
         return slot
 
     def _give(self, slot: Slot, key: ShardKey, size_bytes: int, parts: int, owner: Owner) -> Lease:
-        if slot.size_bytes != size_bytes:
-            self._shelf.resize(slot, size_bytes)
         lease = Lease(
             id=secrets.token_hex(8),
             key=key,
@@ -125,6 +146,7 @@ class Leasing:
             slot=slot.name,
             generation=slot.generation,
             warm_bytes=slot.warm_bytes,
+            slot_bytes=slot.size_bytes,
         )
         self._shelf.counters["leases"] += 1
         return self._shelf.give(slot, lease, owner)
@@ -133,43 +155,92 @@ class Leasing:
         with self._shelf.lock:
             job = self._writable(lease_id)[1].key.job
 
-        def attempt() -> Lease | Busy | Full | None:
+        def attempt() -> _Growth | Busy | Full | None:
             slot, lease, owner = self._writable(lease_id)
             self._jobs.check_fence(lease.key)
             if size_bytes <= lease.size_bytes:
-                return lease
-            refused = self._grown(slot, lease.key.epoch, size_bytes)
-            if refused is None:
-                self._shelf.counters["grown"] += 1
-                return self._shelf.give(slot, msgspec.structs.replace(lease, size_bytes=size_bytes), owner)
-            return refused
+                return _Growth(slot, None, lease, lease, owner)
+            grown = msgspec.structs.replace(lease, size_bytes=size_bytes)
+            if size_bytes <= slot.size_bytes:
+                return _Growth(slot, None, lease, self._shelf.give(slot, grown, owner), owner)
+            larger = self._larger(slot, lease.key, size_bytes)
+            if not isinstance(larger, Slot):
+                return larger
+            slot.sealing = larger.filling = True
+            return _Growth(slot, larger, lease, grown, owner)
 
-        return self._until_given(attempt, wait_s, job)
+        growth = self._until_given(attempt, self._shelf.clock() + wait_s, job)
+        return growth.grown if growth.larger is None else self._moved(growth, growth.larger)
 
-    def _grown(self, slot: Slot, epoch: int, size_bytes: int) -> Busy | Full | None:
-        """Make the leased slot large enough, or say why not."""
-        if size_bytes <= slot.size_bytes:
-            return None
-        whole = self._jobs.whole()
-        decision = make_room(
-            self._shelf.views(),
-            growing=slot.name,
-            epoch=epoch,
-            size_bytes=size_bytes,
-            limits=self._shelf.limits,
-            whole=self._jobs.needed(whole),
-            settled=self._jobs.settled(whole),
+    def _moved(self, growth: _Growth, larger: Slot) -> Lease:
+        """The lease in its larger slot, with what was written in the smaller one; bytes are copied without the lock."""
+        slot = growth.slot
+        try:
+            self._copy(slot, larger)
+            with self._shelf.lock:
+                if slot.lease is not growth.lease:
+                    raise LeaseLostError(f"the lease of {growth.lease.key} was taken back while its slot grew")
+                return self._move(growth, larger)
+        finally:
+            with self._shelf.lock:
+                slot.sealing = larger.filling = False
+                if larger.lease is None:
+                    self._shelf.drop(larger)
+                self._shelf.changed.notify_all()
+
+    def _copy(self, slot: Slot, larger: Slot) -> None:
+        arena = self._shelf.arena
+        try:
+            copy_file(arena.path(slot.name), arena.path(larger.name))
+        except OSError as error:
+            raise ArenaFullError(f"{larger.name} could not take over what {slot.name} holds: {error}") from error
+        larger.warm_bytes = slot.warm_bytes
+
+    def _move(self, growth: _Growth, larger: Slot) -> Lease:
+        """A kill in between leaves the lease noted for both slots: the larger one counts then."""
+        slot = growth.slot
+        lease = msgspec.structs.replace(
+            growth.grown,
+            slot=larger.name,
+            path=self._shelf.arena.path(larger.name),
+            generation=larger.generation,
+            slot_bytes=larger.size_bytes,
+            warm_bytes=larger.warm_bytes,
         )
-        if isinstance(decision, Busy | Full):
-            return decision
-        self._shelf.make_free(decision.drop)
-        self._shelf.resize(slot, size_bytes)
+        self._shelf.give(larger, lease, growth.owner)
         reach("agent.grown")
-        return None
+        slot.lease = slot.owner = None
+        self._shelf.drop(slot)
+        self._shelf.counters["grown"] += 1
+        return lease
+
+    def _larger(self, slot: Slot, key: ShardKey, size_bytes: int) -> Slot | Busy | Full:
+        """A slot that the leased one can be copied into, or why there is none."""
+        whole = self._jobs.whole()
+        slot_bytes = size_class(size_bytes)
+        while True:
+            decision = make_room(
+                self._shelf.views(),
+                growing=slot.name,
+                epoch=key.epoch,
+                size_bytes=slot_bytes,
+                limits=self._shelf.limits,
+                whole=self._jobs.needed(whole),
+                settled=self._jobs.settled(whole),
+            )
+            if isinstance(decision, MakeRoom):
+                self._shelf.make_free(decision.drop)
+                return self._shelf.create(slot.job, slot.part, slot_bytes)
+            if slot_bytes == size_bytes:
+                return decision
+            slot_bytes = size_bytes
 
     def _writable(self, lease_id: str) -> tuple[Slot, Lease, Owner]:
-        slot, _ = self._shelf.leased(lease_id)
-        if slot.lease is None or slot.owner is None or slot.sealing:
+        slot, done = self._shelf.leased(lease_id)
+        while slot.sealing and done is None:  # sealed, or moved to a larger slot: the call was repeated
+            self._shelf.changed.wait(1.0)
+            slot, done = self._shelf.leased(lease_id)
+        if slot.lease is None or slot.owner is None:
             raise RequestError(f"lease {lease_id} is sealed already")
         return slot, slot.lease, slot.owner
 
@@ -220,6 +291,11 @@ class Leasing:
 
     def adopt(self, slot: Slot, lease: Lease, owner: Owner) -> None:
         """A killed agent had given this slot to a writer that may still be there."""
+        before = next((s for s in self._shelf.slots.values() if s.lease is not None and s.lease.id == lease.id), None)
+        if before is not None and before is not slot:  # it was killed while the lease moved to a larger slot
+            self._shelf.drop(min(before, slot, key=lambda one: one.size_bytes))
+            if slot.name not in self._shelf.slots:
+                return
         slot.lease, slot.owner = lease, owner
         self._jobs.gone.setdefault(owner, self._shelf.clock())
         self._jobs.heard_of(lease.key)

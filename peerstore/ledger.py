@@ -35,6 +35,8 @@ class SlotView:
     """The version in it, when it is sealed."""
     busy: bool = False
     """Pinned by a reader, held for an upload, or not verified yet."""
+    reusable: bool = True
+    """Whether its file may be written again. Else somebody may still read it of whom this agent does not know."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class UseSlot:
-    """Take this slot; when it is sealed, drop what is in it first."""
+    """Take this slot, whose file is large enough; when it is sealed, drop what is in it first."""
 
     name: str
     drop: tuple[str, ...] = ()
@@ -55,12 +57,14 @@ class UseSlot:
 
 @dataclass(frozen=True)
 class CreateSlot:
+    """Make a new file, after these slots were removed."""
+
     drop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class MakeRoom:
-    """What to remove so that a slot can grow: free slots, and sealed ones nobody needs."""
+    """What to remove so that a larger slot can be made: free slots, and sealed ones nobody needs."""
 
     drop: tuple[str, ...] = ()
 
@@ -80,6 +84,19 @@ class Full:
 
 
 Decision = UseSlot | CreateSlot | Busy | Full
+
+
+def size_class(size_bytes: int) -> int:
+    """How large a slot for so many bytes is made: at most a sixteenth more, so that shards that change a little from
+    save to save find the slots of those before them large enough.
+    """
+    step = max(1, (1 << max(0, size_bytes - 1).bit_length()) >> 5)
+    return -(-size_bytes // step) * step
+
+
+def suits(slot: SlotView, size_bytes: int) -> bool:
+    """Whether the slot's file, which never changes its size, is large enough and not a waste."""
+    return slot.reusable and size_bytes <= slot.size_bytes <= size_bytes + size_bytes // 4
 
 
 def whole_groups(
@@ -167,7 +184,8 @@ def choose_slot(
 
     Preference: this writer's own free slot (its mapping is warm), a new slot up to the steady number, this
     writer's oldest superseded version, an extra slot, somebody else's free slot or superseded version. To stay within
-    the budget free slots go first, then superseded versions, then what past incarnations left unfinished.
+    the budget free slots go first, then superseded versions, then what past incarnations left unfinished. A slot that
+    would be taken and has the wrong size is removed, and a new one made in its place.
     """
     mine = [slot for slot in slots if (slot.job, slot.part) == (job, part)]
     free = [slot for slot in slots if slot.state is SlotState.FREE]
@@ -178,18 +196,21 @@ def choose_slot(
     allocated = sum(slot.size_bytes for slot in slots)
 
     def closest(candidates: list[SlotView]) -> list[SlotView]:
-        return sorted(candidates, key=lambda slot: abs(slot.size_bytes - size_bytes))
+        return sorted(candidates, key=lambda slot: (not suits(slot, size_bytes), abs(slot.size_bytes - size_bytes)))
 
     def place(droppable: list[SlotView], candidates: list[SlotView]) -> UseSlot | CreateSlot | None:
-        def fits(reused: SlotView | None) -> tuple[str, ...] | None:
-            over = allocated - (reused.size_bytes if reused else 0) + size_bytes - limits.budget_bytes
-            return _drop(over, [slot for slot in droppable if slot is not reused])
+        def instead_of(slot: SlotView) -> UseSlot | CreateSlot | None:
+            others = [other for other in droppable if other is not slot]
+            if suits(slot, size_bytes):
+                drop = _drop(allocated - limits.budget_bytes, others)
+                return UseSlot(slot.name, drop) if drop is not None else None
+            drop = _drop(allocated - slot.size_bytes + size_bytes - limits.budget_bytes, others)
+            return CreateSlot((slot.name, *drop)) if drop is not None else None
 
-        def use(candidates: list[SlotView]) -> UseSlot | None:
-            fitting = ((slot.name, fits(slot)) for slot in candidates)
-            return next((UseSlot(name, drop) for name, drop in fitting if drop is not None), None)
+        def use(candidates: list[SlotView]) -> UseSlot | CreateSlot | None:
+            return next((found for found in map(instead_of, candidates) if found is not None), None)
 
-        room = fits(None)
+        room = _drop(allocated + size_bytes - limits.budget_bytes, droppable)
         new = CreateSlot(room) if room is not None else None
         return (
             use(closest([slot for slot in free if slot in mine]))
@@ -215,9 +236,11 @@ def make_room(
     whole: Mapping[str, Collection[Group]],
     settled: Mapping[str, Group] | None = None,
 ) -> MakeRoom | Busy | Full:
-    """What has to go so that the leased slot ``growing`` can have ``size_bytes``."""
+    """What has to go so that a slot of ``size_bytes`` can be made beside the leased one, ``growing``, which goes when
+    what was written into it has been copied.
+    """
     slot = next(slot for slot in slots if slot.name == growing)
-    over = sum(other.size_bytes for other in slots) - slot.size_bytes + size_bytes - limits.budget_bytes
+    over = sum(other.size_bytes for other in slots) + size_bytes - limits.budget_bytes
     free = sorted((s for s in slots if s.state is SlotState.FREE and s.size_bytes), key=lambda s: -s.size_bytes)
     settled = newest_whole(whole) if settled is None else settled
     old = evictable(slots, settled)
@@ -227,6 +250,7 @@ def make_room(
         return MakeRoom(drop)
     mine = [other for other in slots if (other.job, other.part) == (slot.job, slot.part)]
     wanted = f"part {slot.part} of job {slot.job} (a slot that grows to {size_bytes} bytes)"
+    size_bytes += slot.size_bytes
     return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled)
 
 

@@ -76,6 +76,26 @@ def populate_address(address: int, size_bytes: int) -> None:
         )
 
 
+def copy_file(source: str, target: str) -> None:
+    """Write what one file holds into another one that is at least as large."""
+    buffer = memoryview(bytearray(8 << 20))
+    with open(source, "rb", buffering=0) as old, open(target, "r+b", buffering=0) as new:  # noqa: PTH123 - a path of
+        # this process's own descriptors, where the arena has no files
+        at, size = 0, os.fstat(old.fileno()).st_size
+        while at < size:
+            try:
+                at = os.lseek(old.fileno(), at, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # nothing but holes is left
+                    return
+                raise
+            count = os.preadv(old.fileno(), [buffer], at)
+            done = 0
+            while done < count:
+                done += os.pwrite(new.fileno(), buffer[done:count], at + done)
+            at += count
+
+
 def populate_file(path: str, size_bytes: int, stop: Callable[[], bool], *, start: int = 0) -> int:
     """Put pages behind ``path`` step by step; returns how far it came before ``stop()`` said so."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from peerstore import checksum
-from peerstore.errors import RequestError, ShardNotFoundError, ShardUnreadableError
+from peerstore.errors import RequestError, ShardDamagedError, ShardNotFoundError, ShardUnreadableError
 from peerstore.jobs import Jobs
 from peerstore.owners import Owner
 from peerstore.records import Group, Pin, ShardFact, ShardKey, ShardRecord
@@ -72,6 +72,8 @@ class Reading:
         with self._shelf.lock:
             self._await_adoption(key.job)
             slot, record = self._shelf.sealed(key)
+            if not self._shelf.intact(slot):
+                raise ShardDamagedError(f"the file of {key} was removed or truncated by somebody else")
             pin = f"pin-{secrets.token_hex(8)}"
             self._pins[pin] = _PinOf(slot.name, owner)
             slot.users.add(pin)
@@ -137,4 +139,7 @@ class Reading:
         """Let go of pins whose readers went away."""
         for pin_id, pin in list(self._pins.items()):
             if self._jobs.gone_for(pin.owner) > grace_s:
+                slot = self._shelf.slots.get(pin.slot)
+                if slot is not None and pin.owner.alive:
+                    slot.reusable = False  # it may still read
                 self.unpin(pin_id)

@@ -111,6 +111,8 @@ class Lease(msgspec.Struct, frozen=True):
     """Changes when the slot's file is another one: a mapping of an older generation is stale."""
     warm_bytes: int
     """How much of the file already has pages behind it."""
+    slot_bytes: int = 0
+    """How large the file is, for its whole life: what a mapping of it covers."""
 
 
 class SlotInfo(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 
 from peerstore import checksum
 from peerstore.crashpoints import reach
-from peerstore.errors import ArenaFullError, LeaseLostError, RequestError, ShardDamagedError
+from peerstore.errors import LeaseLostError, RequestError, ShardDamagedError
 from peerstore.jobs import Jobs
 from peerstore.notes import LEASE, SEAL, SealNote
 from peerstore.reading import unreadable
@@ -41,7 +41,11 @@ class Sealing:
         assert lease is not None  # noqa: S101 - _begin promises it
         started = time.monotonic()
         try:
-            record = self._checksummed(lease, size_bytes, meta)
+            try:
+                record = self._checksummed(lease, size_bytes, meta)
+            except ShardDamagedError:
+                self._lose(slot, lease)
+                raise
             reach("agent.hashed")
             with self._shelf.lock:
                 if slot.lease is not lease:
@@ -82,18 +86,19 @@ class Sealing:
                 raise ShardDamagedError(f"{lease.key} cannot be sealed: {error}") from error
         return ShardRecord(lease.key, lease.parts, size_bytes, CHUNK_BYTES, sums, meta, time.time_ns())
 
+    def _lose(self, slot: Slot, lease: Lease) -> None:
+        """Where the slot's file is gone, this save is lost with it. The next one gets another slot."""
+        with self._shelf.lock:
+            if slot.lease is lease and not self._shelf.intact(slot):
+                self._shelf.lose(slot)
+
     def _keep(self, slot: Slot, lease: Lease, record: ShardRecord) -> None:
         self._shelf.notes.put(SEAL, slot.name, SealNote(lease.id, record))
         reach("agent.sealing")
         slot.record, slot.sealed_under = record, lease.id
         slot.lease = slot.owner = None
-        if slot.size_bytes != record.size_bytes:
-            try:
-                self._shelf.resize(slot, record.size_bytes)
-            except (ArenaFullError, OSError) as error:  # the shard exists; its slot is larger than it has to be
-                log.warning("%s: %s", record.key, error)
         self._shelf.drop_note(LEASE, slot.name)
-        slot.warm_bytes = record.size_bytes
+        slot.warm_bytes = max(slot.warm_bytes, record.size_bytes)
         reach("agent.sealed")
 
     def _count(self, size_bytes: int, seconds: float) -> None:

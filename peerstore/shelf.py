@@ -61,10 +61,15 @@ class Slot:
     standing: Standing = Standing.OFFERED
     users: set[str] = field(default_factory=set)
     """Pins of readers and holds of uploads."""
+    reusable: bool = True
+    """Whether the file may be written again. Not where somebody may still read it of whom this agent does not know: a
+    reader that a killed agent had let in, or one whose pin was taken back while it was alive."""
+    filling: bool = False
+    """What a lease has written so far is being copied into it."""
 
     @property
     def state(self) -> SlotState:
-        if self.lease is not None:
+        if self.lease is not None or self.filling:
             return SlotState.LEASED
         return SlotState.SEALED if self.record is not None else SlotState.FREE
 
@@ -84,6 +89,7 @@ class Slot:
             self.part,
             record.key.group if record else None,
             bool(self.users) or self.sealing or self.standing in (Standing.ADOPTING, Standing.GIVEN_UP),
+            self.reusable,
         )
 
 
@@ -130,7 +136,11 @@ class Shelf:
     # -- looking ----------------------------------------------------------------------------------------------
 
     def views(self) -> list[SlotView]:
-        return [slot.view for slot in self.slots.values()]
+        """All slots, and those that were removed and still take memory, since some process has them mapped."""
+        removed = self.arena.lingering().items()
+        return [slot.view for slot in self.slots.values()] + [
+            SlotView(name, SlotState.LEASED, size_bytes, "", -1) for name, size_bytes in removed
+        ]
 
     def offered(self, job: str | None = None, *, parities: bool = False) -> Iterator[tuple[Slot, ShardRecord]]:
         """Sealed shards (of ``job``) that are whole as far as this agent has checked itself; or its ``parities``."""
@@ -166,7 +176,7 @@ class Shelf:
         slots = self.slots.values()
         return ArenaStatus(
             budget_bytes=self._limits.budget_bytes,
-            allocated_bytes=sum(slot.size_bytes for slot in slots),
+            allocated_bytes=sum(slot.size_bytes for slot in slots) + sum(self.arena.lingering().values()),
             sealed_bytes=sum(slot.record.size_bytes for slot in slots if slot.record),
             slots=len(slots),
             free_slots=sum(slot.state is SlotState.FREE for slot in slots),
@@ -185,11 +195,18 @@ class Shelf:
         slot = self.slots[name] = Slot(name, generation, size_bytes, 0, job, part)
         return slot
 
-    def resize(self, slot: Slot, size_bytes: int) -> None:
-        self.arena.resize(slot.name, size_bytes)
-        slot.warm_bytes = min(slot.warm_bytes, size_bytes)
-        slot.size_bytes = size_bytes
-        reach("agent.resized")
+    def intact(self, slot: Slot) -> bool:
+        """Whether the slot's file is still there, with its size: else somebody has removed or truncated it."""
+        try:
+            return self.arena.size(slot.name) == slot.size_bytes
+        except FileNotFoundError:
+            return False
+
+    def lose(self, slot: Slot) -> None:
+        """Drop a slot whose file is not intact."""
+        log.error("%s was removed or truncated by somebody else: a new one takes its place", slot.name)
+        self.counters["slots_lost"] += 1
+        self.drop(slot)
 
     def give(self, slot: Slot, lease: Lease, owner: Owner) -> Lease:
         """The slot belongs to ``lease`` from here on."""
@@ -229,6 +246,8 @@ class Shelf:
         reach("agent.forgot")
         slot.record, slot.sealed_under, slot.holders, slot.standing = None, "", (), Standing.OFFERED
         slot.users.clear()
+        if not slot.reusable:
+            self.drop(slot)
         self.changed.notify_all()
 
     def drop(self, slot: Slot) -> None:

@@ -25,7 +25,7 @@ from peerstore.adoption import Adoption, start
 from peerstore.arena import Arena
 from peerstore.copies import Copies
 from peerstore.descriptors import Descriptors
-from peerstore.errors import RequestError, ShardNotFoundError, ShardUnreadableError
+from peerstore.errors import RequestError, ShardDamagedError, ShardNotFoundError, ShardUnreadableError
 from peerstore.jobs import Jobs
 from peerstore.keeping import Keeping
 from peerstore.leasing import Leasing
@@ -111,7 +111,10 @@ class NodeStore:
     def lease(
         self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0, owner: Owner | None = None
     ) -> Lease:
-        """A slot of exactly ``size_bytes`` to write ``key`` into; waits up to ``wait_s`` for one to come free."""
+        """A slot for ``size_bytes`` to write ``key`` into; waits up to ``wait_s`` for one to come free.
+
+        Its file may be larger, and never changes its size.
+        """
         _check_written(key)
         self._descriptors.check(f"a slot for {key}")
         return self._leasing.lease(key, size_bytes, parts, wait_s=wait_s, owner=owner or myself())
@@ -119,7 +122,8 @@ class NodeStore:
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease:
         """The leased slot with room for ``size_bytes``; what was written so far stays. It never shrinks.
 
-        The same file, so that a mapping of it stays good for the bytes it covers. Repeating the call is harmless.
+        Where its file is too small, another one of another generation takes its place: who had mapped the old one maps
+        the new one. Nothing may be written meanwhile. Repeating the call is harmless.
         """
         return self._leasing.grow(lease_id, size_bytes, wait_s=wait_s)
 
@@ -141,8 +145,8 @@ class NodeStore:
     def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> list[SlotInfo]:
         """Have free slots of this size ready, with pages behind them, for a writer's next saves.
 
-        Returns the slots this writer could be given next, also those that still hold a version; fewer than asked for
-        where the budget ends. Pages come in the background.
+        Returns those this writer could be given next; fewer than asked for where the budget ends. Pages come in the
+        background.
         """
         return self._warming.reserve(job, part, size_bytes, slots)
 
@@ -159,7 +163,16 @@ class NodeStore:
     def pin(self, key: ShardKey, *, owner: Owner | None = None) -> Pin:
         """Keep a sealed shard where it is while somebody reads it."""
         self._descriptors.check(f"reading {key}")
-        return self._reading.pin(key, owner or myself())
+        lost = None
+        with self._lock:
+            try:
+                return self._reading.pin(key, owner or myself())
+            except ShardDamagedError as error:
+                reason = str(error)
+                lost = self._keeping.damaged(key, reason)
+        if lost is not None:
+            self._listeners.damaged(key, lost, reason)
+        raise ShardNotFoundError(reason)
 
     def unpin(self, pin_id: str) -> bool:
         """The reader is done. False when the pin did not hold until now: what was read has to be verified again."""
@@ -306,6 +319,7 @@ class NodeStore:
                 log.info("job %s: its last process left long ago, dropping its shards", job)
                 self._keeping.forget(job, None)
             self._jobs.gone = {owner: since for owner, since in self._jobs.gone.items() if owner.alive}
+            self._shelf.arena.lingering()  # what nobody uses any more is closed
         for job in expired:
             self._listeners.dropped(job)
 
@@ -357,6 +371,7 @@ class NodeStore:
         for thread in self._background:
             thread.join()
         self._pool.shutdown()
+        self._shelf.arena.close()
 
 
 def _check_written(key: ShardKey) -> None:

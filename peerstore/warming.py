@@ -7,6 +7,7 @@ from collections import deque
 
 from peerstore.errors import ArenaFullError, RequestError
 from peerstore.leasing import MAX_PARTS
+from peerstore.ledger import size_class, suits
 from peerstore.names import job_name
 from peerstore.pages import populate_file
 from peerstore.records import SlotInfo, SlotState
@@ -29,8 +30,13 @@ class Warming:
         shelf = self._shelf
         with shelf.lock:
             shelf.check_open()
+            size_bytes = size_class(size_bytes)
             mine = [slot for slot in shelf.slots.values() if (slot.job, slot.part) == (job, part)]
-            allocated = sum(slot.size_bytes for slot in shelf.slots.values())
+            for slot in mine:
+                if slot.state is SlotState.FREE and not (suits(slot.view, size_bytes) and shelf.intact(slot)):
+                    shelf.drop(slot)
+            mine = [slot for slot in mine if slot.name in shelf.slots]
+            allocated = sum(view.size_bytes for view in shelf.views())
             want = min(slots or shelf.limits.slots, shelf.limits.slots)
             while len(mine) < want and allocated + size_bytes <= shelf.limits.budget_bytes:
                 try:
@@ -42,8 +48,7 @@ class Warming:
             free = [slot for slot in mine if slot.state is SlotState.FREE]
             self._waiting.extend(slot.name for slot in free if slot.warm_bytes < slot.size_bytes)
             shelf.changed.notify_all()
-            ready = [slot for slot in mine if slot.state is not SlotState.LEASED]
-            return [SlotInfo(s.name, shelf.arena.path(s.name), s.size_bytes, s.generation) for s in ready]
+            return [SlotInfo(s.name, shelf.arena.path(s.name), s.size_bytes, s.generation) for s in free]
 
     def work(self) -> None:
         """Put pages behind one reserved slot after the other, until the store closes."""
@@ -60,7 +65,7 @@ class Warming:
                 path, size, warm = shelf.arena.path(slot.name), slot.size_bytes, slot.warm_bytes
             try:
                 reached = populate_file(path, size, lambda: shelf.closed, start=warm)
-            except (ArenaFullError, OSError, ValueError) as error:  # a writer may take and resize it at any time
+            except (ArenaFullError, OSError, ValueError) as error:
                 log.warning("populating %s stopped: %s", slot.name, error)
                 continue
             with shelf.lock:

@@ -332,7 +332,7 @@ class Checkpointer:
         staged = session.stage(key, planned.parts, layout, sum(map(len, items)), wait_s=wait_s)
         with session.abandoned_on_error(staged):
             pieces = [Piece(local_tensor(flat, entry), layout.header_bytes + entry.start) for entry in layout.tensors]
-            staged.memory.fill(pieces, session.copier, warm_bytes=staged.lease.warm_bytes)
+            staged.memory.fill(pieces, session.copier)
         return staged, items
 
     def _seal(

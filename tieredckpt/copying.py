@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import logging
 import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from peerstore.crashpoints import reach
 from peerstore.pages import populate_address
 from tieredckpt.tensors import is_flat
+
+log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 8 << 20
 _PAGE = 4096
@@ -131,28 +134,59 @@ def _batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
         yield batch
 
 
+class HostMemory(Protocol):
+    """Registers memory of this process with its devices, which then copy into it by themselves."""
+
+    def register(self, address: int, size_bytes: int) -> str:
+        """What went wrong, or nothing."""
+
+    def unregister(self, address: int) -> None: ...
+
+
+class CudaHost:
+    """The CUDA runtime."""
+
+    def register(self, address: int, size_bytes: int) -> str:
+        code = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
+        return "" if int(code) == 0 else f"cudaHostRegister: error {int(code)}"
+
+    def unregister(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
 class SlotMemory:
     """A slot of the node's arena in this process's address space, writable.
 
-    The mapping is plain ``mmap`` and may be longer than the file for a while. Torch's own mapping of a shared file must
-    never be: where the file is shorter, torch extends it and writes a zero over its first byte.
+    A slot's file has one size for its life, and the pages it once has are its own: what was mapped, touched or
+    registered with a device stays so until the file is another one (of another generation).
     """
 
-    def __init__(self, path: str, size_bytes: int, generation: int) -> None:
-        self.path = path
+    def __init__(self, fd: int, size_bytes: int, generation: int, *, host: HostMemory | None = None) -> None:
+        """``fd`` is this object's from here on. ``host`` registers memory with the devices, by default CUDA's."""
         self.size_bytes = size_bytes
         self.generation = generation
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = fd
         try:
-            self._map = mmap.mmap(self._fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            found = os.fstat(fd)
+            if found.st_size < size_bytes:
+                raise ValueError(f"a slot of {size_bytes} bytes has only {found.st_size}: somebody has truncated it")
+            self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         except BaseException:
-            os.close(self._fd)
+            os.close(fd)
             raise
+        self._named = found.st_nlink > 0
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._shared: torch.Tensor | None = None
         self._touched = 0
-        self._pinned = False
+        """How many bytes from the front on have been touched by this process."""
+        self._host = host or CudaHost()
+        self._registered: bool | None = None
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the agent has given the slot up: nothing but this mapping keeps its memory."""
+        return self._named and os.fstat(self._fd).st_nlink == 0
 
     def tensor(self, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
         """A tensor over bytes of the slot."""
@@ -161,12 +195,13 @@ class SlotMemory:
     def shared_tensor(self, lease_bytes: int, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
         """The same, to be handed to another process: all tensors of a slot travel as one descriptor.
 
-        Only while the slot is leased, with the lease's size: then the file is exactly that long.
+        Only while the slot is leased, with the lease's size: no more than the file has. Torch's own mapping of a file
+        that is shorter extends it, and writes a zero over its first byte.
         """
         shared = self._shared
         if shared is None or shared.numel() != lease_bytes:
-            if os.fstat(self._fd).st_size < lease_bytes:
-                raise ValueError(f"{self.path} is shorter than its lease of {lease_bytes} bytes")
+            if self.size_bytes < lease_bytes:
+                raise ValueError(f"a slot of {self.size_bytes} bytes is smaller than its lease of {lease_bytes}")
             fd = os.dup(self._fd)  # torch owns this one
             storage = torch.UntypedStorage._new_shared_fd_cpu(fd, lease_bytes)  # type: ignore[attr-defined]
             shared = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (lease_bytes,))  # type: ignore[call-overload]
@@ -175,16 +210,19 @@ class SlotMemory:
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         if len(data):
-            self._put_pages(start, len(data))
+            if start + len(data) > self._touched:
+                self._put_pages(start, len(data))
             ctypes.memmove(self.address + start, bytes(data) if isinstance(data, memoryview) else data, len(data))
 
-    def fill(self, pieces: Sequence[Piece], copier: Copier, *, warm_bytes: int) -> None:
+    def fill(self, pieces: Sequence[Piece], copier: Copier) -> None:
         """Copy every piece to its place. Returns when the sources may change again."""
         flat: list[Piece] = []
         others: list[Piece] = []
         for piece in pieces:
             (flat if is_flat(piece.tensor) else others).append(piece)
-        warm = min(self._touched, warm_bytes)
+        first = min((piece.start for piece in pieces), default=0)
+        end = max((piece.start + piece.tensor.nbytes for piece in pieces), default=0)
+        warm = self._touched
 
         def put_pages(move: Move) -> None:
             start = move.target - self.address
@@ -193,8 +231,12 @@ class SlotMemory:
 
         moves = [Move(self.address + start, tensor.data_ptr(), tensor.nbytes) for tensor, start in flat]
         with self._copying_others(others, warm):
-            copier.move(moves, before=put_pages if warm < self.size_bytes else None)
-        self._touched = self.size_bytes
+            copier.move(moves, before=put_pages if warm < end else None)
+        if warm < first <= warm + _BATCH_BYTES:  # the header, which is written last
+            self._put_pages(warm, first - warm)
+            warm = first
+        if first <= warm < end:
+            self._touched = max(self._touched, end)
         reach("stage.filled")
 
     @contextlib.contextmanager
@@ -203,8 +245,8 @@ class SlotMemory:
         slot that is given back.
         """
         devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type == "cuda"}
-        if devices and not self._pinned:
-            self._pin()
+        if devices:
+            self.register()
         streams = {device: torch.cuda.Stream(device) for device in devices}
         for device, stream in streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -220,27 +262,36 @@ class SlotMemory:
             for stream in streams.values():
                 stream.synchronize()
 
-    def _pin(self) -> None:
-        """Let devices copy straight into the slot: registered once, for as long as the mapping lives."""
-        code = torch.cuda.cudart().cudaHostRegister(self.address, self.size_bytes, 0)
-        self._pinned = int(code) == 0
+    def register(self) -> bool:
+        """Let devices copy straight into the slot: once, for as long as the mapping lives; whether they can."""
+        if self._registered is None:
+            problem = self._host.register(self.address, self.size_bytes)
+            self._registered = not problem
+            if problem:
+                log.warning(
+                    "a slot of %d bytes could not be registered with the device (%s): copies into it go through "
+                    "another buffer and take longer. Most often the limit on locked memory is too low (ulimit -l)",
+                    self.size_bytes,
+                    problem,
+                )
+        return self._registered
 
     def close(self) -> None:
         """Let go of the file; tensors over the mapping keep it until they are gone."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-            self._pinned = False
+        if self._registered:
+            self._host.unregister(self.address)
+        self._registered = None
         self._shared = None
         os.close(self._fd)
 
     def prefault(self) -> None:
-        """Put a page behind every byte the file has, in the background of something else."""
+        """Put a page behind every byte, in the background of something else."""
         at = 0
-        while at < (end := min(self.size_bytes, os.fstat(self._fd).st_size)):
-            step = min(_BATCH_BYTES, end - at)
+        while at < self.size_bytes:
+            step = min(_BATCH_BYTES, self.size_bytes - at)
             self._put_pages(at, step)
             at += step
-        self._touched = max(self._touched, at)
+            self._touched = max(self._touched, at)
 
     def _put_pages(self, start: int, size_bytes: int) -> None:
         first = (self.address + start) // _PAGE * _PAGE

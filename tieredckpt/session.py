@@ -361,19 +361,37 @@ class Session:
         size = layout.header_bytes + layout.tensor_bytes + item_bytes
         size = round_up(size, _SLOT_STEP if size > _SMALL else 1 << 16)
         self._notice_new_agent()
+        self._let_go_of_dropped()
         try:
-            lease = self.node.store.lease(key, size, parts, wait_s=wait_s)
+            lease = self._leased(key, size, parts, wait_s)
+            self._notice_new_agent()  # the one before may have ended only now
+            reach("stage.leased")
+            return Staged(lease, layout, self._memory(lease))
         except ArenaBusyError as error:
             raise StoreBusyError(str(error)) from error
         except FencedError as error:
             raise _FencedSaveError(str(error)) from error
         except ArenaFullError as error:
             raise SaveFailedError(str(error)) from error
-        except PeerStoreError as error:
+        except (PeerStoreError, OSError, ValueError) as error:
             raise TierUnavailableError(f"no slot for {key}: {error}") from error
-        self._notice_new_agent()  # the one before may have ended only now
-        reach("stage.leased")
-        return Staged(lease, layout, self._memory(lease))
+
+    def _leased(self, key: ShardKey, size: int, parts: int, wait_s: float) -> Lease:
+        store = self.node.store
+        try:
+            return store.lease(key, size, parts, wait_s=wait_s)
+        except (ArenaBusyError, ArenaFullError):
+            if not self._let_go_of_dropped():
+                raise
+            return store.lease(key, size, parts, wait_s=wait_s)  # what was dropped for it has just become free memory
+
+    def _let_go_of_dropped(self) -> bool:
+        """Unmap slots that the agent has given up: their memory counts until then. Whether there were any."""
+        with self._lock:
+            dropped = [name for name, memory in self._memories.items() if memory.dropped]
+            for name in dropped:
+                self._memories.pop(name).close()
+            return bool(dropped)
 
     def _notice_new_agent(self) -> None:
         """An agent that lost its arena has none of the layouts it was given before, and knows no other node.
@@ -398,10 +416,12 @@ class Session:
     def _memory(self, lease: Lease) -> SlotMemory:
         with self._lock:
             known = self._memories.get(lease.slot)
-            if known is None or known.generation != lease.generation or known.size_bytes < lease.size_bytes:
+            if known is None or known.generation != lease.generation:
                 if known is not None:
                     known.close()
-                known = self._memories[lease.slot] = SlotMemory(lease.path, lease.size_bytes, lease.generation)
+                fd = os.open(lease.path, os.O_RDWR | os.O_CLOEXEC)
+                known = self._memories[lease.slot] = SlotMemory(fd, lease.slot_bytes, lease.generation)
+            self._let_go_of_dropped()
             return known
 
     def stage_provisionally(self, planned: PlannedSave, *, wait_s: float) -> Staged | None:
@@ -479,8 +499,8 @@ class Session:
         lease = staged.lease
         if lease.key != key:
             lease = self.node.store.relabel(lease.id, key)
-        if total > lease.size_bytes:
-            lease = self.node.store.lease(key, round_up(total, _SLOT_STEP), lease.parts)
+        if total > lease.size_bytes:  # perhaps another file then, with what was staged in it
+            lease = self.node.store.grow(lease.id, round_up(total, _SLOT_STEP))
         return staged if lease is staged.lease else Staged(lease, staged.layout, self._memory(lease))
 
     def prepare(self, part: int, size_bytes: int) -> threading.Thread:
@@ -492,10 +512,11 @@ class Session:
                     with self._lock:
                         if slot.slot in self._memories:
                             continue
-                        memory = self._memories[slot.slot] = SlotMemory(slot.path, slot.size_bytes, slot.generation)
+                        fd = os.open(slot.path, os.O_RDWR | os.O_CLOEXEC)
+                        memory = self._memories[slot.slot] = SlotMemory(fd, slot.size_bytes, slot.generation)
                     memory.prefault()
             except (PeerStoreError, OSError, ValueError) as error:
-                # A save may take and resize a slot at any time: it is only not prepared then.
+                # A save may take a slot at any time: it is only not prepared then.
                 log.debug("slots for %s were not prepared: %s", self.job, error)
 
         thread = threading.Thread(target=work, name="tieredckpt-prepare", daemon=True)

@@ -144,10 +144,15 @@ class SlotWriter(io.RawIOBase):
     def _require(self, size_bytes: int) -> None:
         if size_bytes <= self._lease.size_bytes:
             return
-        wanted = min(max(size_bytes, 2 * self._lease.size_bytes), size_bytes + _MOST_GROWTH)
+        more = max(min(self._lease.size_bytes, _MOST_GROWTH), self._lease.size_bytes // 2)
+        wanted = max(size_bytes, self._lease.size_bytes + more)
         with told(f"{self.name} of step {self.step} cannot grow"):
             wait_s = self._session.settings.memory.wait_s
-            self._lease = self._session.node.store.grow(self._lease.id, wanted, wait_s=wait_s)
+            before, self._lease = self._lease, self._session.node.store.grow(self._lease.id, wanted, wait_s=wait_s)
+            if self._lease.generation != before.generation:  # what was written so far has been copied
+                fd = os.open(self._lease.path, os.O_RDWR | os.O_CLOEXEC)
+                self.let_go()
+                self._fd = fd
 
 
 class SlotReader(io.RawIOBase):

@@ -114,7 +114,7 @@ class Stager:
     ) -> STATE_DICT_TYPE:
         layout, memory, header = planned.layout, staged.memory, planned.layout.header_bytes
         pieces = [Piece(local_tensor(flat, entry), header + entry.start) for entry in layout.tensors]
-        memory.fill(pieces, self.session.copier, warm_bytes=staged.lease.warm_bytes)
+        memory.fill(pieces, self.session.copier)
         views = {
             entry.fqn: memory.shared_tensor(
                 staged.lease.size_bytes, header + entry.start, piece.tensor.dtype, entry.box.sizes
@@ -136,7 +136,6 @@ class Stager:
             staged.memory.fill(
                 [Piece(work.tensor(entry), header + entry.start)],
                 self.session.copier,
-                warm_bytes=staged.lease.warm_bytes,
             )
         return staged
 

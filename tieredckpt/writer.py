@@ -292,9 +292,9 @@ class TieredWriter(Stager, StorageWriter):
             window.append(Piece(work.tensor(entry), header + entry.start))
             size += entry.size_bytes
             if size >= _WINDOW_BYTES and not work.keeps:
-                staged.memory.fill(window, session.copier, warm_bytes=staged.lease.warm_bytes)
+                staged.memory.fill(window, session.copier)
                 window, size = [], 0
-        staged.memory.fill(window, session.copier, warm_bytes=staged.lease.warm_bytes)
+        staged.memory.fill(window, session.copier)
 
     def _under(self, session: Session, staged: Staged | None, key: ShardKey) -> Staged | None:
         """The slot that was staged, as one of the incarnation that the save is for.

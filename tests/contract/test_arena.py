@@ -57,23 +57,11 @@ def test_a_slot_can_be_mapped_by_its_path(arena):
     assert read(arena.path("slot.a"))[:5] == b"hello"
 
 
-def test_resizing_keeps_what_fits(arena):
-    arena.create("slot.a", 10)
-    write(arena.path("slot.a"), b"0123456789")
-    arena.resize("slot.a", 20)
-    assert read(arena.path("slot.a")) == b"0123456789" + bytes(10)
-    arena.resize("slot.a", 5)
-    assert read(arena.path("slot.a")) == b"01234"
-    assert arena.size("slot.a") == 5
-
-
 def test_a_size_nobody_has_leaves_nothing_behind(arena):
     arena.create("slot.b", 10)
     for size in (1 << 63, 1 << 64):
         with pytest.raises(ArenaFullError, match=str(size)):
             arena.create("slot.a", size)
-        with pytest.raises(ArenaFullError, match="bytes"):
-            arena.resize("slot.b", size)
     assert arena.slots() == ["slot.b"]
     assert arena.size("slot.b") == 10
 
@@ -87,9 +75,8 @@ def test_a_name_is_taken_once(arena):
 
 
 def test_a_slot_that_is_not_there(arena):
-    for attempt in (lambda: arena.size("slot.a"), lambda: arena.resize("slot.a", 5)):
-        with pytest.raises(FileNotFoundError):
-            attempt()
+    with pytest.raises(FileNotFoundError):
+        arena.size("slot.a")
 
 
 # -- notes ------------------------------------------------------------------------------------------------------------
@@ -265,8 +252,6 @@ def test_pages_promised_to_other_slots_count_as_taken(directory):
     arena.create("slot.a", free * 2 // 3)
     with pytest.raises(ArenaFullError, match=r"promised to other slots\)\. Enlarge it"):
         arena.create("slot.b", free * 2 // 3)
-    with pytest.raises(ArenaFullError, match="promised"):
-        arena.resize("slot.a", free * 3 // 2)
     assert arena.slots() == ["slot.a"]
     assert arena.size("slot.a") == free * 2 // 3
 

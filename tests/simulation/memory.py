@@ -46,9 +46,6 @@ class DictArena:
             raise ArenaFullError("no memory left")
         self.bytes[name] = bytearray(size_bytes)
 
-    def resize(self, name: str, size_bytes: int) -> None:
-        self.bytes[name] = bytearray(self.bytes[name][:size_bytes].ljust(size_bytes, b"\0"))
-
     def remove(self, name: str) -> None:
         self.bytes.pop(name, None)
 
@@ -60,6 +57,9 @@ class DictArena:
 
     def slots(self) -> list[str]:
         return sorted(self.bytes)
+
+    def lingering(self) -> dict[str, int]:
+        return {}
 
     def put_note(self, name: str, data: bytes) -> None:
         self._notes[name] = data
@@ -80,6 +80,9 @@ class DictArena:
     def purge(self) -> None:
         self.bytes.clear()
         self._notes.clear()
+
+    def close(self) -> None:
+        pass
 
 
 class SimulatedSealing(Sealing):

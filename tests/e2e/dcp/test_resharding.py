@@ -124,7 +124,7 @@ def save_as(session, step, tensors, boxes_of, owners):
         staged = session.stage(key, parts, layout, 0, wait_s=5)
         header = layout.header_bytes
         pieces = [Piece(part_of(tensors[e.fqn], e.box).contiguous(), header + e.start) for e in layout.tensors]
-        staged.memory.fill(pieces, session.copier, warm_bytes=staged.lease.warm_bytes)
+        staged.memory.fill(pieces, session.copier)
         session.seal(staged, key, [], durable=False, table=table)
 
 

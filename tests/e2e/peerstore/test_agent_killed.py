@@ -19,7 +19,6 @@ WORKING = {
     "agent.note": [1, 2, 5],
     "agent.created": [1, 3],
     "agent.leased": [1, 2, 7],
-    "agent.resized": [1, 2, 7],
     "agent.grown": [1, 5],
     "agent.hashed": [1, 2, 5],
     "agent.sealing": [1, 2, 5],
@@ -61,7 +60,7 @@ def work(client, versions, sealed):
         client.mark_whole("job", key(version).group)
     sealed[:] = [of for of in sealed if of.version != versions[-1]]
     client.forget("job", [key(versions[-1]).group])
-    lease = client.lease(key(versions[-1], 0, attempt=1), 123 * MIB // 2, 2)  # another writer's free slot makes room
+    lease = client.lease(key(versions[-1], 0, attempt=1), 58 * MIB, 2)  # another writer's free slot makes room
     client.abandon(lease.id)
 
 

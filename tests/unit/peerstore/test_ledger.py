@@ -1,5 +1,6 @@
 """Decisions about slots, whatever the slots are."""
 
+import dataclasses
 import math
 
 import pytest
@@ -18,6 +19,7 @@ from peerstore.ledger import (
     evictable,
     make_room,
     newest_whole,
+    size_class,
     stranded,
     whole_groups,
 )
@@ -45,6 +47,7 @@ def slot_views(draw):
             draw(st.sampled_from(PARTS)),
             draw(groups) if state is SlotState.SEALED else None,
             draw(st.booleans()),
+            draw(st.booleans()),
         )
         for number, state in enumerate(states)
     ]
@@ -61,8 +64,8 @@ def given_up(decision, slots):
 
 
 def allocated_after(decision, slots, size_bytes):
-    gone = set(decision.drop) | ({decision.name} if isinstance(decision, UseSlot) else set())
-    return sum(slot.size_bytes for slot in slots if slot.name not in gone) + size_bytes
+    left = sum(slot.size_bytes for slot in slots if slot.name not in decision.drop)
+    return left if isinstance(decision, UseSlot) else left + size_bytes
 
 
 def check_nothing_needed_is_given_up(decision, slots, whole, job, epoch):
@@ -85,11 +88,13 @@ def test_a_chosen_slot_fits_and_costs_nothing_anybody_needs(slots, whole, limits
     check_nothing_needed_is_given_up(decision, slots, whole, "job", epoch)
     mine = [slot for slot in slots if (slot.job, slot.part) == ("job", part)]
     if isinstance(decision, CreateSlot):
-        assert len(mine) < limits.slots + limits.burst
+        assert len([slot for slot in mine if slot.name not in decision.drop]) < limits.slots + limits.burst
     else:
         chosen = next(slot for slot in slots if slot.name == decision.name)
         assert chosen.state is not SlotState.LEASED
         assert decision.name not in decision.drop
+        assert size <= chosen.size_bytes <= size + size // 4
+        assert chosen.reusable
         assert chosen in mine or len(mine) < limits.slots + limits.burst
     assert all(slot.state is not SlotState.LEASED for slot in slots if slot.name in decision.drop)
 
@@ -102,7 +107,7 @@ def test_room_to_grow_fits_and_costs_nothing_anybody_needs(slots, whole, limits,
     growing = random.choice(leased)
     decision = make_room(slots, growing=growing.name, epoch=epoch, size_bytes=size, limits=limits, whole=whole)
     if isinstance(decision, MakeRoom):
-        rest = sum(s.size_bytes for s in slots if s.name != growing.name and s.name not in decision.drop)
+        rest = sum(s.size_bytes for s in slots if s.name not in decision.drop)
         assert rest + size <= limits.budget_bytes
         assert growing.name not in decision.drop
         check_nothing_needed_is_given_up(decision, slots, whole, growing.job, epoch)
@@ -163,6 +168,13 @@ def free(name, *, part=0, job="job", size=10):
 
 
 ROOMY = Limits(1000, 2, 1)
+WHOLE = {"job": {group(1), group(2)}}
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_slot_is_at_most_a_sixteenth_larger_than_what_it_is_made_for(size):
+    assert size <= size_class(size) <= size + size // 16 + 1
+    assert size_class(size_class(size)) == size_class(size)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +189,10 @@ ROOMY = Limits(1000, 2, 1)
         ([sealed("a", 1, busy=True), sealed("b", 2)], {"job": {group(2)}}, CreateSlot()),
         # another writer's free slot is not taken while this one may have its own
         ([free("a", part=8)], {}, CreateSlot()),
+        # too small, too large, or perhaps still read by somebody: a new file takes its place
+        ([free("a", size=9)], {}, CreateSlot(("a",))),
+        ([free("a", size=13)], {}, CreateSlot(("a",))),
+        ([dataclasses.replace(sealed("a", 1), reusable=False), sealed("b", 2)], WHOLE, CreateSlot(("a",))),
         # a rolled back incarnation writes lower numbers, and is still the newer one
         ([sealed("a", 9, epoch=1), sealed("b", 3, epoch=2)], {"job": {group(9, 1), group(3, 2)}}, UseSlot("a")),
     ],

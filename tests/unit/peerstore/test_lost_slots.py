@@ -1,0 +1,85 @@
+"""A slot's file that somebody else removed or truncated costs the copy in it, and no later save."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+
+from peerstore.arena import TmpfsArena
+from peerstore.errors import PeerStoreError, ShardNotFoundError
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore
+from tests.support.stores import MIB, content, fill, key, load, save, store_directory
+
+
+@pytest.fixture
+def directory():
+    with store_directory() as place:
+        yield place
+
+
+@pytest.fixture
+def store(directory):
+    with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as one:
+        yield one
+
+
+def cut(path):
+    os.truncate(path, 4096)
+
+
+@pytest.fixture(params=[os.unlink, cut], ids=["removed", "truncated"])
+def harm(request):
+    return request.param
+
+
+def go_on(store, versions):
+    for version in versions:
+        save(store, key(version))
+        assert load(store, key(version)) == content(key(version), MIB)
+
+
+def test_under_a_superseded_version(store, directory, harm):
+    go_on(store, (1, 2))
+    harm(store.path_of(key(1)))
+    go_on(store, range(3, 8))
+    assert len(list((directory / "slots").iterdir())) == store.status().arena.slots == 2
+
+
+def test_under_the_newest_version(store, harm):
+    go_on(store, (1, 2))
+    harm(store.path_of(key(2)))
+    with pytest.raises(ShardNotFoundError):
+        store.pin(key(2))
+    assert [fact.key for fact in store.inventory("job")] == [key(1)], "offered to nobody"
+    assert any("job/2" in damage.what for damage in store.status().damages)
+    assert load(store, key(1)) == content(key(1), MIB)
+    go_on(store, range(3, 8))
+
+
+def test_under_a_free_slot(store, directory, harm):
+    lease = store.lease(key(1), MIB, 1)
+    store.abandon(lease.id)
+    harm(directory / "slots" / lease.slot)
+    go_on(store, range(1, 4))
+
+
+def test_under_a_lease(store, directory, harm):
+    """The save that was being written is lost, and says so."""
+    lease = store.lease(key(1), MIB, 1)
+    harm(directory / "slots" / lease.slot)
+    with pytest.raises(PeerStoreError):
+        store.seal(lease.id, MIB)
+    assert not Path(directory / "slots" / lease.slot).exists()
+    store.abandon(lease.id)
+    go_on(store, range(1, 4))
+
+
+def test_under_a_lease_that_is_asked_for_again(store, directory, harm):
+    lease = store.lease(key(1), MIB, 1)
+    harm(directory / "slots" / lease.slot)
+    again = store.lease(key(1), MIB, 1)
+    fill(again, content(key(1), MIB))
+    store.seal(again.id, MIB)
+    assert load(store, key(1)) == content(key(1), MIB)
