@@ -78,7 +78,7 @@ class Pair:
         store = self._checkpointer.session.node.store
         pin = store.pin(key)  # raises when it is not there, sealed and verified
         try:
-            return tensors_in(Path(pin.path), pin.record.size_bytes)
+            return tensors_in(Path(f"/proc/self/fd/{pin.fd}"), pin.record.size_bytes)
         finally:
             store.unpin(pin.id)
 

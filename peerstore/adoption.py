@@ -84,8 +84,7 @@ class Adoption:
         held = self._shelf.notes.get(LEASE, name, LeaseNote)
         if held is not None:
             check_key(held.lease.key, held.lease.size_bytes, held.lease.parts)
-            path = self._shelf.arena.path(name)
-            lease = msgspec.structs.replace(held.lease, slot=name, path=path, slot_bytes=size)
+            lease = msgspec.structs.replace(held.lease, slot=name, slot_bytes=size)
             slot = Slot(name, lease.generation, size, 0, lease.key.job, lease.key.seat)
             self._shelf.slots[name] = slot
             self._leasing.adopt(slot, lease, Owner(*held.owner))

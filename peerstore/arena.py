@@ -45,7 +45,8 @@ class Arena(Protocol):
       pages that other slots were promised and do not have yet count as taken. The size is the file's for its life.
     - Who mapped or opened a slot keeps it, also after ``remove``. ``lingering`` has the sizes of removed slots that
       some process still uses, as far as that can be known.
-    - ``path`` names a file any process of this user can map while this arena lives.
+    - ``open`` gives a descriptor of a slot, for reading or for writing too, which is the caller's from then on.
+      ``path`` names the slot for work of this process itself, while it is there.
     - ``put_note`` is all or nothing, whoever else puts the same note: a reader sees the old one or a new one.
     - ``get_note`` returns exactly what was put, ``None`` when nothing was, and raises
       :class:`ShardDamagedError` when the bytes are not what was put, :class:`NotUnderstoodError` when another version
@@ -57,6 +58,7 @@ class Arena(Protocol):
 
     def create(self, name: str, size_bytes: int) -> None: ...
     def remove(self, name: str) -> None: ...
+    def open(self, name: str, *, writable: bool = False) -> int: ...
     def path(self, name: str) -> str: ...
     def size(self, name: str) -> int: ...
     def slots(self) -> list[str]: ...
@@ -78,8 +80,8 @@ class TmpfsArena:
         self._folders = directory / "folders"
         self._fresh = directory / "fresh"
         """Notes that are being written: they are moved to their place when they are complete."""
-        self._removed: dict[str, int] = {}
-        """Removed slots that somebody used when they were looked at last, still open here."""
+        self._removed: dict[str, tuple[int, int]] = {}
+        """Removed slots that somebody used when they were looked at last: still open here, and their sizes."""
         self._removed_lock = threading.Lock()
         for place in self._places:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -102,14 +104,19 @@ class TmpfsArena:
     def remove(self, name: str) -> None:
         path = self._slots / _checked(name)
         try:
+            size_bytes = path.stat().st_size
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # it is gone, or what uses it cannot be known
             path.unlink(missing_ok=True)
             return
-        path.unlink(missing_ok=True)
         with self._removed_lock:
-            self._removed[name] = fd
+            self._removed[name] = fd, size_bytes
+        path.unlink(missing_ok=True)
         self.lingering()
+
+    def open(self, name: str, *, writable: bool = False) -> int:
+        access = os.O_RDWR if writable else os.O_RDONLY
+        return os.open(self._slots / _checked(name), access | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def path(self, name: str) -> str:
         return str(self._slots / _checked(name))
@@ -122,10 +129,11 @@ class TmpfsArena:
 
     def lingering(self) -> dict[str, int]:
         with self._removed_lock:
-            for name, fd in list(self._removed.items()):
+            for name, (fd, _) in list(self._removed.items()):
                 if not _used_elsewhere(fd):
-                    os.close(self._removed.pop(name))
-            return {name: os.fstat(fd).st_size for name, fd in self._removed.items()}
+                    del self._removed[name]
+                    os.close(fd)
+            return {name: size_bytes for name, (_, size_bytes) in self._removed.items()}
 
     def put_note(self, name: str, data: bytes) -> None:
         self._note(name)
@@ -198,7 +206,7 @@ class TmpfsArena:
     def close(self) -> None:
         with self._removed_lock:
             while self._removed:
-                os.close(self._removed.popitem()[1])
+                os.close(self._removed.popitem()[1][0])
 
     @property
     def _places(self) -> tuple[Path, ...]:
@@ -279,6 +287,9 @@ class MemfdArena:
         self._gone.append(fd)
         if len(self._gone) > _GONE_KEPT:
             os.close(self._gone.popleft())
+
+    def open(self, name: str, *, writable: bool = False) -> int:
+        return os.open(self.path(name), (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
 
     def path(self, name: str) -> str:
         return f"/proc/{os.getpid()}/fd/{self._fd(name)}"

@@ -19,12 +19,13 @@ from peerstore.errors import (
     PeerStoreError,
     ProtocolError,
     RequestError,
+    UnavailableError,
     from_wire,
 )
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
 from peerstore.operations import patience
 from peerstore.owners import peer_of, trusted_users
-from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
+from peerstore.records import Group, Lease, Pin, Pinned, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
 
 _CALL_S = 60.0
 _GREETING_S = 10.0
@@ -77,6 +78,12 @@ def _connected(path: Path, timeout_s: float) -> socket.socket:
             return sock
 
 
+def _brought(fd: int | None, what: str) -> int:
+    if fd is None:  # this process has as many open files as it may have
+        raise UnavailableError(f"the file of {what} could not be taken over: raise the limit on open files (ulimit -n)")
+    return fd
+
+
 class Client:
     """A :class:`~peerstore.operations.Store` behind a socket.
 
@@ -125,6 +132,10 @@ class Client:
         ask = operations.Grow(lease_id, size_bytes, wait_s)
         return self.call("grow", ask, Lease, timeout_s=patience(wait_s) + _CALL_S)
 
+    def open_slot(self, slot: str) -> int:
+        _, fd = self._asked("open_slot", operations.OpenSlot(slot), type(None))
+        return _brought(fd, slot)
+
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
         return self.call("relabel", operations.Relabel(lease_id, key), Lease)
 
@@ -142,7 +153,10 @@ class Client:
         return self.call("inventory", operations.Inventory(job), list[ShardFact], timeout_s=_ADOPTION_S)
 
     def pin(self, key: ShardKey) -> Pin:
-        return self.call("pin", operations.TakePin(key), Pin, timeout_s=_ADOPTION_S)
+        pinned, fd = self._asked("pin", operations.TakePin(key), Pinned, timeout_s=_ADOPTION_S)
+        if fd is None:
+            self.unpin(pinned.id)
+        return Pin(pinned.id, pinned.record, _brought(fd, str(key)))
 
     def unpin(self, pin_id: str) -> bool:
         return self.call("unpin", operations.Unpin(pin_id), bool)
@@ -200,6 +214,21 @@ class Client:
 
         ``timeout_s`` is for the answer to one try, ``within_s`` for everything, an agent that is started included.
         """
+        found, fd = self._asked(op, body, result, timeout_s=timeout_s, within_s=within_s)
+        if fd is not None:  # nobody asked for it
+            os.close(fd)
+        return found
+
+    def _asked(
+        self,
+        op: str,
+        body: object,
+        result: type[T] | Any,
+        *,
+        timeout_s: float = _CALL_S,
+        within_s: float | None = None,
+    ) -> tuple[Any, int | None]:
+        """The answer, and the open file that came with it."""
         request = Request(op, frames.encode_raw(body))
         deadline = time.monotonic() + (self._retry_s if within_s is None else min(self._retry_s, within_s))
         until = None if within_s is None else time.monotonic() + within_s
@@ -211,7 +240,7 @@ class Client:
                 sock.settimeout(timeout_s)
                 frames.send(sock, request)
                 self._await_answer(sock, timeout_s)
-                response = frames.receive(sock, Response)
+                response, fd = frames.receive_with_file(sock, Response)
                 if response is None:
                     raise AgentUnreachableError("the agent closed the connection")
                 break
@@ -227,9 +256,14 @@ class Client:
                 sock.close()
                 raise
         self._give_back(sock)
-        if response.error:
-            raise self._error(response)
-        return frames.decode(response.body, result)
+        try:
+            if response.error:
+                raise self._error(response)
+            return frames.decode(response.body, result), fd
+        except BaseException:
+            if fd is not None:
+                os.close(fd)
+            raise
 
     def _await_answer(self, sock: socket.socket, timeout_s: float) -> None:
         """Until something comes. An agent that is at work may say nothing for long; one that hangs is replaced."""

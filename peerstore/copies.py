@@ -152,15 +152,24 @@ class Copies:
             record.key, record.parts, record.size_bytes, record.meta, record.sealed_ns, marked, slot.holders
         )
 
-    def like(self, key: ShardKey) -> tuple[ShardRecord, str] | None:
-        """The newest other version of the same part that is here, and where: what did not change needs not travel."""
+    def like(self, key: ShardKey) -> tuple[ShardRecord, int] | None:
+        """The newest other version of the same part that is here, and its file: what did not change needs not travel.
+
+        The file is the caller's, and not pinned: what is taken from it has to be compared.
+        """
         with self._shelf.lock:
             older = [
-                (record, self._shelf.arena.path(slot.name))
+                (slot, record)
                 for slot, record in self._shelf.offered(key.job)
                 if record.key.part == key.part and record.key != key
             ]
-        return max(older, key=lambda found: found[0].key.group, default=None)
+            if not older:
+                return None
+            slot, record = max(older, key=lambda found: found[1].key.group)
+            try:
+                return record, self._shelf.arena.open(slot.name)
+            except OSError:
+                return None
 
     # -- versions that can always be gone back to -----------------------------------------------------------------
 

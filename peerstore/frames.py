@@ -2,11 +2,12 @@
 
 A connection starts with a greeting from each side; then the client asks and the server answers, one at a time.
 Everything is decoded into a declared type before anybody looks at it, and no length is trusted before it was
-compared with a limit.
+compared with a limit. An answer may bring an open file with it, as a descriptor beside its first byte (SCM_RIGHTS).
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
@@ -16,12 +17,13 @@ import msgspec
 
 from peerstore.errors import AgentUnreachableError, ProtocolError
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_GREETING_BYTES = 4 << 10
 MAX_FRAME_BYTES = 64 << 20
 
 _STEP_BYTES = 1 << 20
 _LENGTH = struct.Struct(">I")
+_FD = struct.Struct("i")
 encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
 
@@ -53,12 +55,16 @@ class Response(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     body: msgspec.Raw
 
 
-def send(sock: socket.socket, message: object, *, limit_bytes: int = MAX_FRAME_BYTES) -> None:
-    """One frame out; the message must stay below the limit the other side enforces."""
+def send(sock: socket.socket, message: object, *, limit_bytes: int = MAX_FRAME_BYTES, fd: int | None = None) -> None:
+    """One frame out; the message must stay below the limit the other side enforces. ``fd`` goes with its first byte."""
     body = encode(message)
     if len(body) > limit_bytes:
         raise ProtocolError(f"a message of {len(body)} bytes is above the limit of {limit_bytes}")
-    sock.sendall(_LENGTH.pack(len(body)) + body)
+    data = _LENGTH.pack(len(body)) + body
+    if fd is not None:
+        sent = sock.sendmsg([data[:1]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(fd))])
+        data = data[sent:]
+    sock.sendall(data)
 
 
 def receive(
@@ -68,15 +74,31 @@ def receive(
 
     A frame that has begun must be complete ``within_s``; how long its first byte takes is the socket's own timeout.
     """
-    body = _receive(sock, limit_bytes, within_s)
-    return None if body is None else decode(body, kind)
+    first = sock.recv(1)  # a descriptor that comes with it is closed by the kernel
+    return decode(_rest(sock, first, limit_bytes, within_s), kind) if first else None
 
 
-def _receive(sock: socket.socket, limit_bytes: int, within_s: float | None) -> bytearray | None:
-    patience = sock.gettimeout()
-    first = sock.recv(1)
+def receive_with_file(sock: socket.socket, kind: type[T]) -> tuple[T | None, int | None]:
+    """One frame in, and the descriptor that came with it, which is the caller's from here on."""
+    first, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(_FD.size), socket.MSG_CMSG_CLOEXEC)
+    fds = [
+        _FD.unpack_from(data)[0]
+        for level, what, data in ancillary
+        if (level, what) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) >= _FD.size
+    ]
+    fd = fds[0] if fds else None
     if not first:
-        return None
+        return None, fd
+    try:
+        return decode(_rest(sock, first, MAX_FRAME_BYTES, None), kind), fd
+    except BaseException:
+        if fd is not None:
+            os.close(fd)
+        raise
+
+
+def _rest(sock: socket.socket, first: bytes, limit_bytes: int, within_s: float | None) -> bytearray:
+    patience = sock.gettimeout()
     deadline = None if within_s is None else time.monotonic() + within_s
     try:
         (length,) = _LENGTH.unpack(first + _read(sock, _LENGTH.size - 1, deadline))

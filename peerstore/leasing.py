@@ -17,8 +17,8 @@ from peerstore.ledger import Busy, CreateSlot, Full, MakeRoom, UseSlot, choose_s
 from peerstore.names import incarnation_name, job_name
 from peerstore.notes import LEASE
 from peerstore.owners import Owner
-from peerstore.pages import copy_file
-from peerstore.records import Lease, ShardKey
+from peerstore.pages import closing, copy_file
+from peerstore.records import Lease, ShardKey, SlotState
 from peerstore.shelf import Shelf, Slot
 
 MAX_PARTS = 1 << 20
@@ -141,7 +141,6 @@ class Leasing:
             id=secrets.token_hex(8),
             key=key,
             parts=parts,
-            path=self._shelf.arena.path(slot.name),
             size_bytes=size_bytes,
             slot=slot.name,
             generation=slot.generation,
@@ -191,7 +190,8 @@ class Leasing:
     def _copy(self, slot: Slot, larger: Slot) -> None:
         arena = self._shelf.arena
         try:
-            copy_file(arena.path(slot.name), arena.path(larger.name))
+            with closing(arena.open(slot.name)) as old, closing(arena.open(larger.name, writable=True)) as new:
+                copy_file(old, new)
         except OSError as error:
             raise ArenaFullError(f"{larger.name} could not take over what {slot.name} holds: {error}") from error
         larger.warm_bytes = slot.warm_bytes
@@ -202,7 +202,6 @@ class Leasing:
         lease = msgspec.structs.replace(
             growth.grown,
             slot=larger.name,
-            path=self._shelf.arena.path(larger.name),
             generation=larger.generation,
             slot_bytes=larger.size_bytes,
             warm_bytes=larger.warm_bytes,
@@ -234,6 +233,17 @@ class Leasing:
             if slot_bytes == size_bytes:
                 return decision
             slot_bytes = size_bytes
+
+    def open_slot(self, name: str) -> int:
+        """A slot's file, open for writing, for whoever has leased it or is about to."""
+        with self._shelf.lock:
+            slot = self._shelf.slots.get(name)
+            if slot is None or slot.state is SlotState.SEALED:
+                raise LeaseLostError(f"{name} cannot be written: its lease expired or was fenced, or it is sealed")
+            if not self._shelf.intact(slot):
+                self._shelf.lose(slot)
+                raise LeaseLostError(f"{name} was removed or truncated by somebody else, and is given up")
+            return self._shelf.open(slot, writable=True)
 
     def _writable(self, lease_id: str) -> tuple[Slot, Lease, Owner]:
         slot, done = self._shelf.leased(lease_id)

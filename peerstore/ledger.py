@@ -87,10 +87,10 @@ Decision = UseSlot | CreateSlot | Busy | Full
 
 
 def size_class(size_bytes: int) -> int:
-    """How large a slot for so many bytes is made: at most a sixteenth more, so that shards that change a little from
+    """How large a slot for so many bytes is made: at most a sixty-fourth more, so that shards that change a little from
     save to save find the slots of those before them large enough.
     """
-    step = max(1, (1 << max(0, size_bytes - 1).bit_length()) >> 5)
+    step = max(1, (1 << max(0, size_bytes - 1).bit_length()) >> 7)
     return -(-size_bytes // step) * step
 
 

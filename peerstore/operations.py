@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from peerstore.owners import Owner
-from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
+from peerstore.records import Group, Lease, Pin, Pinned, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
 from peerstore.store import NodeStore
 
 MAX_WAIT_S = 300.0
@@ -26,6 +27,8 @@ class Store(Protocol):
     - A writer of a past incarnation gets :class:`FencedError`, never a slot.
     - ``lease``, ``grow`` and ``seal`` may be repeated after a lost answer.
     - What was forgotten or found damaged is offered to nobody, and counts for no version.
+    - A pin brings the shard's file, open for reading; ``open_slot`` gives a leased slot's, open for writing. No file is
+      ever made shorter, and none is written again that somebody may still read.
     - :class:`ShardNotFoundError` means absent; :class:`UnavailableError` means unknown.
     """
 
@@ -38,6 +41,7 @@ class Store(Protocol):
     def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int: ...
     def lease(self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0) -> Lease: ...
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease: ...
+    def open_slot(self, slot: str) -> int: ...
     def relabel(self, lease_id: str, key: ShardKey) -> Lease: ...
     def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord: ...
     def abandon(self, lease_id: str) -> None: ...
@@ -78,6 +82,10 @@ class Grow(msgspec.Struct, frozen=True):
     lease_id: str
     size_bytes: int
     wait_s: float = 0.0
+
+
+class OpenSlot(msgspec.Struct, frozen=True):
+    slot: str
 
 
 class Relabel(msgspec.Struct, frozen=True):
@@ -154,8 +162,17 @@ class Status(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class WithFile:
+    """A result and the open file that goes with it; ``close`` when it has been sent."""
+
+    result: object
+    fd: int
+    close: Callable[[], object]
+
+
+@dataclass(frozen=True)
 class Operation:
-    """How one request is decoded and answered."""
+    """How one request is decoded and answered: with a ``result``, or with one in a :class:`WithFile`."""
 
     args: type[Any]
     result: Any
@@ -165,6 +182,15 @@ class Operation:
 def store_operations(store: NodeStore) -> Mapping[str, Operation]:
     """Every operation of :class:`Store`, answered by ``store``."""
     none = type(None)
+
+    def pin(key: ShardKey, who: Owner) -> WithFile:
+        made = store.pin(key, owner=who)
+        return WithFile(Pinned(made.id, made.record), made.fd, made.close)
+
+    def open_slot(slot: str) -> WithFile:
+        fd = store.open_slot(slot)
+        return WithFile(None, fd, lambda: os.close(fd))
+
     return {
         "epoch": Operation(EpochOf, int, lambda a, _: store.epoch(a.job)),
         "claim": Operation(Claim, int, lambda a, _: store.claim(a.job, a.incarnation, at_least=a.at_least)),
@@ -174,6 +200,7 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
             lambda a, who: store.lease(a.key, a.size_bytes, a.parts, wait_s=patience(a.wait_s), owner=who),
         ),
         "grow": Operation(Grow, Lease, lambda a, _: store.grow(a.lease_id, a.size_bytes, wait_s=patience(a.wait_s))),
+        "open_slot": Operation(OpenSlot, none, lambda a, _: open_slot(a.slot)),
         "relabel": Operation(Relabel, Lease, lambda a, _: store.relabel(a.lease_id, a.key)),
         "seal": Operation(Seal, ShardRecord, lambda a, _: store.seal(a.lease_id, a.size_bytes, a.meta)),
         "abandon": Operation(Abandon, none, lambda a, _: store.abandon(a.lease_id)),
@@ -181,7 +208,7 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
             Reserve, list[SlotInfo], lambda a, _: store.reserve(a.job, a.part, a.size_bytes, slots=a.slots)
         ),
         "inventory": Operation(Inventory, list[ShardFact], lambda a, _: store.inventory(a.job)),
-        "pin": Operation(TakePin, Pin, lambda a, who: store.pin(a.key, owner=who)),
+        "pin": Operation(TakePin, Pinned, lambda a, who: pin(a.key, who)),
         "unpin": Operation(Unpin, bool, lambda a, _: store.unpin(a.pin_id)),
         "verify": Operation(Verify, tuple[int, ...], lambda a, _: store.verify(a.key, a.chunks)),
         "report": Operation(Report, none, lambda a, _: store.report(a.key, a.reason)),

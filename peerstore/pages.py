@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from peerstore.errors import ArenaFullError
@@ -27,16 +28,13 @@ class Mapping:
     Closing it while a view is still in use raises ``BufferError`` rather than leaving a pointer into nothing.
     """
 
-    def __init__(self, path: str, size_bytes: int, *, writable: bool = False) -> None:
-        fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
-        try:
-            have = os.fstat(fd).st_size
-            if have < size_bytes:
-                raise ValueError(f"{path} has {have} bytes, {size_bytes} were expected")
-            flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _MAP_NORESERVE
-            self._map = mmap.mmap(fd, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE) if size_bytes else None
-        finally:
-            os.close(fd)
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool = False) -> None:
+        """The first ``size_bytes`` of an open file, which may be closed then."""
+        have = os.fstat(fd).st_size
+        if have < size_bytes:
+            raise ValueError(f"a file of {have} bytes is to be mapped, {size_bytes} were expected")
+        flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _MAP_NORESERVE
+        self._map = mmap.mmap(fd, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE) if size_bytes else None
         self.size_bytes = size_bytes
         self._writable = writable
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) if self._map is not None else 0
@@ -76,41 +74,44 @@ def populate_address(address: int, size_bytes: int) -> None:
         )
 
 
-def copy_file(source: str, target: str) -> None:
-    """Write what one file holds into another one that is at least as large."""
+def copy_file(source: int, target: int) -> None:
+    """Write what one open file holds into another one that is at least as large."""
     buffer = memoryview(bytearray(8 << 20))
-    with open(source, "rb", buffering=0) as old, open(target, "r+b", buffering=0) as new:  # noqa: PTH123 - a path of
-        # this process's own descriptors, where the arena has no files
-        at, size = 0, os.fstat(old.fileno()).st_size
-        while at < size:
-            try:
-                at = os.lseek(old.fileno(), at, os.SEEK_DATA)
-            except OSError as error:
-                if error.errno == errno.ENXIO:  # nothing but holes is left
-                    return
-                raise
-            count = os.preadv(old.fileno(), [buffer], at)
-            done = 0
-            while done < count:
-                done += os.pwrite(new.fileno(), buffer[done:count], at + done)
-            at += count
+    at, size = 0, os.fstat(source).st_size
+    while at < size:
+        try:
+            at = os.lseek(source, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but holes is left
+                return
+            raise
+        count = os.preadv(source, [buffer], at)
+        done = 0
+        while done < count:
+            done += os.pwrite(target, buffer[done:count], at + done)
+        at += count
 
 
-def populate_file(path: str, size_bytes: int, stop: Callable[[], bool], *, start: int = 0) -> int:
-    """Put pages behind ``path`` step by step; returns how far it came before ``stop()`` said so."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """An open file, closed when the block ends."""
     try:
-        size_bytes = min(size_bytes, os.fstat(fd).st_size)
-        done = start - start % mmap.ALLOCATIONGRANULARITY
-        while done < size_bytes and not stop():
-            step = min(_STEP_BYTES, size_bytes - done)
-            with mmap.mmap(fd, step, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=done) as window:
-                anchor = ctypes.c_char.from_buffer(window)
-                try:
-                    populate_address(ctypes.addressof(anchor), step)
-                finally:
-                    del anchor
-            done += step
-        return done
+        yield fd
     finally:
         os.close(fd)
+
+
+def populate_file(fd: int, size_bytes: int, stop: Callable[[], bool], *, start: int = 0) -> int:
+    """Put pages behind an open file step by step; returns how far it came before ``stop()`` said so."""
+    size_bytes = min(size_bytes, os.fstat(fd).st_size)
+    done = start - start % mmap.ALLOCATIONGRANULARITY
+    while done < size_bytes and not stop():
+        step = min(_STEP_BYTES, size_bytes - done)
+        with mmap.mmap(fd, step, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=done) as window:
+            anchor = ctypes.c_char.from_buffer(window)
+            try:
+                populate_address(ctypes.addressof(anchor), step)
+            finally:
+                del anchor
+        done += step
+    return done

@@ -74,10 +74,12 @@ class Reading:
             slot, record = self._shelf.sealed(key)
             if not self._shelf.intact(slot):
                 raise ShardDamagedError(f"the file of {key} was removed or truncated by somebody else")
+            with unreadable(key):
+                fd = self._shelf.arena.open(slot.name)
             pin = f"pin-{secrets.token_hex(8)}"
             self._pins[pin] = _PinOf(slot.name, owner)
             slot.users.add(pin)
-            return Pin(pin, self._shelf.arena.path(slot.name), record)
+            return Pin(pin, record, fd)
 
     def unpin(self, pin_id: str) -> bool:
         with self._shelf.lock:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import os
+import weakref
 from typing import NamedTuple
 
 import msgspec
@@ -104,7 +106,6 @@ class Lease(msgspec.Struct, frozen=True):
     id: str
     key: ShardKey
     parts: int
-    path: str
     size_bytes: int
     slot: str
     generation: int
@@ -119,17 +120,34 @@ class SlotInfo(msgspec.Struct, frozen=True):
     """A slot that is ready for a writer, so that it can be mapped ahead of time."""
 
     slot: str
-    path: str
     size_bytes: int
     generation: int
 
 
-class Pin(msgspec.Struct, frozen=True):
-    """A promise that a sealed shard stays where it is until it is unpinned."""
+class Pinned(msgspec.Struct, frozen=True):
+    """A pin as it is sent; the shard's file goes with it."""
 
     id: str
-    path: str
     record: ShardRecord
+
+
+class Pin:
+    """A promise that a sealed shard stays as it is until it is unpinned, and the shard as a file open for reading.
+
+    The file is the shard's whatever becomes of the store: it is never made shorter, and while somebody may have it open
+    it is not written again. It is closed by :meth:`close`, at the latest when nobody has the pin any more.
+    """
+
+    def __init__(self, pin_id: str, record: ShardRecord, fd: int) -> None:
+        self.id = pin_id
+        self.record = record
+        self.fd = fd
+        self._closing = weakref.finalize(self, os.close, fd)
+        self._closing.atexit = False
+
+    def close(self) -> None:
+        """Close the file. Doing it again is fine."""
+        self._closing()
 
 
 class ShardFact(msgspec.Struct, frozen=True):

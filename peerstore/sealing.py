@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -13,11 +11,10 @@ from peerstore.crashpoints import reach
 from peerstore.errors import LeaseLostError, RequestError, ShardDamagedError
 from peerstore.jobs import Jobs
 from peerstore.notes import LEASE, SEAL, SealNote
+from peerstore.pages import closing
 from peerstore.reading import unreadable
 from peerstore.records import CHUNK_BYTES, Lease, ShardRecord
 from peerstore.shelf import Shelf, Slot
-
-log = logging.getLogger(__name__)
 
 MAX_META_BYTES = 16 << 20
 
@@ -77,11 +74,8 @@ class Sealing:
     def _checksummed(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
         with unreadable(lease.key):
             try:
-                fd = os.open(lease.path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
+                with closing(self._shelf.arena.open(lease.slot)) as fd:
                     sums = checksum.file_checksums(fd, size_bytes, pool=self._pool)
-                finally:
-                    os.close(fd)
             except (FileNotFoundError, checksum.ShortFileError) as error:
                 raise ShardDamagedError(f"{lease.key} cannot be sealed: {error}") from error
         return ShardRecord(lease.key, lease.parts, size_bytes, CHUNK_BYTES, sums, meta, time.time_ns())

@@ -16,7 +16,7 @@ from peerstore import frames
 from peerstore.errors import AgentUnreachableError, PeerStoreError, ProtocolError, RequestError, UnavailableError
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
 from peerstore.names import job_name
-from peerstore.operations import Operation, store_operations
+from peerstore.operations import Operation, WithFile, store_operations
 from peerstore.owners import Owner, owner_of, peer_of
 from peerstore.settings import AgentPlace
 from peerstore.store import NodeStore
@@ -189,7 +189,7 @@ class StoreServer:
         try:
             while (request := self._next(connection)) is not None:
                 connection.settimeout(_FRAME_S)
-                self._send(connection, self._answer(request, owner))
+                self._send(connection, *self._answer(request, owner))
         finally:
             if job:
                 self._store.departed(owner, job)
@@ -214,24 +214,30 @@ class StoreServer:
             _tell(connection, Response(type(error).__name__, frames.encode_raw(str(error))))
             raise
 
-    def _send(self, connection: socket.socket, response: Response) -> None:
+    def _send(self, connection: socket.socket, response: Response, file: WithFile | None) -> None:
         try:
-            frames.send(connection, response, limit_bytes=self._frame_bytes)
+            fd = file.fd if file is not None else None
+            frames.send(connection, response, limit_bytes=self._frame_bytes, fd=fd)
         except ProtocolError as error:  # the answer is too large, and nothing of it was sent
             frames.send(connection, Response("PeerStoreError", frames.encode_raw(str(error))))
+        finally:
+            if file is not None:
+                file.close()
 
-    def _answer(self, request: Request, owner: Owner) -> Response:
+    def _answer(self, request: Request, owner: Owner) -> tuple[Response, WithFile | None]:
         try:
             operation = self._operations.get(request.op)
             if operation is None:
                 raise RequestError(f"this agent ({self._version or 'unknown version'}) has no operation {request.op!r}")
             result = operation.answer(frames.decode(request.body, operation.args), owner)
-            return Response("", frames.encode_raw(result))
+            file = result if isinstance(result, WithFile) else None
+            return Response("", frames.encode_raw(result if file is None else file.result)), file
         except self._errors as error:  # type: ignore[misc]  # a tuple of classes, some given by the caller
-            return Response(type(error).__name__, frames.encode_raw(str(error)))
+            return Response(type(error).__name__, frames.encode_raw(str(error))), None
         except Exception as error:
             log.exception("operation %s failed", request.op)
-            return Response("PeerStoreError", frames.encode_raw(f"internal error: {type(error).__name__}: {error}"))
+            said = f"internal error: {type(error).__name__}: {error}"
+            return Response("PeerStoreError", frames.encode_raw(said)), None
 
 
 def _tell(connection: socket.socket, message: object) -> None:

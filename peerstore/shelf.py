@@ -202,6 +202,13 @@ class Shelf:
         except FileNotFoundError:
             return False
 
+    def open(self, slot: Slot, *, writable: bool = False) -> int:
+        """The slot's file, for whoever asked."""
+        try:
+            return self.arena.open(slot.name, writable=writable)
+        except OSError as error:  # too many open files, most likely
+            raise UnavailableError(f"{slot.name} cannot be opened: {error}") from error
+
     def lose(self, slot: Slot) -> None:
         """Drop a slot whose file is not intact."""
         log.error("%s was removed or truncated by somebody else: a new one takes its place", slot.name)

@@ -127,6 +127,18 @@ class NodeStore:
         """
         return self._leasing.grow(lease_id, size_bytes, wait_s=wait_s)
 
+    def open_slot(self, slot: str) -> int:
+        """The file of a leased slot (or one that was reserved), open for writing: the caller's to close.
+
+        Whoever has mapped a slot of this name before needs no other: the name stays with the file.
+        """
+        return self._leasing.open_slot(slot)
+
+    def has_slot(self, slot: str) -> bool:
+        """Whether the slot is still there."""
+        with self._lock:
+            return slot in self._shelf.slots
+
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
         """Write the leased slot under another key of the same writer: for bytes that were placed before their version
         was known.
@@ -161,12 +173,15 @@ class NodeStore:
         return self._reading.records(job, group)
 
     def pin(self, key: ShardKey, *, owner: Owner | None = None) -> Pin:
-        """Keep a sealed shard where it is while somebody reads it."""
+        """Keep a sealed shard as it is while somebody reads it; its file comes open with the pin."""
         self._descriptors.check(f"reading {key}")
+        return self._pin(key, owner or myself())
+
+    def _pin(self, key: ShardKey, owner: Owner) -> Pin:
         lost = None
         with self._lock:
             try:
-                return self._reading.pin(key, owner or myself())
+                return self._reading.pin(key, owner)
             except ShardDamagedError as error:
                 reason = str(error)
                 lost = self._keeping.damaged(key, reason)
@@ -195,14 +210,15 @@ class NodeStore:
         A damaged shard is dropped and recorded: it is offered to nobody again. One that cannot be read is not damaged:
         :class:`~peerstore.errors.ShardUnreadableError`, and it stays.
         """
-        pin = self._reading.pin(key, myself())
+        pin = self._pin(key, myself())
         try:
-            bad = self._reading.damaged_chunks(pin.record, pin.path, chunks)
+            bad = self._reading.damaged_chunks(pin.record, f"/proc/self/fd/{pin.fd}", chunks)
         except ShardUnreadableError:
             with self._lock:
                 self._shelf.counters["unreadable"] += 1
             raise
         finally:
+            pin.close()
             held = self.unpin(pin.id)
         if bad and held:
             self.report(key, f"{len(bad)} of its chunks changed after it was sealed, first: {bad[0]}")

@@ -9,7 +9,7 @@ from peerstore.errors import ArenaFullError, RequestError
 from peerstore.leasing import MAX_PARTS
 from peerstore.ledger import size_class, suits
 from peerstore.names import job_name
-from peerstore.pages import populate_file
+from peerstore.pages import closing, populate_file
 from peerstore.records import SlotInfo, SlotState
 from peerstore.shelf import Shelf
 
@@ -48,7 +48,7 @@ class Warming:
             free = [slot for slot in mine if slot.state is SlotState.FREE]
             self._waiting.extend(slot.name for slot in free if slot.warm_bytes < slot.size_bytes)
             shelf.changed.notify_all()
-            return [SlotInfo(s.name, shelf.arena.path(s.name), s.size_bytes, s.generation) for s in free]
+            return [SlotInfo(s.name, s.size_bytes, s.generation) for s in free]
 
     def work(self) -> None:
         """Put pages behind one reserved slot after the other, until the store closes."""
@@ -62,9 +62,10 @@ class Warming:
                 slot = shelf.slots.get(self._waiting.popleft())
                 if slot is None or slot.state is not SlotState.FREE:
                     continue
-                path, size, warm = shelf.arena.path(slot.name), slot.size_bytes, slot.warm_bytes
+                size, warm = slot.size_bytes, slot.warm_bytes
             try:
-                reached = populate_file(path, size, lambda: shelf.closed, start=warm)
+                with closing(shelf.arena.open(slot.name, writable=True)) as fd:
+                    reached = populate_file(fd, size, lambda: shelf.closed, start=warm)
             except (ArenaFullError, OSError, ValueError) as error:
                 log.warning("populating %s stopped: %s", slot.name, error)
                 continue

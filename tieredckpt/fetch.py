@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -51,7 +50,6 @@ class PinnedShards:
         self.group = group
         self._pins: dict[int, Pin] = {}
         self._maps: dict[int, Mapping] = {}
-        self._files: dict[int, int] = {}
         self._checked: dict[int, list[tuple[int, int]]] = {}
 
     def verify(self, shard: ShardIndex, ranges: Sequence[ByteRange]) -> Found:
@@ -78,14 +76,7 @@ class PinnedShards:
 
     def file(self, part: int) -> int:
         """The shard as an open file: reading a byte once costs less than mapping its page first."""
-        known = self._files.get(part)
-        if known is None:
-            pin = self._pins[part]
-            try:
-                known = self._files[part] = os.open(pin.path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise TierUnavailableError(f"{pin.record.key} cannot be opened: {error}") from error
-        return known
+        return self._pins[part].fd
 
     def view(self, part: int) -> memoryview:
         return self._mapping(part).view
@@ -95,7 +86,7 @@ class PinnedShards:
         if known is None:
             pin = self._pins[part]
             try:
-                known = self._maps[part] = Mapping(pin.path, pin.record.size_bytes)
+                known = self._maps[part] = Mapping(pin.fd, pin.record.size_bytes)
             except (OSError, ValueError) as error:
                 raise TierUnavailableError(f"{pin.record.key} cannot be mapped: {error}") from error
         return known
@@ -106,15 +97,13 @@ class PinnedShards:
         for mapping in self._maps.values():
             with contextlib.suppress(BufferError):  # somebody's view is collected later
                 mapping.close()
-        for file in self._files.values():
-            os.close(file)
         for pin in self._pins.values():
+            pin.close()
             try:
                 held &= self._store.unpin(pin.id)
             except PeerStoreError:
                 held = False
         self._maps.clear()
-        self._files.clear()
         self._pins.clear()
         self._checked.clear()
         return held

@@ -419,7 +419,7 @@ class Session:
             if known is None or known.generation != lease.generation:
                 if known is not None:
                     known.close()
-                fd = os.open(lease.path, os.O_RDWR | os.O_CLOEXEC)
+                fd = self.node.store.open_slot(lease.slot)
                 known = self._memories[lease.slot] = SlotMemory(fd, lease.slot_bytes, lease.generation)
             self._let_go_of_dropped()
             return known
@@ -512,7 +512,7 @@ class Session:
                     with self._lock:
                         if slot.slot in self._memories:
                             continue
-                        fd = os.open(slot.path, os.O_RDWR | os.O_CLOEXEC)
+                        fd = self.node.store.open_slot(slot.slot)
                         memory = self._memories[slot.slot] = SlotMemory(fd, slot.size_bytes, slot.generation)
                     memory.prefault()
             except (PeerStoreError, OSError, ValueError) as error:

@@ -45,7 +45,7 @@ class SlotWriter(io.RawIOBase):
         self._start = layout_of(name.removesuffix(PENDING)).header_bytes
         self._at = self._size = 0
         self._sealed = False
-        self._fd = os.open(lease.path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = session.node.store.open_slot(lease.slot)
 
     @property
     def step(self) -> int:
@@ -150,7 +150,7 @@ class SlotWriter(io.RawIOBase):
             wait_s = self._session.settings.memory.wait_s
             before, self._lease = self._lease, self._session.node.store.grow(self._lease.id, wanted, wait_s=wait_s)
             if self._lease.generation != before.generation:  # what was written so far has been copied
-                fd = os.open(self._lease.path, os.O_RDWR | os.O_CLOEXEC)
+                fd = self._session.node.store.open_slot(self._lease.slot)
                 self.let_go()
                 self._fd = fd
 

@@ -39,11 +39,11 @@ class Lending:
         pin = self._store.pin(read.key)
         try:
             _check(read, pin.record)
-            fd = _opened(pin)
         except BaseException:
+            pin.close()
             self._store.unpin(pin.id)
             raise
-        return Loan(self._store, pin.id, pin.record, fd, read)
+        return Loan(self._store, pin, read)
 
     def suspect(self, key: ShardKey, chunks: Sequence[tuple[int, int]]) -> None:
         """What was to be sent is not what was sealed: look again, and keep what cannot be looked at."""
@@ -60,11 +60,10 @@ class Lending:
 class Loan:
     """One answer to a read: the digests, and the bytes behind them. Close it when it was sent."""
 
-    def __init__(self, store: NodeStore, pin: str, record: ShardRecord, fd: int, read: Read) -> None:
+    def __init__(self, store: NodeStore, pin: Pin, read: Read) -> None:
         self._store = store
         self._pin = pin
-        self._record = record
-        self._fd = fd
+        self._record = pin.record
         self._read = read
         self.payload: list[memoryview | FileSlice] = []
         self.size_bytes = 0
@@ -76,11 +75,11 @@ class Loan:
     def fill(self) -> Sent:
         """Whole chunks go as they are: the reader compares them with the seal. Of others the chunk is compared here."""
         digests = []
-        window = _Window(self._fd, self._record)
+        window = _Window(self._pin.fd, self._record)
         for start, stop in self._read.ranges:
             self.size_bytes += stop - start
             if aligned(start, stop, size_bytes=self._record.size_bytes, chunk_bytes=self._record.chunk_bytes):
-                self.payload.append(FileSlice(self._fd, start, stop - start))
+                self.payload.append(FileSlice(self._pin.fd, start, stop - start))
             else:
                 data = window.verified(start, stop)
                 digests.append(xxhash.xxh3_64_digest(data)[::-1])
@@ -88,8 +87,8 @@ class Loan:
         return Sent(b"".join(digests))
 
     def close(self) -> None:
-        os.close(self._fd)
-        self._store.unpin(self._pin)
+        self._pin.close()
+        self._store.unpin(self._pin.id)
 
 
 class _Window:
@@ -125,14 +124,6 @@ class _Window:
         if bad:
             raise ShardDamagedError(f"{record.key}: chunk {first + bad[0]} differs from what was sealed")
         self._first, self._stop, self._data = first, stop, data.toreadonly()
-
-
-def _opened(pin: Pin) -> int:
-    with unreadable(pin.record.key):
-        try:
-            return os.open(pin.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise ShardDamagedError(f"the file of {pin.record.key} is gone") from error
 
 
 def _check(read: Read, record: ShardRecord) -> None:

@@ -12,7 +12,7 @@ from peerstore.cluster.rebuilding import Read, parity_of, rebuild
 from peerstore.copies import MAX_META_BYTES
 from peerstore.errors import PeerStoreError, RequestError, ShardDamagedError
 from peerstore.pages import Mapping as Mapped
-from peerstore.pages import populate_file
+from peerstore.pages import closing, populate_file
 from peerstore.peers.striping import parity_key, sealed_parity
 from peerstore.records import Lease, ShardRecord
 from peerstore.store import NodeStore
@@ -33,7 +33,7 @@ def make_parity(
     if lease is None:
         return None
     try:
-        sums = _written(lease, size, stripe.chunk_bytes, parity_of(stripe, keeper, reads), stopped)
+        sums = _written(store, lease, size, stripe.chunk_bytes, parity_of(stripe, keeper, reads), stopped=stopped)
         record = sealed_parity(stripe, keeper, sums, time.time_ns())
         if len(record.meta) > MAX_META_BYTES:
             raise RequestError(f"{record.key}: what it is made of takes {len(record.meta)} bytes to tell")
@@ -61,7 +61,7 @@ def rebuild_shard(
         return False
     try:
         chunks = rebuild(member, parities, shards, kept)
-        sums = _written(lease, shard.size_bytes, shard.chunk_bytes, chunks, stopped)
+        sums = _written(store, lease, shard.size_bytes, shard.chunk_bytes, chunks, stopped=stopped)
         if sums != shard.checksums:
             raise ShardDamagedError(f"{shard.key} was rebuilt, but is not what was sealed")
         store.seal_copy(lease.id, shard, holders)
@@ -72,12 +72,20 @@ def rebuild_shard(
 
 
 def _written(
-    lease: Lease, size_bytes: int, chunk_bytes: int, chunks: Iterator[tuple[int, bytearray]], stopped: Stopped
+    store: NodeStore,
+    lease: Lease,
+    size_bytes: int,
+    chunk_bytes: int,
+    chunks: Iterator[tuple[int, bytearray]],
+    *,
+    stopped: Stopped,
 ) -> bytes:
     """Write ``chunks`` into the slot; the checksums of what is there then."""
-    populate_file(lease.path, size_bytes, stopped, start=lease.warm_bytes)
     sums = bytearray()
-    with Mapped(lease.path, size_bytes, writable=True) as mapping, mapping.view as view:
+    with closing(store.open_slot(lease.slot)) as fd:
+        populate_file(fd, size_bytes, stopped, start=lease.warm_bytes)
+        mapped = Mapped(fd, size_bytes, writable=True)
+    with mapped as mapping, mapping.view as view:
         for number, data in chunks:
             if stopped():
                 raise PeerStoreError("this agent is stopping")

@@ -170,7 +170,7 @@ class Protecting:
             push = Push(
                 self._tending.peer(duty.to),
                 pin.record,
-                pin.path,
+                pin.fd,
                 pace=self._pace,
                 streams=self.protection.streams,
                 blob=lambda name: self._store.get_blob(self._job, name),
@@ -193,6 +193,7 @@ class Protecting:
             self.totals.lag_s = max(0.0, time.time() - fact.sealed_ns / 1e9)
         finally:
             self.sending = None
+            pin.close()
             self._store.unpin(pin.id)
 
     def _failed(self, duty: Duty, error: Exception) -> None:

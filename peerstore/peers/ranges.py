@@ -114,10 +114,7 @@ class Ranges:
 def _pinned(store: NodeStore, record: ShardRecord) -> Iterator[int]:
     pin = store.pin(record.key)
     try:
-        fd = os.open(pin.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+        yield pin.fd
     finally:
+        pin.close()
         store.unpin(pin.id)

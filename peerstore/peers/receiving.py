@@ -16,7 +16,6 @@ import os
 import secrets
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from peerstore import checksum
 from peerstore.copies import kept_for
@@ -30,7 +29,7 @@ from peerstore.errors import (
     ShardDamagedError,
     UnavailableError,
 )
-from peerstore.pages import Mapping, populate_file
+from peerstore.pages import Mapping, closing, populate_file
 from peerstore.peers.messages import Offer, Wanted
 from peerstore.records import Lease, ShardKey, ShardRecord
 from peerstore.store import NodeStore
@@ -100,7 +99,7 @@ class Receiving:
         self._me = me
         self._lock = threading.Lock()
         self._transfers: dict[str, _Transfer] = {}
-        self._maps: dict[str, tuple[int, Mapping]] = {}
+        self._maps: dict[str, Mapping] = {}
         """Slots stay mapped: the next copy into one then finds its pages there."""
         self.reused_bytes = 0
         self.damaged_chunks = 0
@@ -135,8 +134,7 @@ class Receiving:
 
     def _begin(self, sender: str, record: ShardRecord, lease: Lease, holders: tuple[str, ...]) -> _Transfer:
         try:
-            populate_file(lease.path, record.size_bytes, lambda: False, start=lease.warm_bytes)
-            view = self._mapped(lease).view[: record.size_bytes]
+            view = self._mapped(lease, record.size_bytes).view[: record.size_bytes]
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno not in _NO_ROOM:
                 raise UnavailableError(f"no copy of {record.key} can be taken in now: {error}") from error
@@ -146,35 +144,42 @@ class Receiving:
         self._reuse(transfer)
         return transfer
 
-    def _mapped(self, lease: Lease) -> Mapping:
+    def _mapped(self, lease: Lease, size_bytes: int) -> Mapping:
+        known = self._known(lease.slot)
+        if known is None or lease.warm_bytes < size_bytes:
+            with closing(self._store.open_slot(lease.slot)) as fd:
+                populate_file(fd, size_bytes, lambda: False, start=lease.warm_bytes)
+                known = known or Mapping(fd, lease.slot_bytes, writable=True)
+            with self._lock:
+                self._maps[lease.slot] = known
+        return known
+
+    def _known(self, slot_name: str) -> Mapping | None:
         with self._lock:
-            for slot, (_, mapping) in list(self._maps.items()):
-                if not Path(lease.path).with_name(slot).exists():
+            for slot, mapping in list(self._maps.items()):
+                if not self._store.has_slot(slot):
                     del self._maps[slot]
                     with contextlib.suppress(BufferError):
                         mapping.close()
-            known = self._maps.get(lease.slot)
-            if known is None or known[0] != lease.generation or known[1].size_bytes < lease.size_bytes:
-                known = (lease.generation, Mapping(lease.path, lease.size_bytes, writable=True))
-                self._maps[lease.slot] = known
-            return known[1]
+            return self._maps.get(slot_name)
 
     def _reuse(self, transfer: _Transfer) -> None:
         """Fill in what an older version of the same part has: frozen layers, embeddings nobody looked up."""
         record = transfer.record
         found = self._store.copies.like(record.key)
-        if found is None or found[0].chunk_bytes != record.chunk_bytes:
+        if found is None:
             return
-        older, path = found
+        older, fd = found
+        with closing(fd):
+            self._take_over(transfer, older, fd)
+
+    def _take_over(self, transfer: _Transfer, older: ShardRecord, fd: int) -> None:
+        record = transfer.record
+        if older.chunk_bytes != record.chunk_bytes:
+            return
         sums = older.checksums
         have = {sums[8 * n : 8 * n + 8]: n for n in range(len(sums) // 8)}
         wanted = [(n, have[transfer.expected(n)]) for n in range(len(transfer.done)) if transfer.expected(n) in have]
-        if not wanted:
-            return
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return
         try:
             for number, at in wanted:
                 chunk = transfer.chunk(number)
@@ -182,8 +187,6 @@ class Receiving:
                     self.reused_bytes += len(chunk)
         except OSError as error:  # what could not be read is sent
             log.debug("%s: nothing more is taken over from an older version: %s", record.key, error)
-        finally:
-            os.close(fd)
 
     def chunk(self, sender: str, name: str, number: int, channel: Channel, payload_bytes: int) -> int | None:
         """Take one chunk off the connection; its number, when it is not what the record says."""
@@ -255,7 +258,7 @@ class Receiving:
         for transfer in transfers.values():
             transfer.view.release()
             self._store.abandon(transfer.lease.id)
-        for _, mapping in maps.values():
+        for mapping in maps.values():
             with contextlib.suppress(BufferError):
                 mapping.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -59,7 +58,7 @@ class Push:
         self,
         peer: Peer,
         record: ShardRecord,
-        path: str,
+        fd: int,
         *,
         pace: Bandwidth,
         streams: int = 2,
@@ -68,7 +67,7 @@ class Push:
     ) -> None:
         self._peer = peer
         self._record = record
-        self._path = path
+        self._fd = fd
         self._pace = pace
         self._streams = streams
         self._blob = blob
@@ -100,38 +99,34 @@ class Push:
         return sum(min(stop * size, total) - first * size for first, stop in runs)
 
     def _send(self, transfer: str, runs: list[tuple[int, int]]) -> None:
-        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            bad = self._send_all(fd, transfer, runs)
-            # The way may be bad and the bytes good: what arrived damaged is sent once more.
-            if bad and self._send_all(fd, transfer, [(number, number + 1) for number in bad]):
-                raise ShardDamagedError(f"{self._record.key}: {len(bad)} chunks arrived damaged twice, first: {bad[0]}")
-        finally:
-            os.close(fd)
+        bad = self._send_all(transfer, runs)
+        # The way may be bad and the bytes good: what arrived damaged is sent once more.
+        if bad and self._send_all(transfer, [(number, number + 1) for number in bad]):
+            raise ShardDamagedError(f"{self._record.key}: {len(bad)} chunks arrived damaged twice, first: {bad[0]}")
 
-    def _send_all(self, fd: int, transfer: str, runs: list[tuple[int, int]]) -> list[int]:
+    def _send_all(self, transfer: str, runs: list[tuple[int, int]]) -> list[int]:
         work = _Work(sorted(runs, reverse=True))
         many = min(self._streams, sum(-(-(stop - first) // _FLUSH_CHUNKS) for first, stop in runs))
         helpers = [
-            threading.Thread(target=self._stream, args=(fd, transfer, work), name="peerstore-push", daemon=True)
+            threading.Thread(target=self._stream, args=(transfer, work), name="peerstore-push", daemon=True)
             for _ in range(many - 1)
         ]
         for thread in helpers:
             thread.start()
-        self._stream(fd, transfer, work)
+        self._stream(transfer, work)
         for thread in helpers:
             thread.join()
         if work.failure is not None:
             raise work.failure
         return work.bad
 
-    def _stream(self, fd: int, transfer: str, work: _Work) -> None:
+    def _stream(self, transfer: str, work: _Work) -> None:
         """Runs of chunks over one connection, until there are no more."""
         try:
             with self._peer.line() as line:
                 while (run := work.next()) is not None:
                     for number in range(*run):
-                        self._send_chunk(line, fd, transfer, number)
+                        self._send_chunk(line, transfer, number)
                     bad = line.ask("flush", Flush(transfer), tuple[int, ...])
                     with work.lock:
                         work.bad += bad
@@ -139,11 +134,11 @@ class Push:
             with work.lock:
                 work.failure = work.failure or error
 
-    def _send_chunk(self, line: Line, fd: int, transfer: str, number: int) -> None:
+    def _send_chunk(self, line: Line, transfer: str, number: int) -> None:
         if self._stopped():
             raise PeerStoreError("this agent is stopping")
         start = number * self._record.chunk_bytes
         size = min(self._record.chunk_bytes, self._record.size_bytes - start)
         self._pace.take(size)
         reach("peer.sending")
-        line.tell("chunk", Chunk(transfer, number), [FileSlice(fd, start, size)])
+        line.tell("chunk", Chunk(transfer, number), [FileSlice(self._fd, start, size)])

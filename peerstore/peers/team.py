@@ -27,7 +27,7 @@ from peerstore.errors import (
     UnavailableError,
 )
 from peerstore.pages import Mapping as Mapped
-from peerstore.pages import populate_file
+from peerstore.pages import closing, populate_file
 from peerstore.peers.board import Wish
 from peerstore.peers.calling import Pass
 from peerstore.peers.duties import inherited, remembered, worth_mending
@@ -258,8 +258,10 @@ class Team:
         if lease is None:
             return False
         try:
-            populate_file(lease.path, record.size_bytes, self._stop.is_set, start=lease.warm_bytes)
-            with Mapped(lease.path, record.size_bytes, writable=True) as mapping:
+            with closing(self._store.open_slot(lease.slot)) as fd:
+                populate_file(fd, record.size_bytes, self._stop.is_set, start=lease.warm_bytes)
+                mapped = Mapped(fd, record.size_bytes, writable=True)
+            with mapped as mapping:
                 reach("peer.mending")
                 wish = Wish(record, [Target(0, record.size_bytes, mapping.view)], others)
                 pulled = Puller(self.tending.peer).pull([wish])

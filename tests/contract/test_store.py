@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 
@@ -19,11 +20,11 @@ from peerstore.errors import (
     ShardNotFoundError,
 )
 from peerstore.operations import Store
-from peerstore.pages import Mapping
+from peerstore.pages import Mapping, closing
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
 from peerstore.testing import memory_store
-from tests.support.stores import MIB, content, fill, flip, key, load, save, store_agent, store_directory
+from tests.support.stores import MIB, content, fill, flip, key, load, pinned_file, save, store_agent, store_directory
 
 
 @contextlib.contextmanager
@@ -204,6 +205,43 @@ def test_two_slots_take_turns_and_keep_the_newest_whole_version(store):
     assert slots[0::2] == [slots[0]] * 3
 
 
+def test_saves_that_change_a_little_take_turns_in_the_same_files(store):
+    """So that who has them mapped maps them once."""
+    sizes = [10 * MIB, 10 * MIB + 4000, 10 * MIB - 70_000, 9 * MIB, 10 * MIB + 1, 10 * MIB]
+    leases = []
+    for version, size in enumerate(sizes):
+        leases.append(store.lease(key(version), size, 1))
+        fill(leases[-1], content(key(version), size))
+        assert store.seal(leases[-1].id, size).size_bytes == size
+        assert load(store, key(version)) == content(key(version), size)
+    assert len({(lease.slot, lease.generation, lease.slot_bytes) for lease in leases}) == 3  # the first was too small
+
+
+def test_a_save_of_another_size_gets_another_file(store):
+    found = {}
+    for version, size in enumerate([8 * MIB, 8 * MIB, MIB, MIB, 8 * MIB, 8 * MIB]):
+        lease = store.lease(key(version), size, 1)
+        assert found.setdefault(lease.slot, lease.slot_bytes) == lease.slot_bytes, "it has one size for its life"
+        fill(lease, content(key(version), size))
+        store.seal(lease.id, size)
+    assert sorted(found.values()) == [MIB] * 2 + [8 * MIB] * 4
+    assert store.status().arena.allocated_bytes == 16 * MIB
+
+
+def test_only_a_slot_that_is_leased_or_free_is_opened_for_writing(store):
+    lease = store.lease(key(), MIB, 1)
+    with closing(store.open_slot(lease.slot)) as fd:
+        assert os.fstat(fd).st_size == lease.slot_bytes
+        os.pwrite(fd, content(key(), MIB), 0)
+    store.seal(lease.id, MIB)
+    assert load(store, key()) == content(key(), MIB)
+    for name in (lease.slot, "slot.job.0.nowhere", "../slot", ""):
+        with pytest.raises(LeaseLostError):
+            store.open_slot(name)
+    (free, *_) = store.reserve("job", 1, MIB)
+    os.close(store.open_slot(free.slot))
+
+
 def test_the_newest_whole_version_is_never_given_up_for_unfinished_ones(store):
     for part in (0, 1):
         save(store, key(1, part), parts=2)
@@ -271,13 +309,37 @@ def test_a_pinned_shard_never_changes(store):
     pin = store.pin(key(0))
     for version in range(1, 6):
         save(store, key(version))
-    with Mapping(pin.path, MIB) as mapping, mapping.view as view:
+    with Mapping(pin.fd, MIB) as mapping, mapping.view as view:
         assert bytes(view) == content(key(0), MIB)
     assert store.unpin(pin.id) is True
     assert store.unpin(pin.id) is False
     save(store, key(6))
     save(store, key(7))
     assert key(0) not in {fact.key for fact in store.inventory("job")}
+
+
+def test_a_pin_brings_a_file_to_read_and_not_to_write(store):
+    save(store, key(0))
+    pin = store.pin(key(0))
+    assert os.pread(pin.fd, MIB, 0) == content(key(0), MIB)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(pin.fd, b"other", 0)
+    pin.close()
+    pin.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pread(pin.fd, 1, 0)
+    assert store.unpin(pin.id) is True
+
+
+def test_a_pinned_shard_is_read_to_its_end_when_it_was_dropped(store):
+    """Another reader has reported it; what this one has to find out for itself is only that it was not held."""
+    save(store, key(0))
+    pin = store.pin(key(0))
+    store.report(key(0), "a reader saw other bytes")
+    for version in range(1, 4):
+        save(store, key(version))
+    assert os.pread(pin.fd, MIB, 0) == content(key(0), MIB)
+    assert store.unpin(pin.id) is False
 
 
 def test_a_pinned_shard_outlives_being_forgotten_but_is_offered_to_nobody(store):
@@ -289,7 +351,7 @@ def test_a_pinned_shard_outlives_being_forgotten_but_is_offered_to_nobody(store)
         store.pin(key(0))
     for version in range(1, 4):
         save(store, key(version))
-    with Mapping(pin.path, MIB) as mapping, mapping.view as view:
+    with Mapping(pin.fd, MIB) as mapping, mapping.view as view:
         assert bytes(view) == content(key(0), MIB)
     assert store.unpin(pin.id) is True
     assert store.status().arena.free_slots == 1
@@ -298,7 +360,7 @@ def test_a_pinned_shard_outlives_being_forgotten_but_is_offered_to_nobody(store)
 def test_damage_is_found_reported_and_the_shard_dropped(store):
     save(store, key(1), 3 * MIB)
     pin = store.pin(key(1))
-    flip(pin.path, 2 * MIB)
+    flip(pinned_file(pin), 2 * MIB)
     assert store.verify(key(1), (0, 2)) == ()
     assert store.verify(key(1), (1, 3)) == (2,)
     assert store.unpin(pin.id) is False, "what was read in between has to be looked at again"
@@ -375,7 +437,7 @@ def test_a_newer_incarnation_fences_the_older(store):
 
 def test_the_slot_of_a_fenced_writer_is_not_given_to_others_while_it_may_still_write(store):
     old = store.lease(key(1), 4096, 1)
-    with Mapping(old.path, 4096, writable=True) as mapping, mapping.view as view:
+    with closing(store.open_slot(old.slot)) as fd, Mapping(fd, 4096, writable=True) as mapping, mapping.view as view:
         record = save(store, key(1, epoch=2, name="newer"), 4096)
         view[:] = b"z" * 4096
         assert load(store, record.key) == content(record.key, 4096)

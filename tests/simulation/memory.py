@@ -49,6 +49,9 @@ class DictArena:
     def remove(self, name: str) -> None:
         self.bytes.pop(name, None)
 
+    def open(self, name: str, *, writable: bool = False) -> int:
+        raise NotImplementedError("nothing is read from files here")
+
     def path(self, name: str) -> str:
         return name
 
@@ -91,7 +94,7 @@ class SimulatedSealing(Sealing):
     now_ns = 0
 
     def _checksummed(self, lease: Lease, size_bytes: int, meta: bytes) -> ShardRecord:
-        data = memoryview(self._shelf.arena.bytes[lease.path])[:size_bytes]
+        data = memoryview(self._shelf.arena.bytes[lease.slot])[:size_bytes]
         sums = checksums(data, chunk_bytes=CHUNK_BYTES)
         return ShardRecord(lease.key, lease.parts, size_bytes, CHUNK_BYTES, sums, meta, self.now_ns)
 

@@ -26,7 +26,7 @@ def compressed(source: Path, index: ShardIndex, *, wanted: bool) -> Iterator[tup
     with tempfile.NamedTemporaryFile(prefix="tieredckpt-", suffix=".zst") as spool:
         packer = zstandard.ZstdCompressor(level=_LEVEL)
         frames = []
-        with Mapping(str(source), index.size_bytes) as mapping, mapping.view as view:
+        with source.open("rb") as file, Mapping(file.fileno(), index.size_bytes) as mapping, mapping.view as view:
             for start in range(0, index.size_bytes, index.chunk_bytes):
                 with view[start : start + index.chunk_bytes] as chunk:
                     frame = packer.compress(chunk)
@@ -48,7 +48,7 @@ def _gains(source: Path, index: ShardIndex) -> bool:
     count = -(-index.size_bytes // index.chunk_bytes)
     packer = zstandard.ZstdCompressor(level=_LEVEL)
     before = after = 0
-    with Mapping(str(source), index.size_bytes) as mapping, mapping.view as view:
+    with source.open("rb") as file, Mapping(file.fileno(), index.size_bytes) as mapping, mapping.view as view:
         for chunk in range(0, count, max(1, count // _SAMPLES)):
             with view[chunk * index.chunk_bytes : (chunk + 1) * index.chunk_bytes] as sample:
                 before += len(sample)

@@ -136,6 +136,7 @@ def _in_memory(agent: AgentNode, fact: ShardFact, durable: ShardIndex | None) ->
             record = pin.record
             bad = agent.store.verify(key)
         finally:
+            pin.close()
             agent.store.unpin(pin.id)
     except ShardNotFoundError:
         return check(Exit.UNAVAILABLE, "given up for a newer step in the meantime")

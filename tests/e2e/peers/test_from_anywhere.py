@@ -7,7 +7,7 @@ from tests.e2e.peers.test_node_lost import full, restore, save, sharded
 from tests.support.bits import assert_same, zeroed
 from tests.support.clusters import cluster_of
 from tests.support.jobs import on_server
-from tests.support.stores import flip
+from tests.support.stores import flip, pinned_file
 from tieredckpt import Checkpointer
 
 NAMES = ["n1", "n2", "n3"]
@@ -79,7 +79,7 @@ def test_one_step_comes_from_memory_from_a_peer_and_from_storage(cluster, rclone
             if copy in {fact.key for fact in agent.store.inventory(cluster.job)}:
                 pin = agent.store.pin(copy)
                 for at in range(0, pin.record.size_bytes, 4096):
-                    flip(pin.path, at)
+                    flip(pinned_file(pin), at)
                 agent.store.unpin(pin.id)
     ((tiers, nodes),) = cluster.run(["n1"], restore_alone, 5, environ=environ)
     assert tiers.keys() == {"memory", "peer", "durable"}

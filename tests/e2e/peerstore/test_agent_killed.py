@@ -2,14 +2,13 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from peerstore.crashpoints import POINTS
 from peerstore.errors import AgentUnreachableError, PeerStoreError, ShardNotFoundError
 from peerstore.records import Group
-from tests.support.stores import MIB, content, fill, flip, key, load, store_agent, store_directory
+from tests.support.stores import MIB, content, fill, flip, key, load, pinned_file, store_agent, store_directory
 
 pytestmark = pytest.mark.e2e
 
@@ -129,9 +128,9 @@ def test_a_flipped_byte_is_found_reported_and_the_version_is_not_whole(directory
             fill(lease, content(of, MIB))
             client.seal(lease.id, MIB)
             client.mark_whole("job", of.group)
-        pin = client.pin(key(2))
+        slot = pinned_file(client.pin(key(2))).readlink()
         agent.kill()
-    flip(pin.path, MIB // 2)
+    flip(slot, MIB // 2)
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         assert [fact.key for fact in client.inventory("job")] == [key(1)]
         with pytest.raises(ShardNotFoundError):
@@ -165,14 +164,14 @@ def test_what_is_missing_at_adoption_is_absent(directory, harm, left, damages):
             fill(lease, content(of, MIB))
             client.seal(lease.id, MIB)
             client.mark_whole("job", of.group)
-        slot = client.pin(key(2)).path
+        slot = pinned_file(client.pin(key(2))).readlink()
         agent.kill()
-    note = directory / "notes" / f"seal.{Path(slot).name}"
+    note = directory / "notes" / f"seal.{slot.name}"
     match harm:
         case "truncate the slot":
             os.truncate(slot, 4096)
         case "remove the slot":
-            Path(slot).unlink()
+            slot.unlink()
         case "damage the note":
             flip(note, 40)
         case "remove the note":

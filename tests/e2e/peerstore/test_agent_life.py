@@ -15,7 +15,7 @@ import pytest
 from peerstore.cli import EXIT_FAILED, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
 from peerstore.errors import AgentUnreachableError, ArenaBusyError, ArenaFullError, RequestError, UnavailableError
 from peerstore.launch import connect_or_launch
-from peerstore.pages import Mapping, populate_address
+from peerstore.pages import Mapping, closing, populate_address
 from peerstore.settings import AgentPlace
 from tests.support.agents import agent_pid, end_agent, wait_gone
 from tests.support.stores import MIB, client_of, content, fill, key, load, save, store_agent, store_directory
@@ -345,7 +345,9 @@ class TestSmallTmpfs:
             lease = client.lease(key(1), 10 * MIB, 1)
             (small_tmpfs / "somebody else").write_bytes(bytes(10 * MIB))
             refused = pytest.raises(ArenaFullError, match="no memory for 10485760 bytes of the arena")
-            with Mapping(lease.path, 10 * MIB, writable=True) as mapping, refused:
+            with closing(client.open_slot(lease.slot)) as fd:
+                mapped = Mapping(fd, 10 * MIB, writable=True)
+            with mapped as mapping, refused:
                 populate_address(mapping.address, 10 * MIB)
             client.abandon(lease.id)
             (small_tmpfs / "somebody else").unlink()

@@ -22,6 +22,7 @@ from tests.support.bits import assert_same, raw, zeroed
 from tests.support.faults import Answer
 from tests.support.jobs import Job, on_server, state_at
 from tests.support.s3 import BUCKET
+from tests.support.stores import pinned_file
 from tieredckpt import (
     CheckpointDamagedError,
     Checkpointer,
@@ -102,7 +103,7 @@ def test_2_a_slot_cut_short_is_not_read_as_zeros(agent_dir):
         newest = max(ckpt.session.node.store.inventory("loop"), key=lambda fact: fact.key.version)
         pin = ckpt.session.node.store.pin(newest.key)
         ckpt.session.node.store.unpin(pin.id)
-        os.truncate(pin.path, 5000)
+        os.truncate(pinned_file(pin), 5000)
         found = zeroed(state_at(0))
         assert ckpt.restore(found) == 0
         assert_same(state_at(0), found)

@@ -50,16 +50,17 @@ def _greetings() -> Iterator[tuple[str, Case]]:
     yield "greeting-random", Case(bytes(range(0, 256, 7)), refused)
     yield "greeting-4-gib", Case(frame(b"x", announced=0xFFFFFFFF), refused)
     yield "greeting-above-its-limit", Case(frame(b"x" * 5000), refused)
-    yield "greeting-of-the-future", Case(frame({"protocol": 2, "job": ""}), refused)
+    yield "greeting-of-the-future", Case(frame({"protocol": 99, "job": ""}), refused)
+    yield "greeting-of-the-first-release", Case(frame({"protocol": 1, "job": ""}), refused)
     yield "greeting-of-the-far-future", Case(frame({"protocol": 1 << 63, "job": ""}), refused)
     yield "greeting-protocol-as-text", Case(frame({"protocol": "1", "job": ""}), refused)
     yield "greeting-without-protocol", Case(frame({"job": ""}), refused)
-    yield "greeting-job-with-slash", Case(frame({"protocol": 1, "job": "../../etc"}), refused)
-    yield "greeting-job-with-nul", Case(frame({"protocol": 1, "job": "a\0b"}), refused)
-    yield "greeting-job-endless", Case(frame({"protocol": 1, "job": "x" * 4000}), refused)
+    yield "greeting-job-with-slash", Case(frame({"protocol": 2, "job": "../../etc"}), refused)
+    yield "greeting-job-with-nul", Case(frame({"protocol": 2, "job": "a\0b"}), refused)
+    yield "greeting-job-endless", Case(frame({"protocol": 2, "job": "x" * 4000}), refused)
     yield "greeting-nested", Case(frame(nested(4000)), refused)
     yield "greeting-cut-length", Case(b"\0\0", CLOSED)
-    yield "greeting-cut-body", Case(frame({"protocol": 1, "job": ""})[:-3], CLOSED)
+    yield "greeting-cut-body", Case(frame({"protocol": 2, "job": ""})[:-3], CLOSED)
 
 
 def _frames() -> Iterator[tuple[str, Case]]:

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from peerstore.arena import TmpfsArena
+from peerstore.checksum import digest
 from peerstore.errors import ShardNotFoundError
 from peerstore.notes import LeaseNote, SealNote
 from peerstore.owners import myself
@@ -29,10 +31,10 @@ def sealed(**changes):
 
 
 def leased(**changes):
-    fields = {"id": "x", "key": VICTIM, "parts": 1, "path": "/etc/passwd", "size_bytes": 10, "slot": SLOT}
-    return msgspec.msgpack.encode(
-        LeaseNote(Lease(**{**fields, "generation": 1, "warm_bytes": 0, **changes}), tuple(myself()))
-    )
+    fields = {"id": "x", "key": VICTIM, "parts": 1, "size_bytes": 10, "slot": "slot.job.0.of-another"}
+    lease = Lease(**{**fields, "generation": 1, "warm_bytes": 0, **changes})
+    as_before = {**msgspec.to_builtins(lease), "path": "/etc/passwd"}  # what the first release noted
+    return msgspec.msgpack.encode({**msgspec.to_builtins(LeaseNote(lease, tuple(myself()))), "lease": as_before})
 
 
 STRANGE = {
@@ -111,11 +113,28 @@ def test_a_lease_note_does_not_choose_its_file(directory):
     arena.create(SLOT, 10)
     arena.put_note(f"lease.{SLOT}", leased())
     with opened(directory) as store:
-        (path,) = {slot.path for slot in [store.lease(VICTIM, 10, 1)]}
-        assert path == arena.path(SLOT)
+        assert store.lease(VICTIM, 10, 1).slot == SLOT
         fill(store.lease(VICTIM, 10, 1), content(VICTIM, 10))
         store.seal(store.lease(VICTIM, 10, 1).id, 10)
         assert load(store, VICTIM) == content(VICTIM, 10)
+
+
+def test_what_an_agent_of_the_first_release_left_is_adopted(directory):
+    """Its slots were as long as what was sealed in them, to the byte; their files are read, and not written again."""
+    arena, size = TmpfsArena(directory), MIB + 4711
+    arena.create(SLOT, size)
+    Path(arena.path(SLOT)).write_bytes(content(VICTIM, size))
+    sums = b"".join(digest(content(VICTIM, size)[at : at + MIB]).to_bytes(8, "little") for at in (0, MIB))
+    arena.put_note(f"seal.{SLOT}", sealed(size_bytes=size, checksums=sums))
+    with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
+        assert load(store, VICTIM) == content(VICTIM, size)
+        pin = store.pin(VICTIM)
+        store.unpin(pin.id)
+        for version in range(3, 8):
+            assert store.lease(key(version), size, 1).slot != SLOT
+            save(store, key(version), size)
+        assert max(fact.key.version for fact in store.inventory("job")) == 7
+        assert os.pread(pin.fd, size, 0) == content(VICTIM, size)
 
 
 @pytest.mark.parametrize(

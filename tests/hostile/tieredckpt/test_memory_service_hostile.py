@@ -8,13 +8,13 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from peerstore.store import NodeStore
 from tests.support.memory_servers import ask, ask_on, our_service
+from tests.support.stores import pinned_file
 from tieredckpt.agent.memory_service.access import Access
 from tieredckpt.agent.memory_service.front import serving
 from tieredckpt.agent.memory_service.reporting import Reporting
@@ -48,7 +48,7 @@ class Served:
     def damage(self, step: int, *, at: int) -> None:
         key = next(fact.key for fact in self.service.holdings.here() if fact.key.version == step)
         pin = self.store.pin(key)
-        with Path(pin.path).open("r+b") as file:
+        with pinned_file(pin).open("r+b") as file:
             file.seek(at)
             file.write(b"changed")
         self.store.unpin(pin.id)

@@ -71,7 +71,7 @@ def test_calls_one_after_the_other_share_a_connection(agent):
 
 def test_an_agent_of_another_protocol_is_named(agent):
     agent.greeting = Greeting(PROTOCOL + 1, "", "9.9")
-    with pytest.raises(ProtocolError, match=r"speaks protocol 2 \(version 9\.9\), this client 1: use the same release"):
+    with pytest.raises(ProtocolError, match=r"speaks protocol 3 \(version 9\.9\), this client 2: use the same release"):
         Client(agent.connect, retry_s=0)
     assert frames.receive(agent.ends[0], Greeting).protocol == PROTOCOL
     assert agent.ends[0].recv(1) == b"", "the refused connection was left open"

@@ -18,7 +18,7 @@ from peerstore.arena import TmpfsArena
 from peerstore.errors import PeerStoreError
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore, SealListener
-from tests.support.stores import MIB, content, fill, key, store_directory
+from tests.support.stores import MIB, content, fill, key, pinned_file, store_directory
 
 CODES = (errno.EMFILE, errno.EIO, errno.ENOSPC, errno.ENOMEM, errno.EINTR)
 CALLS = (
@@ -100,7 +100,7 @@ def verified(store, of):
 def load(store, of):
     pin = again(lambda: store.pin(of))
     try:
-        return Path(pin.path).read_bytes()[: pin.record.size_bytes]
+        return pinned_file(pin).read_bytes()[: pin.record.size_bytes]
     finally:
         store.unpin(pin.id)
 

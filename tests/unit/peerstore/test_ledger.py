@@ -88,7 +88,8 @@ def test_a_chosen_slot_fits_and_costs_nothing_anybody_needs(slots, whole, limits
     check_nothing_needed_is_given_up(decision, slots, whole, "job", epoch)
     mine = [slot for slot in slots if (slot.job, slot.part) == ("job", part)]
     if isinstance(decision, CreateSlot):
-        assert len([slot for slot in mine if slot.name not in decision.drop]) < limits.slots + limits.burst
+        left = [slot for slot in mine if slot.name not in decision.drop]
+        assert len(left) < max(limits.slots + limits.burst, len(mine))  # what is replaced adds none
     else:
         chosen = next(slot for slot in slots if slot.name == decision.name)
         assert chosen.state is not SlotState.LEASED
@@ -172,8 +173,8 @@ WHOLE = {"job": {group(1), group(2)}}
 
 
 @given(st.integers(0, 1 << 50))
-def test_a_slot_is_at_most_a_sixteenth_larger_than_what_it_is_made_for(size):
-    assert size <= size_class(size) <= size + size // 16 + 1
+def test_a_slot_is_at_most_a_sixty_fourth_larger_than_what_it_is_made_for(size):
+    assert size <= size_class(size) <= size + size // 64 + 1
     assert size_class(size_class(size)) == size_class(size)
 
 

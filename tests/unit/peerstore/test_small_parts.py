@@ -17,7 +17,7 @@ from peerstore.errors import AgentUnreachableError, InvalidNameError, ProtocolEr
 from peerstore.frames import Greeting, Request, Response
 from peerstore.names import blob_name, incarnation_name, job_name
 from peerstore.owners import Owner, myself, owner_of, started_at
-from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord
+from peerstore.records import Group, Lease, Pinned, ShardFact, ShardKey, ShardRecord
 from peerstore.settings import AgentPlace, StoreSettings, budget_bytes, crash_points, default_place
 
 # -- frames -----------------------------------------------------------------------------------------------------------
@@ -30,8 +30,8 @@ messages = st.one_of(
     st.builds(Greeting, numbers, names, names, names, names),
     keys,
     records,
-    st.builds(Lease, names, keys, numbers, names, numbers, names, numbers, numbers),
-    st.builds(Pin, names, names, records),
+    st.builds(Lease, names, keys, numbers, numbers, names, numbers, numbers, numbers),
+    st.builds(Pinned, names, records),
     st.builds(ShardFact, keys, numbers, numbers, st.binary(), numbers, st.booleans()),
     st.builds(Group, numbers, numbers, numbers, names),
 )

@@ -3,17 +3,17 @@
 import ctypes
 import mmap
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 from peerstore.records import ShardKey
+from tests.support.stores import pinned_file
 from tieredckpt import Settings
 from tieredckpt.boxes import Box
 from tieredckpt.copying import Piece
 from tieredckpt.layout import TensorEntry, lay_out
-from tieredckpt.session import Incarnation, open_session
+from tieredckpt.session import open_session
 from tieredckpt.testing import memory_node
 
 PAGE = mmap.PAGESIZE
@@ -87,13 +87,12 @@ def saved(session, host, step, elements):
 
 def test_a_device_sees_the_slot_that_is_sealed_whatever_size_the_saves_have(session):
     """Large, small, large again, as after a resize and back: what a device was shown at first is what is sealed."""
-    session.adopt(Incarnation(1, "a"), 1)
     host = KeepsPages()
     for step, elements in enumerate([200_000, 200_000, 50_000, 50_000, 200_000, 200_000, 50_000]):
         staged, record, tensor = saved(session, host, step, elements)
         header = staged.layout.header_bytes
         pin = session.node.store.pin(record.key)
-        sealed = Path(pin.path).read_bytes()[: record.size_bytes]
+        sealed = pinned_file(pin).read_bytes()[: record.size_bytes]
         session.node.store.unpin(pin.id)
         assert sealed[header : header + tensor.nbytes] == tensor.numpy().tobytes()
         start, seen = host.sees(staged.memory.address)
@@ -102,7 +101,6 @@ def test_a_device_sees_the_slot_that_is_sealed_whatever_size_the_saves_have(sess
 
 
 def test_a_refused_registration_is_said_once_and_not_tried_at_every_save(session, caplog):
-    session.adopt(Incarnation(1, "a"), 1)
     host = KeepsPages()
     host.refuses = "out of locked memory"
     memories = {saved(session, host, step, 50_000)[0].memory for step in range(6)}

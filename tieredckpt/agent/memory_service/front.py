@@ -267,10 +267,10 @@ class _Handler(BaseHTTPRequestHandler):
         if isinstance(piece, memoryview):
             self.connection.sendall(piece)
         elif not hasattr(self.connection, "do_handshake"):
-            with open(piece.path, "rb") as file:  # noqa: PTH123 - a number of this process's own, where it has no name
+            with open(piece.fd, "rb", closefd=False) as file:
                 self.connection.sendfile(file, piece.start, piece.stop - piece.start)
         else:
-            with Mapping(piece.path, piece.stop) as mapping, mapping.view as view, view[piece.start :] as part:
+            with Mapping(piece.fd, piece.stop) as mapping, mapping.view as view, view[piece.start :] as part:
                 self.connection.sendall(part)
 
     # -- answers ------------------------------------------------------------------------------------------------------

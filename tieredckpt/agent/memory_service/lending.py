@@ -31,9 +31,9 @@ _VERIFIED_CHUNKS = 8
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Bytes of a file that can be sent as they are."""
+    """Bytes of an open file that can be sent as they are, before the next piece is asked for."""
 
-    path: str
+    fd: int
     start: int
     stop: int
 
@@ -110,8 +110,9 @@ class Lending:
             with _Ahead(self._store, shard.key, windows) as verified:
                 for chunks in verified:
                     begin, end = (number * pin.record.chunk_bytes for number in chunks)
-                    yield FilePiece(pin.path, max(begin, start), min(end, stop))
+                    yield FilePiece(pin.fd, max(begin, start), min(end, stop))
         finally:
+            pin.close()
             self._store.unpin(pin.id)
 
     def _elsewhere(self, shard: Shard, start: int, stop: int) -> Iterator[memoryview]:

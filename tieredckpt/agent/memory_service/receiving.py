@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from peerstore.errors import ArenaBusyError, ArenaFullError, PeerStoreError
-from peerstore.pages import Mapping, populate_file
+from peerstore.pages import Mapping, closing, populate_file
 from peerstore.records import Lease, ShardKey
 from peerstore.store import NodeStore
 from peerstore.units import show_size
@@ -77,8 +77,8 @@ class Receiving:
     def _fill(self, lease: Lease, start: int, stop: int, body: Body) -> bytes:
         """Bytes ``start`` to ``stop`` of the slot; the first few of them."""
         with self._room(stop):
-            populate_file(lease.path, stop, lambda: False, start=max(start, lease.warm_bytes))
-        with Mapping(lease.path, stop, writable=True) as mapping, mapping.view as view:
+            mapped = self._mapped(lease, stop, start)
+        with mapped as mapping, mapping.view as view:
             count = _filled(view, start, body)
             head = bytes(view[:SNIFFED_BYTES])
         _check(body)
@@ -90,8 +90,8 @@ class Receiving:
         size, head = 0, b""
         while True:
             with self._room(lease.size_bytes):
-                populate_file(lease.path, lease.size_bytes, lambda: False, start=max(size, lease.warm_bytes))
-            with Mapping(lease.path, lease.size_bytes, writable=True) as mapping, mapping.view as view:
+                mapped = self._mapped(lease, lease.size_bytes, size)
+            with mapped as mapping, mapping.view as view:
                 size += _filled(view, size, body)
                 head = bytes(view[: min(SNIFFED_BYTES, size)])
             _check(body)
@@ -99,6 +99,11 @@ class Receiving:
                 return size, head
             with self._room(2 * lease.size_bytes):
                 lease = self._store.grow(lease.id, 2 * lease.size_bytes, wait_s=_WAIT_S)
+
+    def _mapped(self, lease: Lease, size_bytes: int, start: int) -> Mapping:
+        with closing(self._store.open_slot(lease.slot)) as fd:
+            populate_file(fd, size_bytes, lambda: False, start=max(start, lease.warm_bytes))
+            return Mapping(fd, size_bytes, writable=True)
 
     @contextlib.contextmanager
     def _room(self, size_bytes: int) -> Iterator[None]:

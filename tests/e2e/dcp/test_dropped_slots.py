@@ -1,0 +1,41 @@
+"""A slot is given up between a rank's vote and its read."""
+
+import pytest
+import torch
+
+from tieredckpt import Checkpointer
+from tieredckpt.settings import settings_from
+
+
+def contiguous():
+    return torch.zeros(1000, 300)
+
+
+def strided():
+    return torch.zeros(300, 1000).t()
+
+
+@pytest.mark.parametrize("target", [contiguous, strided])
+def test_a_copy_that_is_given_up_after_the_vote_fails_no_restore(agent_dir, tmp_path, monkeypatch, target):
+    settings = settings_from(
+        {"agent": {"directory": str(agent_dir), "budget": "1GiB"}, "durable": {"url": f"file://{tmp_path}/durable"}}
+    )
+    with Checkpointer("tiered://job", settings=settings, on_sigterm="ignore") as ckpt:
+        weight = torch.arange(300_000.0).view(1000, 300)
+        ckpt.save({"w": weight, "step": 4}, 4).wait("durable")
+        store = ckpt.session.node.store
+        dropped = []
+
+        def reach(point):
+            if point == "load.voted":
+                dropped.extend(fact.key for fact in store.inventory("job"))
+                for key in dropped:
+                    store.report(key, "another reader saw other bytes")
+
+        monkeypatch.setattr("tieredckpt.reader.reach", reach)
+        state = {"w": target(), "step": 0}
+        assert ckpt.restore(state) == 4
+        assert dropped
+        assert store.inventory("job") == []
+        assert torch.equal(state["w"], weight)
+        assert state["step"] == 4
