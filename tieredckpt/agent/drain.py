@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 _RETRY_S = 15.0
 _OTHERS_S = 2.0
 """Between two looks whether other nodes have done their part; this node's slots wait for it."""
+_TAKE_OVER_S = 60.0
+"""After that a node looks for all parts itself: who was to commit the step may be there and yet not do it."""
 _ABANDONED_S = 24 * 3600.0
 _REMEMBERED = 32
 DRAINED, JOURNAL = "drained.", "upload."
@@ -61,6 +63,9 @@ class Places(Protocol):
 
     def catalog(self, job: str) -> Catalog | None: ...
     def durable_settings(self, job: str) -> DurableSettings: ...
+    def commits(self, job: str, group: Group) -> bool:
+        """Whether it is this node that looks for all parts of a step and makes it exist, of all that have some."""
+
     def index_of(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]: ...
     def quarantined(self, job: str) -> Mapping[Group, str]: ...
 
@@ -81,6 +86,8 @@ class _Step:
     """Its shards keep their slots."""
     not_before: float = 0.0
     sealed_at: float = 0.0
+    uploaded_at: float = 0.0
+    """When this node's parts were all in the durable tier."""
 
     @property
     def view(self) -> DrainView:
@@ -274,9 +281,10 @@ class Drain(SealListener):
             if catalog is None:
                 self._settle(step, "skipped", "the job has no durable tier")
                 return
-            if step.group not in catalog.listing().manifests and not self._make_durable(step, catalog):
+            committed = step.group not in catalog.listing().manifests
+            if committed and not self._make_durable(step, catalog):
                 return
-            self._finish(step, catalog, began)
+            self._finish(step, catalog, began, committed=committed)
         except UploadCancelledError:
             step.state = "waiting"
         except (DurableRefusedError, CheckpointDamagedError) as error:
@@ -302,6 +310,7 @@ class Drain(SealListener):
             self._drain_shard(step, catalog, todo[0])
             with self._changed:
                 step.done.add(todo[0])
+        step.uploaded_at = step.uploaded_at or self._clock()
         files = self._all_files(step, catalog)
         if not _complete(files, step.parts):
             with self._changed:
@@ -332,7 +341,7 @@ class Drain(SealListener):
                     step.held, step.shards[record.key] = True, record.size_bytes
 
     def _all_files(self, step: _Step, catalog: Catalog) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
-        """Every part's index, or too few. Where several nodes have parts, the one with the first part looks first."""
+        """Every part's index, or too few: of many nodes one looks for those of all, the others for what it commits."""
         own = {}
         for key in step.done:
             note = self._note(step.job, DRAINED + _shard_stem(key))
@@ -340,6 +349,9 @@ class Drain(SealListener):
                 own[key.part] = decode_shard_file(note)
         first_look = not step.error
         if _complete(own, step.parts) or (first_look and 0 not in own):
+            return own
+        waited_s = self._clock() - step.uploaded_at
+        if waited_s < _TAKE_OVER_S and not self._places.commits(step.job, step.group):
             return own
         return {**catalog.shard_files(step.group, at_least=step.parts), **own}
 
@@ -389,7 +401,7 @@ class Drain(SealListener):
             index, object=name, encoding="raw" if frames is None else "zstd", frames=tuple(frames or ())
         )
 
-    def _finish(self, step: _Step, catalog: Catalog, began: float) -> None:
+    def _finish(self, step: _Step, catalog: Catalog, began: float, *, committed: bool) -> None:
         self.totals.steps += 1
         self.totals.seconds += self._clock() - began
         self.totals.lag_s = self._clock() - step.sealed_at
@@ -398,7 +410,9 @@ class Drain(SealListener):
         log.info("%s step %d is durable in %s", step.job, step.group.version, catalog.store.url)
         self._leave_torn(step)
         try:
-            self._retain(step.job, catalog)
+            self._say_quarantined(step.job, catalog)
+            if committed:  # one node deletes for all
+                self._retain(step.job, catalog)
         except (TieredCheckpointError, OSError) as error:
             log.warning("old steps of %s were not deleted: %s", step.job, error)
 
@@ -413,12 +427,14 @@ class Drain(SealListener):
                     self._skip(step, "other nodes left it out, and a newer one is durable")
             self._changed.notify_all()
 
-    def _retain(self, job: str, catalog: Catalog) -> None:
-        settings = self._places.durable_settings(job)
+    def _say_quarantined(self, job: str, catalog: Catalog) -> None:
         listing = catalog.listing()
         for group, reason in self._places.quarantined(job).items():
             if group in listing.manifests and group not in listing.quarantined:
                 catalog.quarantine(group, reason)
+
+    def _retain(self, job: str, catalog: Catalog) -> None:
+        settings = self._places.durable_settings(job)
         listing = catalog.listing()
         for group in victims(
             {group: entry.base for group, entry in listing.manifests.items()},

@@ -79,6 +79,21 @@ class Others:
                     found[fact.key.part].append(source)
         return facts, {part: tuple(sources) for part, sources in found.items()}
 
+    def first_with(self, job: str, group: Group) -> str | None:
+        """The living node that wrote the first of the parts of a version, or took it over; ``None``: none is seen."""
+        team = self.team(job)
+        if team is None:
+            return None
+        living = team.tending.living
+        own = [
+            (fact.key.part, node)
+            for node, looked in team.sight().nodes.items()
+            if node in living
+            for fact in looked.facts
+            if fact.key.group == group and not fact.holders
+        ]
+        return min(own)[1] if own else None
+
     def records(self, job: str, group: Group, sources: Mapping[int, tuple[Source, ...]]) -> dict[int, ShardRecord]:
         """The records of these parts from the nodes that hold them; a node that does not answer is left out."""
         team = self.team(job)

@@ -506,6 +506,11 @@ class NodeService(SealListener):
         with self._lock:
             return self._catalogs.setdefault(job, catalog)
 
+    def commits(self, job: str, group: Group) -> bool:
+        if self.others is None:
+            return True
+        return self.others.first_with(job, group) in (None, self.others.neighbourhood.name)
+
     def index_of(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]:
         """A sealed shard's index, layout and table."""
         meta = decode_meta(record.meta)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from peerstore.errors import PeerUnreachableError
-from tests.support.neighbours import JOB, neighbours
+from tests.support.neighbours import JOB, neighbours, until
 from tests.support.stores import key, save
 from tieredckpt.agent.messages import LAYOUT, TABLE
 from tieredckpt.agent.others import Others
@@ -115,3 +115,11 @@ def test_records_are_asked_once_of_each_node_and_a_silent_one_is_left_out(nodes,
 
     monkeypatch.setattr(team, "records", records)
     assert set(others.records(JOB, GROUP, sources)) == {0, 2, 3}
+
+
+def test_one_node_commits_a_step_and_the_next_one_when_it_is_gone(nodes):
+    others = [Others(node.neighbourhood) for node in nodes]
+    assert {one.first_with(JOB, GROUP) for one in others} == {WRITERS[0]}
+    nodes.network.lose(WRITERS[0])
+    rest = [one for one in others if one.neighbourhood.name != WRITERS[0]]
+    until(lambda: {one.first_with(JOB, GROUP) for one in rest} == {WRITERS[1]})

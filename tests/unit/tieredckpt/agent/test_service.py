@@ -11,6 +11,8 @@ from peerstore.records import ShardKey
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
 from tests.support.neighbours import until
+from tieredckpt.agent import drain
+from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.messages import LAYOUT
 from tieredckpt.agent.service import NodeService
 from tieredckpt.layout import Layout, encode
@@ -88,3 +90,51 @@ def test_a_step_that_another_node_left_out_ends_when_a_newer_one_is_durable(aren
     finally:
         service.close()
         store.close()
+
+
+def test_one_node_reads_the_indexes_of_all_and_deletes_for_all(tmp_path, monkeypatch):
+    """Four nodes have a part each of three steps, of which one is kept."""
+    count, looked, deleted = 4, [], []
+    files, delete = Catalog.shard_files, drain.delete_step
+
+    def shard_files(catalog, group, **options):
+        found = files(catalog, group, **options)
+        looked.extend([group.version] * bool(found))
+        return found
+
+    monkeypatch.setattr(Catalog, "shard_files", shard_files)
+    monkeypatch.setattr(drain, "delete_step", lambda *what: deleted.append(what[2].version) or delete(*what))
+    stores = [NodeStore(TmpfsArena(tmp_path / f"arena{n}"), StoreSettings(budget="64MiB")) for n in range(count)]
+    services = [NodeService(store) for store in stores]
+    try:
+        for number, (store, service) in enumerate(zip(stores, services, strict=True)):
+            monkeypatch.setattr(service, "commits", lambda *_, first=number == 0: first)
+            store.claim("job", "incarnation")
+            service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable", keep_last=1))
+        for step in range(3):
+            for part, store in enumerate(stores):
+                seal(store, step, part, count)
+            for service in services:
+                assert service.wait_durable("job", None, 60.0).state == "done"
+        assert looked == [0, 1, 2]
+        assert deleted == [0, 1]
+    finally:
+        for one in (*services, *stores):
+            one.close()
+
+
+def test_who_is_to_commit_and_does_not_is_not_waited_for_for_ever(arena, tmp_path, monkeypatch):
+    monkeypatch.setattr(drain, "_TAKE_OVER_S", 0.0)
+    other = NodeStore(TmpfsArena(tmp_path / "other"), StoreSettings(budget="64MiB"))
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    services = [NodeService(one) for one in (store, other)]
+    try:
+        for part, (one, service) in enumerate(zip((store, other), services, strict=True)):
+            monkeypatch.setattr(service, "commits", lambda *_: False)
+            one.claim("job", "incarnation")
+            service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
+            seal(one, 3, part, 2)
+        assert services[0].wait_durable("job", None, 60.0).state == "done"
+    finally:
+        for one in (*services, store, other):
+            one.close()
