@@ -136,7 +136,7 @@ def test_a_damaged_step_is_reported_and_the_older_one_used(agent_dir):
         found = zeroed(state_at(0))
         assert ckpt.restore(found) == 1
         assert_same(state_at(1), found)
-        assert "damaged in memory" in " ".join(ckpt.last_restore.refused)
+        assert "part 0 in memory: damaged" in " ".join(ckpt.last_restore.refused)
         assert "step 2" in " ".join(ckpt.last_restore.refused)
         status = ckpt.session.node.store.status()
         assert any("/2 part 0" in damage.what for damage in status.damages)
