@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import xxhash
 
+from peerstore.jobs import MAX_NUMBER
 from peerstore.records import Group, ShardKey
 
-_STEM = r"([0-9]{12,19})\.([0-9]{6,19})\.([0-9]+)\.([A-Za-z0-9-]{1,64})"
-_ENTRY = re.compile(_STEM + r"\.(?:(?:from-([0-9]+)|(fresh)|unknown)\.manifest|(quarantine))")
-_SHARD = re.compile(r"([0-9]{12,19})/([0-9]{6,19})\.([0-9]+)\.([A-Za-z0-9-]{1,64})/([0-9]{6,})\.(.+)")
+_STEM = r"([0-9]{12,19})\.([0-9]{6,19})\.([0-9]{1,19})\.([A-Za-z0-9-]{1,64})"
+_ENTRY = re.compile(_STEM + r"\.(?:(?:from-([0-9]{1,19})|(fresh)|unknown)\.manifest|(quarantine))")
+_SHARD = re.compile(r"([0-9]{12,19})/([0-9]{6,19})\.([0-9]{1,19})\.([A-Za-z0-9-]{1,64})/([0-9]{6,19})\.(.+)")
 
 
 class Entry(NamedTuple):
@@ -38,7 +39,13 @@ def stem(group: Group) -> str:
 
 def parse_stem(text: str) -> Group | None:
     match = re.fullmatch(_STEM, text)
-    return Group(int(match[2]), int(match[1]), int(match[3]), match[4]) if match else None
+    return _group(match) if match else None
+
+
+def _group(match: re.Match[str]) -> Group | None:
+    """The attempt that a name speaks of; ``None`` where one of its numbers is larger than anybody counts."""
+    group = Group(int(match[2]), int(match[1]), int(match[3]), match[4])
+    return group if max(group.epoch, group.version, group.attempt) < MAX_NUMBER else None
 
 
 def manifests(job: str) -> str:
@@ -59,8 +66,10 @@ def parse_entry(name: str, job: str) -> Entry | None:
     match = _ENTRY.fullmatch(name.removeprefix(manifests(job)))
     if match is None:
         return None
-    group = Group(int(match[2]), int(match[1]), int(match[3]), match[4])
+    group = _group(match)
     base = int(match[5]) if match[5] else -1 if match[6] else None
+    if group is None or (base is not None and base >= MAX_NUMBER):
+        return None
     return Entry(group, bool(match[7]), base)
 
 
@@ -101,4 +110,5 @@ def parse_shard(name: str, job: str) -> tuple[Group, int, str] | None:
     match = _SHARD.fullmatch(rest)
     if match is None:
         return None
-    return Group(int(match[2]), int(match[1]), int(match[3]), match[4]), int(match[5]), match[6]
+    group, part = _group(match), int(match[5])
+    return None if group is None or part >= MAX_NUMBER else (group, part, match[6])
