@@ -1,10 +1,12 @@
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredckpt.boxes import Box, coalesce, intersection, relative, runs, subtract, uncovered, whole
+from tieredckpt.errors import CheckpointDamagedError
 
 
 @st.composite
@@ -76,3 +78,13 @@ def test_coalesced_ranges_hold_the_same_bytes_and_keep_their_distance(ranges, ga
     wanted = {x for start, stop in ranges for x in range(start, stop)}
     assert wanted <= {x for start, stop in merged for x in range(start, stop)}
     assert all(b[0] - a[1] > gap for a, b in itertools.pairwise(merged))
+
+
+def test_boxes_that_cross_each_other_in_every_direction_are_damage_not_a_product_of_splits():
+    axes = 18
+    slabs = [
+        Box(tuple(int(axis == n) for n in range(axes)), tuple(1 if axis == n else 3 for n in range(axes)))
+        for axis in range(axes)
+    ]
+    with pytest.raises(CheckpointDamagedError, match="split"):
+        uncovered(whole((3,) * axes), slabs)

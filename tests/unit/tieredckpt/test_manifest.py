@@ -30,6 +30,8 @@ from tieredckpt.manifest import (
     encode_meta,
     encode_shard_file,
     encode_table,
+    pack,
+    unpack,
 )
 
 texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
@@ -274,3 +276,10 @@ def test_manifest_and_build_agree():
     )
     assert isinstance(direct, Manifest)
     assert direct == manifest_from(files, created_ns=3, writer="x")
+
+
+def test_what_unpacks_to_more_than_its_size_can_be_worth_is_refused_before_it_is_unpacked():
+    packed = zstandard.ZstdCompressor().compress(bytes(64 << 20))
+    with pytest.raises(CheckpointDamagedError, match="are believed"):
+        unpack(packed)
+    assert unpack(pack(bytes(1 << 20))) == bytes(1 << 20)
