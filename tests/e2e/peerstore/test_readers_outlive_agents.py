@@ -33,7 +33,8 @@ with Mapping(pin.fd, len(expected)) as mapping, mapping.view as view:
     print("half", flush=True)
     sys.stdin.readline()
     right = bytes(view[half:]) == expected[half:]
-print("right" if right else "wrong", "held" if client.unpin(pin.id) else "lost", flush=True)
+held = "cut off" not in sys.argv and client.unpin(pin.id)
+print("right" if right else "wrong", "held" if held else "lost", flush=True)
 client.close()
 """
 
