@@ -151,6 +151,8 @@ class TieredReader(StorageReader):
         """Ask every node and the durable tier again, instead of taking an answer of a few seconds ago."""
         self.strict = False
         """An entry that the step has and no rank asks for is an error."""
+        self.choosing: tuple[str, ...] = ()
+        """Prefixes of entries of which the state itself says which it takes."""
         self.unfinished = False
         """Whether :meth:`check` found parts of steps that are not whole."""
         self.error: TieredCheckpointError | None = None
@@ -236,7 +238,8 @@ class TieredReader(StorageReader):
             asked = {item.storage_index.fqn for plan in plans for item in plan.items}
             # A tensor without elements is asked for by nobody.
             held = (fqn for fqn, shape in zip(step.names.names, step.names.shapes, strict=True) if math.prod(shape))
-            self.unused = tuple(sorted({*held, *step.names.objects} - asked))
+            left = {*held, *step.names.objects} - asked
+            self.unused = tuple(sorted(name for name in left if not name.startswith(self.choosing)))
             if self.strict and self.unused:
                 raise MismatchError(
                     f"step {decision.group.version} of {self._location.job} has {len(self.unused)} entries without a "

@@ -64,6 +64,7 @@ class Restoring:
         for _ in range(_MAX_FALLBACKS):
             reader = TieredReader(self._job, step, settings=self._settings)
             reader.fresh, reader.strict = fresh, strict
+            reader.choosing = tuple(f"{name}." for name, value in state.items() if _chooses(value))
             try:
                 if not self._anything(reader, step):
                     return -1, None
@@ -191,7 +192,7 @@ def _make_moments(state: State, reader: TieredReader) -> None:
 
 def _tell_saved(state: State, reader: TieredReader) -> None:
     """A ``Stateful`` whose names depend on the ranks hears which of them the checkpoint has."""
-    asking = {name: value for name, value in state.items() if hasattr(value, "before_restore")}
+    asking = {name: value for name, value in state.items() if _chooses(value)}
     if not asking:
         return
     try:
@@ -200,6 +201,11 @@ def _tell_saved(state: State, reader: TieredReader) -> None:
         return  # the load that follows says so to all ranks
     for name, value in asking.items():
         value.before_restore([key.removeprefix(f"{name}.") for key in saved if key.startswith(f"{name}.")])
+
+
+def _chooses(value: object) -> bool:
+    """Whether this part of the state looks at what was saved and says itself which of it to restore."""
+    return hasattr(value, "before_restore")
 
 
 class _Roomy:
@@ -235,7 +241,11 @@ def _with_room(state: State, reader: TieredReader) -> State:
     Modules and optimizers say themselves what they are made of: an entry they have no place for is an error.
     """
     own = (torch.nn.Module, torch.optim.Optimizer)
-    asking = {name: value for name, value in state.items() if _is_stateful(value) and not isinstance(value, own)}
+    asking = {
+        name: value
+        for name, value in state.items()
+        if _is_stateful(value) and not isinstance(value, own) and not _chooses(value)
+    }
     if not asking:
         return dict(state)
     try:

@@ -273,7 +273,7 @@ def test_sparse_tensors_come_back(agent_dir, layout):
             assert torch.equal(found["s"].to_dense(), torch.eye(4))
     if layout == "sparse_coo":
         with Checkpointer(JOB) as ckpt, pytest.raises(MismatchError, match="sparse_coo"):
-            ckpt.restore({"s": torch.zeros(4, 4).to_sparse_csr()})
+            ckpt.restore({"s": torch.zeros(4, 4).to_sparse_csr(), "d": torch.zeros(2)})
 
 
 # -- SIGTERM ------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def test_a_restore_asks_the_store_for_little(agent_dir, rclone, rclone_proxy):
     rclone_proxy.clear()
     with job.checkpointer() as ckpt:
         wanted = {"nested": {"half": torch.zeros(33, dtype=torch.bfloat16)}}
-        assert ckpt.restore(wanted) == 5
+        assert ckpt.restore(wanted, strict=False) == 5
         assert_same(state_at(5)["nested"]["half"], wanted["nested"]["half"])
     asked = rclone_proxy.seen()
     assert len([one for one in asked if "list-type" in one.query]) == 2
@@ -191,7 +191,7 @@ def test_a_part_lost_everywhere_means_the_older_step(agent_dir, directory, tmp_p
     (victim,) = (tmp_path / "durable" / job.name / "steps").rglob("000001.safetensors")
     victim.unlink()
     with job.checkpointer() as ckpt, pytest.raises((CheckpointDamagedError, CheckpointNotFoundError)):
-        ckpt.restore({"own1": torch.zeros(100_000)})
+        ckpt.restore({"own1": torch.zeros(100_000)}, strict=False)
 
 
 def test_replicated_tensors_are_stored_once(agent_dir, directory, tmp_path, ranks):
@@ -443,7 +443,7 @@ def test_compressed_and_spread_objects_come_back(agent_dir, rclone):
         assert ckpt.restore(found) == 1
         assert_same(state, found)
         partly = {"ints": torch.zeros(1 << 18, dtype=torch.int64)}
-        assert ckpt.restore(partly) == 1
+        assert ckpt.restore(partly, strict=False) == 1
         assert_same(state["ints"], partly["ints"])
 
 
