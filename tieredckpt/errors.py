@@ -105,6 +105,7 @@ def wire_errors() -> dict[str, type[Exception]]:
     pending: list[type[TieredCheckpointError]] = [TieredCheckpointError]
     while pending:
         kind = pending.pop()
-        found[kind.__name__] = kind
+        if kind.__module__ == __name__:
+            found[kind.__name__] = kind
         pending.extend(kind.__subclasses__())
     return found

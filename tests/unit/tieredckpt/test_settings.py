@@ -75,6 +75,7 @@ def test_every_key_can_be_set_by_environment(section, key):
         "url": ("/data", "/data"),
         "compress": ("zstd", "zstd"),
         "spread": ("on", True),
+        "trust_objects": ("on", True),
         "mode": ("parity", "parity"),
         "transport": ("nixl:LIBFABRIC", "nixl:LIBFABRIC"),
         "options": ("region=eu,endpoint=http://h:1/?a=b", {"region": "eu", "endpoint": "http://h:1/?a=b"}),
