@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hmac
 import logging
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -37,7 +41,11 @@ class _Invitation(msgspec.Struct, frozen=True):
 
     roster: Roster | None
     secret: bytes
+    """Where none is configured: the store asks nobody who he is, so everybody who reaches it can read this."""
     problem: str = ""
+    nonce: bytes = b""
+    proof: bytes = b""
+    """Where one is configured: of ``nonce`` and the nodes, and only who has the same secret can have made it."""
 
 
 class _Guest(msgspec.Struct, frozen=True):
@@ -85,18 +93,66 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Tea
         guests = _guests(store, prefix)
         store.set(f"{prefix}/teller", str(_teller(guests)))
     if known is not None and _told(store, f"{prefix}/teller") == str(rank).encode():
+        if peer.secret:
+            known = msgspec.structs.replace(known, secret=b"")
         store.set(f"{prefix}/known", _text(known))
     if rank == 0:
         newest = None
         if _teller(guests) >= 0:
             newest = msgspec.json.decode(_told(store, f"{prefix}/known"), type=Acquaintance)
-        store.set(f"{prefix}/all", _text(_invite(list(guests.values()), newest, peer, restoring)))
+        store.set(
+            f"{prefix}/all", _text(_invite(list(guests.values()), newest, peer, session.job, restoring=restoring))
+        )
     invitation = msgspec.json.decode(_told(store, f"{prefix}/all"), type=_Invitation)
+    if not peer.secret:
+        _forget(store, prefix)
     if invitation.problem:
         raise SettingsError(invitation.problem)
     if invitation.roster is None:
         return None
-    return TeamPlan(invitation.secret, team_settings(peer), roster=invitation.roster)
+    return TeamPlan(_agreed(invitation, peer, session.job), team_settings(peer), roster=invitation.roster)
+
+
+def _agreed(invitation: _Invitation, peer: PeerSettings, job: str) -> bytes:
+    """The secret, as it is configured here or as it was told."""
+    mine = secret_of(peer) if peer.secret else b""
+    if not mine and invitation.proof:
+        raise SettingsError(
+            "peer.secret: the first rank's node has one, and this node has none: configure the same on all nodes"
+        )
+    if not mine:
+        _warn_of_open_secret(job)
+        return invitation.secret
+    if not hmac.compare_digest(invitation.proof, _proof(mine, job, invitation)):
+        raise SettingsError(
+            "peer.secret: this node's is not the first rank's, or somebody else has changed the list of nodes on its "
+            "way: configure the same secret on all nodes"
+        )
+    return mine
+
+
+@functools.cache  # once is enough: ranks meet in every world
+def _warn_of_open_secret(job: str) -> None:
+    log.warning(
+        "%s: peer.secret is not set, so its nodes share one through torch.distributed's store, which does not "
+        "authenticate: whoever reaches that store while they meet can read and replace the copies that they keep for "
+        "each other. On a shared network set peer.secret=file:/path (TIEREDCKPT_PEER_SECRET) on all nodes",
+        job,
+    )
+
+
+def _proof(secret: bytes, job: str, invitation: _Invitation) -> bytes:
+    """That who made this list of nodes knows the secret; of another purpose than what the agents prove."""
+    said = (b"tieredckpt invitation 1", job.encode(), invitation.nonce, _text(invitation.roster).encode())
+    return hmac.digest(secret, b"".join(len(part).to_bytes(4, "big") + part for part in said), "sha256")
+
+
+def _forget(store: torch.distributed.Store, prefix: str) -> None:
+    """The last rank that has read the secret takes it out of the store, where that can."""
+    if store.add(f"{prefix}/read", 1) % dist.get_world_size() == 0:
+        for key in ("all", "known"):
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                store.delete_key(f"{prefix}/{key}")
 
 
 def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> TeamPlan | None:
@@ -181,7 +237,9 @@ def _text(message: object) -> str:
     return msgspec.json.encode(message).decode()
 
 
-def _invite(guests: Sequence[_Guest], known: Acquaintance | None, peer: PeerSettings, restoring: bool) -> _Invitation:
+def _invite(
+    guests: Sequence[_Guest], known: Acquaintance | None, peer: PeerSettings, job: str, *, restoring: bool
+) -> _Invitation:
     """What the first rank makes of everybody's node."""
     nodes: dict[str, Node] = {}
     for node in (guest.node for guest in guests):
@@ -193,8 +251,12 @@ def _invite(guests: Sequence[_Guest], known: Acquaintance | None, peer: PeerSett
         nodes = {**{node.id: node for node in known.nodes}, **nodes}
     if len(nodes) < 2 and (known is None or restoring):
         return _Invitation(None, b"")
+    roster = roster_of(time.time_ns(), nodes.values())
+    if not peer.secret:
+        return _Invitation(roster, known.secret if known is not None and known.secret else new_secret())
     try:
-        secret = secret_of(peer) if peer.secret else known.secret if known is not None else new_secret()
+        secret = secret_of(peer)
     except SettingsError as error:
         return _Invitation(None, b"", str(error))
-    return _Invitation(roster_of(time.time_ns(), nodes.values()), secret)
+    told = _Invitation(roster, b"", nonce=secrets.token_bytes(16))
+    return msgspec.structs.replace(told, proof=_proof(secret, job, told))

@@ -114,7 +114,7 @@ class PeerSettings:
     or ``off``."""
     secret: str = ""
     """What the job's agents prove to each other: the secret, or ``file:/path``. Empty: the first rank makes one and
-    shares it through torch.distributed (``world`` only)."""
+    shares it through torch.distributed (``world`` only), which asks nobody who he is: that is warned of."""
     levels: str = "zone,rack"
     """Node labels that say what fails together, the outermost first."""
     streams: int = 2

@@ -1,0 +1,122 @@
+"""Somebody reads and writes the store that a job's ranks meet at: it asks nobody who he is."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from peerstore.cluster.nodes import Node, NodeId
+from peerstore.cluster.roster import roster_of
+from tests.support.clusters import cluster_of
+from tieredckpt import Checkpointer
+from tieredckpt.errors import SettingsError, TieredCheckpointError
+from tieredckpt.joining import _agreed, _Guest, _invite
+from tieredckpt.settings import PeerSettings
+
+SECRET, OTHER = "a secret of the job's nodes", "another secret of other nodes"
+
+
+class Listener:
+    """A store that somebody else sees everything of."""
+
+    def __init__(self, store):
+        self._store = store
+        self.heard = []
+
+    def set(self, key, value):
+        self.heard.append((key, value))
+        self._store.set(key, value)
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+def meet(job, secrets):
+    """What was said while two nodes met and kept copies for each other, what is left of it, and how many copies."""
+    store = Listener(dist.distributed_c10d._get_default_store())
+    with pytest.MonkeyPatch.context() as patch:  # this process takes part in other tests after this one
+        patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+        patch.setenv("TIEREDCKPT_PEER_SECRET", secrets[dist.get_rank()])
+        with Checkpointer(f"tiered://{job}") as ckpt:
+            saved = ckpt.save({"weight": torch.ones(8)}, 1)
+            saved.wait(copies=2)
+            copies = 2
+        dist.barrier()
+    left = [key for key, _ in store.heard if key.endswith(("/all", "/known")) and store.check([key])]
+    return store.heard, left, copies
+
+
+@pytest.mark.e2e
+def test_a_configured_secret_is_not_said(ranks):
+    with cluster_of(ranks, "n1", "n2") as cluster:
+        found = cluster.run(["n1", "n2"], meet, [SECRET, SECRET])
+    assert [copies for _, _, copies in found] == [2, 2]
+    heard = [str(value) for said, *_ in found for _, value in said]
+    assert any("nonce" in value for value in heard)  # they did meet there
+    packed = msgspec.json.encode(SECRET.encode()).decode().strip('"')  # as bytes are written in JSON
+    assert not [value for value in heard if SECRET in value or packed in value]
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("secrets", [[SECRET, OTHER], [SECRET, ""], ["", SECRET]])
+def test_nodes_with_different_secrets_say_so(ranks, secrets):
+    with cluster_of(ranks, "n1", "n2") as cluster:
+        found = cluster.run(["n1", "n2"], meet_and_tell, secrets)
+    assert all("peer.secret" in text for text in found)
+
+
+def meet_and_tell(job, secrets):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIEREDCKPT_PEER_SECRET", secrets[dist.get_rank()])
+        with Checkpointer(f"tiered://{job}") as ckpt:
+            try:
+                ckpt._join()
+            except TieredCheckpointError as error:
+                return str(error)
+    return ""
+
+
+@pytest.mark.e2e
+def test_a_secret_that_had_to_be_said_does_not_stay_there(ranks):
+    with cluster_of(ranks, "n1", "n2") as cluster:
+        found = cluster.run(["n1", "n2"], meet, ["", ""])
+    assert [(left, copies) for _, left, copies in found] == [([], 2), ([], 2)]
+
+
+def node(name):
+    return Node(NodeId(name), f"10.0.0.{name[1:]}:7070")
+
+
+def told(peer, *names):
+    return _invite([_Guest(node(name), None) for name in names], None, peer, "job", restoring=False)
+
+
+def test_a_list_of_nodes_that_was_changed_on_its_way_is_refused():
+    peer = PeerSettings(secret=SECRET)
+    invitation = told(peer, "n1", "n2")
+    assert invitation.secret == b""
+    assert _agreed(invitation, peer, "job") == SECRET.encode()
+    changed = roster_of(invitation.roster.version, [node("n1"), node("n9")])
+    for wrong in (
+        msgspec.structs.replace(invitation, roster=changed),
+        msgspec.structs.replace(invitation, proof=b"", secret=b"a secret that is known to somebody"),
+        msgspec.structs.replace(told(PeerSettings(secret=OTHER), "n1", "n2")),
+    ):
+        with pytest.raises(SettingsError, match=r"peer\.secret: this node's is not the first rank's"):
+            _agreed(wrong, peer, "job")
+    with pytest.raises(SettingsError, match=r"peer\.secret"):
+        _agreed(invitation, peer, "another")
+
+
+def test_a_node_without_the_secret_of_the_others_says_so():
+    with pytest.raises(SettingsError, match=r"peer\.secret: the first rank's node has one, and this node has none"):
+        _agreed(told(PeerSettings(secret=SECRET), "n1", "n2"), PeerSettings(), "job")
+
+
+def test_where_none_is_configured_that_is_said_aloud(caplog):
+    peer = PeerSettings()
+    for _ in range(2):
+        assert _agreed(told(peer, "n1", "n2"), peer, "a job of its own")
+    assert caplog.text.count("whoever reaches that store while they meet can read and replace") == 1
