@@ -123,8 +123,8 @@ BROKEN = {
     ),
     "choose the oldest": Broken(resolve, "_order", lambda group: (-group.version,), "could be reached"),
     "choose what was left": Broken(
-        resolve,
-        "left_behind",
+        resolve.Branches,
+        "leave",
         lambda *_: False,
         "had left it behind",
         ("save", "wait", "part", *["save"] * 2, "wait", "restart all", "wait", *["save"] * 2, "heal", "restart all"),
