@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import secrets
 import shutil
@@ -55,8 +56,10 @@ def slot_file(slot: str) -> Path:
         with contextlib.suppress(OSError):
             if str(fd.readlink()).startswith(f"/memfd:{slot} "):
                 return fd
-    found = [*Path("/dev/shm").glob(f"*/slots/{slot}"), *Path("/dev/shm").glob(f"*/*/slots/{slot}")]
-    return found[0]
+    # Path.glob fails before Python 3.13 when a directory of another test goes away while it looks; this one does not.
+    patterns = (f"/dev/shm/*/slots/{slot}", f"/dev/shm/*/*/slots/{slot}")
+    found = [path for pattern in patterns for path in glob.iglob(pattern)]  # noqa: PTH207
+    return Path(found[0])
 
 
 def pinned_file(pin: Pin) -> Path:
