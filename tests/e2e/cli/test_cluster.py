@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.peers.test_node_lost import restore, sharded
 from tests.support.clusters import cluster_of
 from tests.support.jobs import Job
+from tests.support.neighbours import until
 from tieredckpt import Checkpointer
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
@@ -86,11 +87,16 @@ def test_every_node_says_the_same_of_the_steps(well, on):
 
 
 def test_the_tables_say_it_in_words(well, on):
-    lines = on(well, "status", "--cluster").out.splitlines()
+    def shown():
+        return on(well, "status", "--cluster").out.splitlines()
+
+    until(lambda: "protected up to step 7" in shown(), "the first node has heard that step 7 is settled")
+    lines = shown()
     assert lines[0].startswith(f"{well.job}  2 copies wanted")
     assert lines[1] == "n1 sees 3 of 3 nodes: n1, n2, n3"
-    assert lines[3].split()[:7] == ["NODE", "STANDING", "RACK", "STEPS", "PARTS", "OWN", "COPIES"]
-    assert lines[5].split()[:3] == ["n2", "alive", "r2"]
+    assert lines[2:4] == ["protected up to step 7", ""]
+    assert lines[4].split()[:7] == ["NODE", "STANDING", "RACK", "STEPS", "PARTS", "OWN", "COPIES"]
+    assert lines[6].split()[:3] == ["n2", "alive", "r2"]
     (seven,) = [line for line in lines if line.split()[:2] == ["7", "whole"]]
     assert "3 of 3  2 copies in 2 racks" in seven
 

@@ -300,7 +300,8 @@ def test_memory_saves_go_on_while_the_store_is_away_and_durable_steps_fall_due(
         assert ckpt.restore(zeroed(state_at(0))) == 17
         gave_way = [view for view in ckpt.session.node.drains(job.name) if view.state == "skipped"]
         assert gave_way
-        assert all("gave way" in view.error for view in gave_way)
+        why = ("it gave way to saves in memory", *["a newer one is ready"] * (on_busy == "skip"))
+        assert all(view.error.startswith(why) for view in gave_way)
         rclone_proxy.clear()
         assert ckpt.save(state_at(20), 20).wait("durable", timeout_s=60) is SaveState.DURABLE
     job.lose_memory()
@@ -339,8 +340,7 @@ def test_a_flipped_bit_in_the_store_means_the_older_step_and_quarantine(agent_di
     corrupt(shard_of(tmp_path, job, 1))
     ckpt = job.expect(0, tiers={"durable"})
     infos = {info.step: info for info in ckpt.steps()}
-    assert "not what was saved" in infos[1].quarantined or "quarantine" in infos[1].quarantined or infos[1].quarantined
-    assert list((tmp_path / "durable" / job.name / "manifests").glob("*.quarantine"))
+    assert "are not what was saved" in infos[1].quarantined
 
 
 @pytest.mark.parametrize("harm", ["short", "gone"])
