@@ -56,10 +56,12 @@ def slot_file(slot: str) -> Path:
         with contextlib.suppress(OSError):
             if str(fd.readlink()).startswith(f"/memfd:{slot} "):
                 return fd
+    mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
     # Path.glob fails before Python 3.13 when a directory of another test goes away while it looks; this one does not.
-    patterns = (f"/dev/shm/*/slots/{slot}", f"/dev/shm/*/*/slots/{slot}")
-    found = [path for pattern in patterns for path in glob.iglob(pattern)]  # noqa: PTH207
-    return Path(found[0])
+    for place in (point for _, point, kind, *_ in mounts if kind == "tmpfs"):
+        for found in (*glob.iglob(f"{place}/*/slots/{slot}"), *glob.iglob(f"{place}/*/*/slots/{slot}")):  # noqa: PTH207
+            return Path(found)
+    raise FileNotFoundError(slot)
 
 
 def pinned_file(pin: Pin) -> Path:
