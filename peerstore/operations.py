@@ -29,7 +29,8 @@ class Store(Protocol):
     - What was forgotten or found damaged is offered to nobody, and counts for no version.
     - A pin brings the shard's file, open for reading; ``open_slot`` gives a leased slot's, open for writing. No file is
       ever made shorter, and none is written again that somebody may still read.
-    - :class:`ShardNotFoundError` means absent; :class:`UnavailableError` means unknown.
+    - :class:`ShardNotFoundError` means absent; :class:`UnavailableError` means unknown. A pin whose file is gone, or
+      shorter than what was sealed, is a :class:`ShardDamagedError`; that copy is dropped, and absent from then on.
     """
 
     arena_id: str

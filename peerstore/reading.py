@@ -14,7 +14,7 @@ from peerstore.errors import RequestError, ShardDamagedError, ShardNotFoundError
 from peerstore.jobs import Jobs
 from peerstore.owners import Owner
 from peerstore.records import Group, Pin, ShardFact, ShardKey, ShardRecord
-from peerstore.shelf import Shelf
+from peerstore.shelf import Shelf, Slot
 
 
 @contextlib.contextmanager
@@ -72,14 +72,40 @@ class Reading:
         with self._shelf.lock:
             self._await_adoption(key.job)
             slot, record = self._shelf.sealed(key)
-            if not self._shelf.intact(slot):
-                raise ShardDamagedError(f"the file of {key} was removed or truncated by somebody else")
-            with unreadable(key):
+            fd = self._opened(slot, record)
+            return Pin(self._used(slot, owner), record, fd)
+
+    def _opened(self, slot: Slot, record: ShardRecord) -> int:
+        """A shard's file, which has every byte that counts; :class:`ShardDamagedError` when it is gone or shorter."""
+        with unreadable(record.key):
+            try:
                 fd = self._shelf.arena.open(slot.name)
-            pin = f"pin-{secrets.token_hex(8)}"
-            self._pins[pin] = _PinOf(slot.name, owner)
-            slot.users.add(pin)
-            return Pin(pin, record, fd)
+            except FileNotFoundError as error:
+                raise ShardDamagedError(f"the file of {record.key} was removed by somebody else") from error
+            try:
+                size_bytes = os.fstat(fd).st_size
+                if size_bytes < record.size_bytes:
+                    raise ShardDamagedError(
+                        f"the file of {record.key} was truncated by somebody else: {size_bytes} bytes of "
+                        f"{record.size_bytes} are left"
+                    )
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd
+
+    def _used(self, slot: Slot, owner: Owner) -> str:
+        pin = f"pin-{secrets.token_hex(8)}"
+        self._pins[pin] = _PinOf(slot.name, owner)
+        slot.users.add(pin)
+        return pin
+
+    def pin_as_it_is(self, key: ShardKey, owner: Owner) -> tuple[str, ShardRecord, str]:
+        """For whoever looks for damage itself: a pin's id, the record, and where the file is to be, if it is there."""
+        with self._shelf.lock:
+            self._await_adoption(key.job)
+            slot, record = self._shelf.sealed(key)
+            return self._used(slot, owner), record, self._shelf.arena.path(slot.name)
 
     def unpin(self, pin_id: str) -> bool:
         with self._shelf.lock:

@@ -173,21 +173,23 @@ class NodeStore:
         return self._reading.records(job, group)
 
     def pin(self, key: ShardKey, *, owner: Owner | None = None) -> Pin:
-        """Keep a sealed shard as it is while somebody reads it; its file comes open with the pin."""
-        self._descriptors.check(f"reading {key}")
-        return self._pin(key, owner or myself())
+        """Keep a sealed shard as it is while somebody reads it; its file comes open with the pin.
 
-    def _pin(self, key: ShardKey, owner: Owner) -> Pin:
-        lost = None
+        One whose file is gone or too short is dropped and recorded: :class:`~peerstore.errors.ShardDamagedError`.
+        """
+        self._descriptors.check(f"reading {key}")
         with self._lock:
             try:
-                return self._reading.pin(key, owner)
+                return self._reading.pin(key, owner or myself())
+            except ShardUnreadableError:
+                self._shelf.counters["unreadable"] += 1
+                raise
             except ShardDamagedError as error:
-                reason = str(error)
-                lost = self._keeping.damaged(key, reason)
+                damaged = error
+                lost = self._keeping.damaged(key, str(error))
         if lost is not None:
-            self._listeners.damaged(key, lost, reason)
-        raise ShardNotFoundError(reason)
+            self._listeners.damaged(key, lost, str(damaged))
+        raise damaged
 
     def unpin(self, pin_id: str) -> bool:
         """The reader is done. False when the pin did not hold until now: what was read has to be verified again."""
@@ -210,16 +212,15 @@ class NodeStore:
         A damaged shard is dropped and recorded: it is offered to nobody again. One that cannot be read is not damaged:
         :class:`~peerstore.errors.ShardUnreadableError`, and it stays.
         """
-        pin = self._pin(key, myself())
+        pin, record, path = self._reading.pin_as_it_is(key, myself())
         try:
-            bad = self._reading.damaged_chunks(pin.record, f"/proc/self/fd/{pin.fd}", chunks)
+            bad = self._reading.damaged_chunks(record, path, chunks)
         except ShardUnreadableError:
             with self._lock:
                 self._shelf.counters["unreadable"] += 1
             raise
         finally:
-            pin.close()
-            held = self.unpin(pin.id)
+            held = self.unpin(pin)
         if bad and held:
             self.report(key, f"{len(bad)} of its chunks changed after it was sealed, first: {bad[0]}")
         return bad

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from typing_extensions import Buffer
 
 from peerstore import checksum
-from peerstore.errors import PeerStoreError, ShardNotFoundError, ShardUnreadableError
+from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError, ShardUnreadableError
 from peerstore.operations import Store
 from peerstore.pages import Mapping
 from peerstore.records import Group, Pin
@@ -67,6 +67,8 @@ class PinnedShards:
                     done.append(chunks)
         except ShardNotFoundError:
             return Found.GONE
+        except ShardDamagedError:
+            return Found.DAMAGED
         except ShardUnreadableError as error:
             log.warning("%s", error)
             return Found.UNREADABLE

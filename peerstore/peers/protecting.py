@@ -11,7 +11,7 @@ from collections.abc import Callable
 from peerstore.bandwidth import Bandwidth
 from peerstore.checksum import chunk_count
 from peerstore.cluster.nodes import Node
-from peerstore.errors import PeerStoreError, ShardNotFoundError
+from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
 from peerstore.peers.accounts import AGAIN_S, Accounts, Outlook, Protection, is_whole
 from peerstore.peers.duties import Duty, Standing
 from peerstore.peers.messages import Suspect
@@ -161,7 +161,7 @@ class Protecting:
             return
         try:
             pin = self._store.pin(key)
-        except ShardNotFoundError:
+        except (ShardNotFoundError, ShardDamagedError):
             return
         self.sending = duty, fact.size_bytes
         life = self._tending.life(duty.to)

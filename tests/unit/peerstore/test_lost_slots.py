@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peerstore.arena import TmpfsArena
-from peerstore.errors import PeerStoreError, ShardNotFoundError
+from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
 from tests.support.stores import MIB, content, fill, key, load, save, store_directory
@@ -50,6 +50,8 @@ def test_under_a_superseded_version(store, directory, harm):
 def test_under_the_newest_version(store, harm):
     go_on(store, (1, 2))
     harm(store.path_of(key(2)))
+    with pytest.raises(ShardDamagedError):
+        store.pin(key(2))
     with pytest.raises(ShardNotFoundError):
         store.pin(key(2))
     assert [fact.key for fact in store.inventory("job")] == [key(1)], "offered to nobody"

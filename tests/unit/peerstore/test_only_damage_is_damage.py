@@ -98,6 +98,30 @@ def test_what_is_damaged_is_dropped(store, harm, bad):
     assert [damage.what for damage in store.status().damages] == [str(KEY)]
 
 
+@pytest.mark.parametrize("harm", [lambda path: os.truncate(path, MIB), os.unlink], ids=["short", "gone"])
+def test_a_reader_hears_of_damage_once_and_of_nothing_from_then_on(store, harm):
+    harm(store.path_of(KEY))
+    with pytest.raises(ShardDamagedError):
+        store.pin(KEY)
+    with pytest.raises(ShardNotFoundError):
+        store.pin(KEY)
+    assert [damage.what for damage in store.status().damages] == [str(KEY)]
+
+
+@pytest.mark.parametrize("size_bytes", [5 * MIB // 2, 8 * MIB], ids=["nothing behind it", "more behind it"])
+def test_a_file_of_another_size_that_has_every_byte_that_counts_is_whole(store, size_bytes):
+    os.truncate(store.path_of(KEY), size_bytes)
+    is_whole(store)
+
+
+@pytest.mark.parametrize("code", UNKNOWN, ids=errno.errorcode.get)
+def test_what_a_reader_cannot_open_is_kept(store, directory, code):
+    with failing("open", code, below=str(directory / "slots")), pytest.raises(ShardUnreadableError):
+        store.pin(KEY)
+    is_whole(store)
+    assert store.status().counters["unreadable"] == 1
+
+
 @pytest.mark.parametrize("call", ["open", "preadv"])
 def test_a_seal_that_cannot_read_is_tried_again(store, directory, call):
     lease = store.lease(key(2), MIB, 1)
