@@ -45,13 +45,13 @@ def size_of(of):
 
 
 def work(client, versions, sealed):
-    """Save versions with two writers: slots are reused, grow and shrink, versions are superseded and forgotten."""
+    """Save versions with two writers: slots are reused or grow, versions are superseded and forgotten."""
     client.claim("job", "a")
     client.put_blob("job", "settings", b"kept")
     for version in versions:
         for part in PARTS:
             of = key(version, part)
-            lease = client.lease(of, 1000, 2)
+            lease = client.lease(of, 1000 if version % 2 else 9 * MIB // 4, 2)  # what is much smaller fits no slot
             lease = client.grow(lease.id, 2 * size_of(of))
             fill(lease, content(of, size_of(of)))
             client.seal(lease.id, size_of(of), b"meta")
@@ -95,7 +95,7 @@ def test_killed_while_it_works(directory, point, count):
     with store_agent(directory, *BUDGET, crash_at=f"{point}:{count}") as agent:
         if agent.wait_ready():
             with pytest.raises(AgentUnreachableError), agent.client(retry_s=0, job="job") as client:
-                work(client, range(4), sealed)
+                work(client, range(6), sealed)
         assert agent.process.wait(10) == -signal.SIGKILL
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20, job="job") as client:
         check(client, sealed)
@@ -128,7 +128,8 @@ def test_a_flipped_byte_is_found_reported_and_the_version_is_not_whole(directory
             fill(lease, content(of, MIB))
             client.seal(lease.id, MIB)
             client.mark_whole("job", of.group)
-        slot = pinned_file(client.pin(key(2))).readlink()
+        pin = client.pin(key(2))  # whose file is open for as long as somebody has it
+        slot = pinned_file(pin).readlink()
         agent.kill()
     flip(slot, MIB // 2)
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
@@ -164,7 +165,8 @@ def test_what_is_missing_at_adoption_is_absent(directory, harm, left, damages):
             fill(lease, content(of, MIB))
             client.seal(lease.id, MIB)
             client.mark_whole("job", of.group)
-        slot = pinned_file(client.pin(key(2))).readlink()
+        pin = client.pin(key(2))  # whose file is open for as long as somebody has it
+        slot = pinned_file(pin).readlink()
         agent.kill()
     note = directory / "notes" / f"seal.{slot.name}"
     match harm:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from peerstore.client import connect
 from peerstore.errors import AgentBusyError
 from tests.support.neighbours import until
 from tests.support.stores import MIB, content, key, load, save, store_agent, store_directory
@@ -40,8 +39,7 @@ def test_new_work_is_refused_and_what_has_begun_is_finished(agent):
         save(client, key(1))
         begun = client.lease(key(2), MIB, 1)
         while files_of(agent) < HARD - 30:
-            crowd.enter_context(contextlib.closing(connect(agent.place.socket)))
-            until(lambda: files_of(agent), "an answer")
+            crowd.enter_context(agent.client()).epoch("job")  # answered: the agent has taken this connection
         with pytest.raises(AgentBusyError, match="Ask again"):
             client.lease(key(3), MIB, 1)
         with pytest.raises(AgentBusyError):
