@@ -10,11 +10,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from peerstore.cluster.nodes import node_id
 from peerstore.crashpoints import reach
-from peerstore.errors import ArenaBusyError, ArenaFullError, FencedError, PeerStoreError
+from peerstore.errors import ArenaBusyError, ArenaFullError, FencedError, LeaseLostError, PeerStoreError
+from peerstore.owners import Owner, myself
 from peerstore.peers.calling import Pass, Peer
 from peerstore.peers.plan import TeamPlan
 from peerstore.peers.pulling import Puller
@@ -118,6 +119,8 @@ class Staged:
     lease: Lease
     layout: Layout
     memory: SlotMemory
+    owner: Owner = field(default_factory=myself)
+    """Who has leased it; it may be filled and sealed by another process of the same rank."""
 
 
 class Session:
@@ -441,19 +444,25 @@ class Session:
             what = f"what part {planned.part} of {self.job} stages (epoch {current.epoch} {current.name})"
             raise type(error)(str(error).replace(str(key), what)) from error
 
-    def carry_over(self, staged: Staged, key: ShardKey) -> Staged:
-        """The same slot, as one of the incarnation of ``key``; :meth:`seal` gives it its key."""
+    def carry_over(self, staged: Staged, key: ShardKey) -> Staged | None:
+        """The same slot, as one of the incarnation of ``key``; :meth:`seal` gives it its key.
+
+        ``None`` where another rank of this node has begun that incarnation first, which ended this slot. Its memory is
+        as it was for whoever has mapped it, and nobody else is given it while its owner lives.
+        """
         mine = staged.lease.key
         later = ShardKey(self.job, 0, key.epoch, key.incarnation, _PROVISIONAL + next(self._provisional), mine.part)
         try:
             lease = self.node.store.relabel(staged.lease.id, later)
+        except LeaseLostError:
+            return None
         except PeerStoreError as error:
             raise SaveFailedError(f"{key}: what was staged for it was lost: {error}") from error
-        return Staged(lease, staged.layout, staged.memory)
+        return replace(staged, lease=lease)
 
-    def take_over(self, lease: Lease, layout: Layout) -> Staged:
+    def take_over(self, lease: Lease, layout: Layout, owner: Owner) -> Staged:
         """Go on with a slot that another process of this rank has staged."""
-        return Staged(lease, layout, self._memory(lease))
+        return Staged(lease, layout, self._memory(lease), owner)
 
     def seal(
         self,
@@ -501,7 +510,7 @@ class Session:
             lease = self.node.store.relabel(lease.id, key)
         if total > lease.size_bytes:  # perhaps another file then, with what was staged in it
             lease = self.node.store.grow(lease.id, round_up(total, _SLOT_STEP))
-        return staged if lease is staged.lease else Staged(lease, staged.layout, self._memory(lease))
+        return staged if lease is staged.lease else replace(staged, lease=lease, memory=self._memory(lease))
 
     def prepare(self, part: int, size_bytes: int) -> threading.Thread:
         """Have slots ready and mapped before the first save; the work is done by the thread that is returned."""

@@ -92,7 +92,7 @@ class Stager:
     def __getstate__(self) -> dict[str, Any]:
         """What a process that writes in the background needs; the slot is named, not copied, and is its from now on."""
         kept = {name: value for name, value in self.__dict__.items() if name not in ("_in_use", "_staged")}
-        kept["_slot"] = None if self._staged is None else (self._staged.lease, self._staged.layout)
+        kept["_slot"] = None if self._staged is None else (self._staged.lease, self._staged.layout, self._staged.owner)
         kept["_holding"] = False
         if self.settings.enabled:
             kept["_handed_over"] = self.session.owner.hand_over()

@@ -257,7 +257,8 @@ class TieredWriter(Stager, StorageWriter):
         if not self.settings.memory.trust_objects:
             work.warn_of_objects()
         self._wait_for_durable(session)
-        earlier = self._staged = self._under(session, self._staged, key)
+        before = self._staged
+        earlier = self._staged = self._under(session, before, key)
         staged = self._take_staged(work, part, decision.parts)
         if staged is None:
             layout = work.layout(session.layouts)
@@ -265,6 +266,10 @@ class TieredWriter(Stager, StorageWriter):
             staged = session.stage(key, decision.parts, layout, size, wait_s=self.settings.memory.wait_s)
             with session.abandoned_on_error(staged):
                 self._fill(session, staged, work)
+                if before is not None and earlier is None and not before.owner.alive:
+                    raise SaveFailedError(
+                        f"{key}: the process that staged it has ended, and what it had staged may be overwritten"
+                    )
             if earlier is not None:
                 session.abandon(earlier)
         self._staged = staged
@@ -299,7 +304,7 @@ class TieredWriter(Stager, StorageWriter):
     def _under(self, session: Session, staged: Staged | None, key: ShardKey) -> Staged | None:
         """The slot that was staged, as one of the incarnation that the save is for.
 
-        Asking for anything else on its behalf first would end this slot, and what is read from it is the state.
+        ``None`` also where another rank's write has ended it: the state is still read from its memory, and is copied.
         """
         if staged is None or (staged.lease.key.epoch, staged.lease.key.incarnation) == (key.epoch, key.incarnation):
             return staged

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tieredckpt
 from tests.support.bits import assert_same, zeroed
+from tests.support.neighbours import until
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.session import open_session
 from tieredckpt.settings import load_settings
@@ -152,6 +153,37 @@ def save_alone(say, how):
 @pytest.mark.parametrize("way", WAYS)
 def test_one_rank_saves_on_its_own(agent_dir, zygote, way):
     assert zygote.run_world(2, save_alone, WAYS[way]) == [None, (2, 2.0)]
+
+
+def save_what_is_staged_last(say, kind):
+    """The first rank has staged into a slot when the second one, which has loaded alone, makes a new incarnation
+    necessary; the second one writes for it first, and that ends the slot.
+    """
+    try:
+        save(1, 1)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            load(1, no_dist=True)
+        writer = (TieredWriter if dist.get_rank() == 1 else WritesLast)(JOB, 2)
+        dcp.async_save(state_of(2), storage_writer=writer, async_checkpointer_type=kind).result()
+        dist.barrier()
+        return load()
+    finally:
+        end_background_process()
+
+
+class WritesLast(TieredWriter):
+    """Goes on with what was staged when another rank of this node writes for the new incarnation."""
+
+    def _under(self, session, staged, key):
+        assert staged is not None
+        until(lambda: session.node.store.epoch("incarnations") == key.epoch, "the other rank's write")
+        return super()._under(session, staged, key)
+
+
+@pytest.mark.parametrize("kind", AsyncCheckpointerType)
+def test_what_was_staged_is_saved_also_when_another_rank_begins_the_new_incarnation_first(agent_dir, zygote, kind):
+    assert zygote.run_world(2, save_what_is_staged_last, kind) == [(2, 2.0), (2, 2.0)]
 
 
 # -- processes of DCP's -------------------------------------------------------------------------------------------
