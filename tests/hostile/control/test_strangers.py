@@ -202,6 +202,7 @@ def test_what_is_said_of_a_world_of_the_past_counts_for_nothing(job):
         seat._say(epoch=before.epoch, paused=99, sealed=99, stand=Stand.INSIDE)
         number = seat._sent
     until(lambda: seat._hears.heard >= number)
-    report = until(lambda: job.coordinator.desk.nodes["n0"].says)
-    assert (report.paused, report.sealed, report.formed.epoch) == (None, None, after.epoch)
+    nodes = job.coordinator.desk.nodes
+    until(lambda: nodes["n0"].says is not None and nodes["n0"].says.formed.epoch == after.epoch)
+    assert (nodes["n0"].says.paused, nodes["n0"].says.sealed) == (None, None)
     assert seat.notice() is None

@@ -186,7 +186,8 @@ def test_one_of_two_holders_describes_the_shard_wrongly_and_the_other_is_believe
         data, pulled = reader.read(of)
         assert pulled.failed == {}
         assert data == content(of, SIZE)
-        assert set(pulled.bytes_from) == {writer.name}
+        # The liar's bytes are good, only its record is not: once that is replaced it may serve them, too.
+        assert set(pulled.bytes_from) <= {writer.name, liar}
         until(nodes[liar].damages, "the wrong record is dropped")
         until(lambda: nodes[liar].holds(of) and nodes[liar].store.verify(of) == (), "a good copy is there again")
         assert nodes[liar].is_good(of)
