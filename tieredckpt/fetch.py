@@ -33,7 +33,7 @@ class Verified(NamedTuple):
     data: memoryview
 
 
-class Found(enum.Enum):
+class ShardCheck(enum.Enum):
     """What a look at a shard in this node's memory has found."""
 
     GOOD = "good"
@@ -52,7 +52,7 @@ class PinnedShards:
         self._maps: dict[int, Mapping] = {}
         self._checked: dict[int, list[tuple[int, int]]] = {}
 
-    def verify(self, shard: ShardIndex, ranges: Sequence[ByteRange]) -> Found:
+    def verify(self, shard: ShardIndex, ranges: Sequence[ByteRange]) -> ShardCheck:
         """Pin the shard and have its bytes in ``ranges`` compared with their checksums."""
         part = shard.key.part
         wanted = chunk_ranges(ranges, shard.chunk_bytes)
@@ -63,18 +63,18 @@ class PinnedShards:
             for chunks in wanted:
                 if chunks not in done:
                     if self._store.verify(shard.key, chunks):
-                        return Found.DAMAGED
+                        return ShardCheck.DAMAGED
                     done.append(chunks)
         except ShardNotFoundError:
-            return Found.GONE
+            return ShardCheck.GONE
         except ShardDamagedError:
-            return Found.DAMAGED
+            return ShardCheck.DAMAGED
         except ShardUnreadableError as error:
             log.warning("%s", error)
-            return Found.UNREADABLE
+            return ShardCheck.UNREADABLE
         except PeerStoreError as error:
             raise TierUnavailableError(f"{shard.key} cannot be verified: {error}") from error
-        return Found.GOOD
+        return ShardCheck.GOOD
 
     def file(self, part: int) -> int:
         """The shard as an open file: reading a byte once costs less than mapping its page first."""

@@ -322,6 +322,8 @@ def described(node: StepPages, job: str, group: Group) -> Described:
     rest, optional = [digest for digest in summary.layouts if digest in named], list(summary.tables)
     while rest or optional:
         some = node.layouts(job, group, rest, optional)
+        if (rest or some.more) and not (some.layouts or some.tables):
+            raise CheckpointNotFoundError(f"job {job} step {group.version}: layouts {rest[:8]} were not described")
         layouts |= {digest: check_layout(digest, unpack(data)) for digest, data in some.layouts.items()}
         tables |= {digest: unpack(data) for digest, data in some.tables.items()}
         rest = [digest for digest in rest if digest not in some.layouts]

@@ -19,7 +19,7 @@ Order = Callable[[str], tuple[int, int]]
 """How far away the nearest shard with a layout is, and which part it is."""
 
 
-class Found(NamedTuple):
+class LayoutPiece(NamedTuple):
     """Part of a tensor, in a shard with this layout."""
 
     layout: str
@@ -117,7 +117,7 @@ class PieceIndex:
         known = [paths for columns in self.layouts.values() if (paths := columns.paths) is not None]
         return {name: path for paths in known for name, path in paths.items()} if known else None
 
-    def find(self, fqn: str, box: Box, order: Order) -> list[Found] | None:
+    def find(self, fqn: str, box: Box, order: Order) -> list[LayoutPiece] | None:
         """``box`` out of as near and as few shards as there are; ``None`` when some of it is in no layout here.
 
         ``KeyError``: nothing of that name is.
@@ -126,19 +126,19 @@ class PieceIndex:
         if len(groups) == 1 and len(groups[0].columns) == 1 and fqn not in self._archives:
             group, rows = groups[0], groups[0].rows[fqn]
             if isinstance(rows, int) and group.columns[0].box(rows) == box:
-                return [Found(group.digests[0], group.columns[0].entry(rows), box, -1)]
+                return [LayoutPiece(group.digests[0], group.columns[0].entry(rows), box, -1)]
         places = sorted(self._places(fqn, box, groups), key=lambda place: order(place[0]))
         if not places and (groups or fqn in self._archives):  # what there is, is elsewhere in the tensor
             self._check_rank(next(self._any(fqn, groups)), box)
         shapes: set[tuple[int, ...]] = set()
-        tiling, found = Tiling(box), list[Found]()
+        tiling, found = Tiling(box), list[LayoutPiece]()
         for digest, entry, item in places:
             self._check_rank(entry, box)
             shapes.add(entry.shape)
             if len(shapes) > 1:
                 raise CheckpointDamagedError(f"{fqn} is there in several shapes: {sorted(shapes)}")
             if tiling.missing:
-                found += [Found(digest, entry, common, item) for common in tiling.lay(entry.box)]
+                found += [LayoutPiece(digest, entry, common, item) for common in tiling.lay(entry.box)]
         return None if tiling.missing else found
 
     def _in(self, fqn: str) -> list[_Group]:

@@ -46,7 +46,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.fetch import Found, PinnedShards
+from tieredckpt.fetch import PinnedShards, ShardCheck
 from tieredckpt.location import Location, parse_location
 from tieredckpt.node import StateNames
 from tieredckpt.plain import plain_reader, plain_steps
@@ -383,15 +383,15 @@ class TieredReader(StorageReader):
             pinned = self._pinned
             near = {part: wanted for part, wanted in ranges.items() if step.tier(part) is Tier.MEMORY}
             found = {part: pinned.verify(step.shards[part], wanted) for part, wanted in near.items()}
-            bad = {part: what for part, what in found.items() if what is not Found.GOOD}
+            bad = {part: what for part, what in found.items() if what is not ShardCheck.GOOD}
             if not bad:
                 self._ready = group
                 return True
             # The agent has dropped what was damaged: describe the step again, another tier may have it.
             for part, what in bad.items():
-                level = logging.ERROR if what is Found.DAMAGED else logging.WARNING
+                level = logging.ERROR if what is ShardCheck.DAMAGED else logging.WARNING
                 log.log(level, "%s in memory: %s; looking for another copy", step.shards[part].key, what.value)
-            self._unreadable[group] |= {part for part, what in bad.items() if what is Found.UNREADABLE}
+            self._unreadable[group] |= {part for part, what in bad.items() if what is ShardCheck.UNREADABLE}
             part, what = next(iter(bad.items()))
             self._refused.append(f"step {group.version}: part {part} in memory: {what.value}")
             self._let_go()

@@ -30,7 +30,7 @@ from tieredckpt.node import (
     Source,
     StateNames,
 )
-from tieredckpt.pieces import Found, PieceIndex
+from tieredckpt.pieces import LayoutPiece, PieceIndex
 from tieredckpt.resolve import Tier
 
 PAGE_BYTES = 8 << 20
@@ -195,7 +195,7 @@ class StepMap:
         fqn: str,
         box: Box,
         order: Callable[[str], tuple[int, int]],
-    ) -> list[Found]:
+    ) -> list[LayoutPiece]:
         known = False
         for number in range(3):
             index = turns(fqn, number)

@@ -15,7 +15,7 @@ from peerstore.operations import Store
 from tieredckpt.boxes import Box, relative, whole
 from tieredckpt.durable.store import ObjectNotFoundError, ObjectStore
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError
-from tieredckpt.fetch import Found, PinnedShards, from_object
+from tieredckpt.fetch import PinnedShards, ShardCheck, from_object
 from tieredckpt.layout import TensorEntry
 from tieredckpt.manifest import ShardIndex
 from tieredckpt.node import Described
@@ -35,7 +35,7 @@ class StepSource:
         self.step = StoredStep(described)
         self._pinned = PinnedShards(memory, self.step.group) if memory is not None else None
         self._durable = durable
-        self._gone: dict[int, Found] = {}
+        self._gone: dict[int, ShardCheck] = {}
         """Parts whose copy in memory cannot be used."""
         self.bytes_by_tier: dict[str, int] = {}
 
@@ -113,14 +113,14 @@ class StepSource:
         size = window.stop - window.start
         if Tier.MEMORY in tiers and part not in self._gone and self._pinned is not None:
             look = self._pinned.verify(shard, [window])
-            if look is Found.GOOD:
+            if look is ShardCheck.GOOD:
                 self._count(Tier.MEMORY, size)
                 yield self._pinned.view(part)[window.start : window.stop]
                 return
             log.warning("%s in memory: %s, looking for another copy", shard.key, look.value)
             self._gone[part] = look
         if Tier.DURABLE not in tiers:
-            raise _no_other(shard, self._gone.get(part, Found.GONE))
+            raise _no_other(shard, self._gone.get(part, ShardCheck.GONE))
         self._count(Tier.DURABLE, size)
         try:
             for found in from_object(self._durable(), shard, [window]):
@@ -151,8 +151,8 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-def _no_other(shard: ShardIndex, found: Found) -> Exception:
-    if found is Found.UNREADABLE:
+def _no_other(shard: ShardIndex, found: ShardCheck) -> Exception:
+    if found is ShardCheck.UNREADABLE:
         return TierUnavailableError(f"{shard.key} in memory: {found.value}. There is no other copy of it: try again")
     return CheckpointDamagedError(f"{shard.key} in memory: {found.value}. There is no other copy of it")
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundShard:
     """A shard that was asked for."""
 
     shard: Shard
@@ -127,12 +127,12 @@ class MemoryService:
             self._stamp = max(self._stamp + 1, self._clock_ns())
             return self._stamp
 
-    def find(self, name: str, rank: int, step: int) -> Found:
+    def find(self, name: str, rank: int, step: int) -> FoundShard:
         """The shard that was put last, wherever it is."""
         if self.holdings.spreading.known().living(name) is None:
             raise not_found()
         shard = self._find(name, rank, step)
-        return Found(shard, shard.size_bytes, shard.note.header)
+        return FoundShard(shard, shard.size_bytes, shard.note.header)
 
     def _find(self, name: str, rank: int, step: int) -> Shard:
         near = self.holdings.nearest(name, rank, step)
@@ -146,7 +146,7 @@ class MemoryService:
         raise not_found()
 
     @contextlib.contextmanager
-    def reading(self, found: Found, start: int, stop: int) -> Iterator[Iterator[Piece]]:
+    def reading(self, found: FoundShard, start: int, stop: int) -> Iterator[Iterator[Piece]]:
         """Bytes ``start`` to ``stop``, piece by piece. Whether the first is to be had is known before the block."""
         with contextlib.closing(self._lending.pieces(found.shard, start, stop)) as pieces:
             try:

@@ -1,0 +1,34 @@
+"""A step that is described in pages: an answer that brings nothing new ends it, and is no reason to ask for ever."""
+
+import pytest
+
+from tests.support.stores import key
+from tieredckpt.errors import CheckpointNotFoundError
+from tieredckpt.manifest import ShardIndex, ShardMeta
+from tieredckpt.node import FoundLayouts, FoundParts, PartAt, Summary, described
+
+GROUP = key(1).group
+
+
+class Forgets:
+    """An agent that describes a step, and then has nothing of it any more."""
+
+    def __init__(self, *, parts: bool) -> None:
+        self._parts = parts
+
+    def summary(self, job, group):
+        return Summary((0,), 1, "test", ("layout",), ())
+
+    def parts(self, job, group, parts, *, item_sizes=False):
+        index = ShardIndex(key(1), 1, 0, 1, b"", ShardMeta("layout", ()))
+        return FoundParts([PartAt(index, 0, ("memory",), ())] if self._parts else [], [])
+
+    def layouts(self, job, group, layouts, tables):
+        return FoundLayouts({}, {}, more=False)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("parts", "what"), [(False, "none of parts"), (True, r"layouts \['layout'\]")])
+def test_an_answer_without_anything_new_ends_it(parts, what):
+    with pytest.raises(CheckpointNotFoundError, match=what):
+        described(Forgets(parts=parts), "job", GROUP)
