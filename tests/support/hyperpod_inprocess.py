@@ -7,6 +7,7 @@ that is not what it is by default; ``STORY_DEAF_S``: how long an agent may leave
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import struct
@@ -158,6 +159,7 @@ def main() -> None:
     It imports what it needs after that, one after the other: not where processes are started anew again and again.
     """
     folder = os.environ["STORY"]
+    faulthandler.register(signal.SIGUSR1)  # a test that waited in vain asks what its ranks do
     if os.environ["LOCAL_RANK"] == "1" and "STORY_BUDGET" not in os.environ:
         from integration.hyperpod.agent import wait_rank
 

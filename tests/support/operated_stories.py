@@ -9,10 +9,13 @@ import contextlib
 import functools
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -146,10 +149,24 @@ class Operated:
         pods = msgspec.json.decode((self.place.folder / "pods.json").read_bytes())
         return next(pod for pod in pods if pod["name"] == name)
 
+    def _ask_for_stacks(self, pod: str) -> None:
+        """They are printed beside what else the ranks say."""
+        bit = 1 << (signal.SIGUSR1 - 1)
+        asked = False
+        for pid in self.ranks(pod):
+            with contextlib.suppress(OSError):
+                caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+                if caught is not None and int(caught[1], 16) & bit:
+                    os.kill(pid, signal.SIGUSR1)
+                    asked = True
+        time.sleep(2.0 if asked else 0.0)  # nothing says that they are written
+
     def report(self) -> str:
         told = "\n".join(f"{one.reason}: {one.message}" for one in self.events)
         kept = self.place.kept()
-        pods = "\n".join(f"--- {one.name}\n{self.printed(one.name)[-2500:]}" for one in kept.seen.pods) if kept else ""
+        for one in kept.seen.pods if kept else ():
+            self._ask_for_stacks(one.name)
+        pods = "\n".join(f"--- {one.name}\n{self.printed(one.name)[-9000:]}" for one in kept.seen.pods) if kept else ""
         return f"{told}\n{self.state}\n{kept.seen if kept else ''}\n{pods}"
 
 
