@@ -373,7 +373,7 @@ class Checkpointer:
 
     def _save_first(self, state: State, step: int, *, durable: bool) -> Saved:
         """A state that was not planned before: once through DCP's planning, with its collectives."""
-        self._all_ready()
+        self._all_ready(self._noter.names)
         self._join()
         settings = (
             self.settings if not durable else override(self.settings, durable={"every": self.settings.memory.every})
@@ -416,8 +416,11 @@ class Checkpointer:
         except PeerStoreError as error:  # it is whole all the same
             log.warning("the node agent did not note that step %d is whole: %s", step, error)
 
-    def _all_ready(self) -> None:
-        """Before a collective: a rank that cannot reach its node must not leave the others waiting in it."""
+    def _all_ready(self, names: str = "") -> None:
+        """Before a collective: a rank that cannot reach its node must not leave the others waiting in it.
+
+        ``names``: a digest of what this rank's state has; where all have the same, each of them knows what there is.
+        """
         problem = ""
         try:
             self._finish_last(wait_s=self.settings.memory.wait_s)
@@ -425,7 +428,10 @@ class Checkpointer:
             self.session.known_epoch()
         except (TieredCheckpointError, PeerStoreError) as error:
             problem = f"rank {self._together.rank}: {error}"
-        problems = [text for text in self._together.from_all(problem) if text]
+        answers = [text.partition(" ") for text in self._together.from_all(f"{names} {problem}")]
+        if names and all(named == names for named, _, _ in answers):
+            self._noter.is_complete()
+        problems = [text for _, _, text in answers if text]
         if problems:
             raise SaveFailedError("; ".join(problems))
 

@@ -184,6 +184,12 @@ class TieredReader(StorageReader):
         """The step that :meth:`read_metadata` described."""
         return self._plain[0] if self._plain is not None else self._described_step
 
+    @property
+    def restored_names(self) -> tuple[str, ...]:
+        """All that the step has that the last load read; nothing, where that was a plain checkpoint."""
+        step = self._steps.get(self.report.group) if self.report is not None and self._plain is None else None
+        return (*step.names.names, *step.names.objects) if step is not None else ()
+
     # -- StorageReader ----------------------------------------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

@@ -26,7 +26,7 @@ from tieredckpt.errors import (
     TieredCheckpointError,
     TierUnavailableError,
 )
-from tieredckpt.live.keeping import Hydration, keeper
+from tieredckpt.live.keeping import Hydration, digest_of_names, keeper
 from tieredckpt.moments import make_moments
 from tieredckpt.plain import plain_reader, plain_steps
 from tieredckpt.reader import RestoreReport, TieredReader, some
@@ -92,6 +92,8 @@ class Restoring:
                 continue
             state.update({name: value for name, value in filled.items() if not isinstance(value, _Roomy)})
             self._hydrated(reader.report, given)
+            if held is not None:
+                held.completes(self._job, digest_of_names(reader.restored_names))
             self._say(state, reader, strict=strict)
             return reader.restored_step, reader.report
         if isinstance(error, PeersLostError | CheckpointDeletedError):  # unknown, not damaged

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.resizable import digest, whole
 
 EVERY = 5
+Death = tuple[int, str, set[int]]
 JOB = "tiered://live"
 
 
@@ -95,17 +96,24 @@ def undisturbed(_say: Callable[[str], None], kind: str, optimizer: str, total: i
 
 
 def train(say: Callable[[str], None], address: str, kind: str, optimizer: str, total: int, at: str) -> str:
-    """``at``: where rank 1 of the first world dies, as ``STEP PLACE``, again and again as ``STEP PLACE;STEP PLACE``."""
+    """``at``: where rank 1 of the first world dies, as ``STEP PLACE``, again and again as ``STEP PLACE;STEP PLACE``.
+
+    ``STEP PLACE 1,2`` has ranks 1 and 2 die.
+    """
     from elastic.workers.loop import run
     from tests.support.bridged import BridgedPlane
 
-    deaths = [(int(one.split()[0]), one.split()[1]) for one in at.split(";")]
+    deaths = [_death(*one.split()) for one in at.split(";")]
     return str(
         run(lambda world: _train(say, world, kind, optimizer, total, deaths), plane=BridgedPlane(address)).how.value
     )
 
 
-def _train(say: Any, world: Any, kind: str, optimizer: str, total: int, deaths: list[tuple[int, str]]) -> None:
+def _death(step: str, place: str, ranks: str = "1") -> Death:
+    return int(step), place, {int(rank) for rank in ranks.split(",")}
+
+
+def _train(say: Any, world: Any, kind: str, optimizer: str, total: int, deaths: list[Death]) -> None:
     from tieredckpt import Checkpointer
 
     training = Training(kind, optimizer, world.size, world.rank)
@@ -118,7 +126,10 @@ def _train(say: Any, world: Any, kind: str, optimizer: str, total: int, deaths: 
         for step in world.steps(first, total, checkpoint=(ckpt, training.state)):
 
             def die(place: str, step: int = step) -> None:
-                if world.rank == 1 and (step, place) in deaths[world.epoch : world.epoch + 1]:
+                dying = (
+                    ranks for at, where, ranks in deaths[world.epoch : world.epoch + 1] if (at, where) == (step, place)
+                )
+                if world.rank in next(dying, ()):
                     os.kill(os.getpid(), signal.SIGKILL)
 
             loss = training.step(step, die)

@@ -42,6 +42,8 @@ class Holding(msgspec.Struct, frozen=True):
     """The world that the step was reached in."""
     cover: str
     """Its digest."""
+    complete: bool = False
+    """Its names are known to be those of the whole state: every rank of that world had the same."""
 
 
 class Stand(msgspec.Struct, frozen=True):
@@ -100,12 +102,23 @@ def tellers(holdings: Mapping[int, Holding]) -> dict[int, str]:
     return {rank: cover for cover, rank in found.items()}
 
 
-def choose(holdings: Collection[Holding], covers: Mapping[str, Cover], needed: Needed | None) -> Choice:
-    """The newest step that is newer than what is saved, and of which nothing is missing."""
+def choose(
+    holdings: Collection[Holding], covers: Mapping[str, Cover], needed: Needed | None, *, unknown: str = ""
+) -> Choice:
+    """The newest step that is newer than what is saved, and of which nothing is missing.
+
+    Where no step is whole (or ``unknown``: why that could not be found out) survivors count that know themselves what
+    belongs to the state: nothing older is lost with theirs, for all that the last world saved it had reached before.
+    """
     if not holdings:
         return Choice(why="no rank still has the state of a step boundary")
     if needed is None:
-        return Choice(why="no step is whole yet, so nobody knows what belongs to the state")
+        knowing = {holding.step for holding in holdings if holding.complete}
+        if not knowing:
+            why = f"what is saved is not known: {unknown}" if unknown else "no step is whole"
+            return Choice(why=f"{why}, and no survivor knows what belongs to the state")
+        holdings = [holding for holding in holdings if holding.step in knowing]
+        needed = Needed(-1, frozenset(), frozenset())
     refused = []
     for step in sorted({holding.step for holding in holdings}, reverse=True):
         if step <= needed.step:

@@ -73,7 +73,7 @@ def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int
 
 def _asked(keeper: Keeper, meeting: _Meeting, covers: Mapping[str, Cover]) -> dict[str, _Asked]:
     """Who has what, by job: the first rank hears everybody, and tells all."""
-    holdings = {job: Holding(one.step, one.left, covers[job].digest) for job, one in keeper.kept.items()}
+    holdings = {job: Holding(one.step, one.left, covers[job].digest, one.complete) for job, one in keeper.kept.items()}
     meeting.say(f"stand/{meeting.rank}", Stand(keeper.left, holdings, keeper.reached))
     if meeting.rank == 0:
         stands = meeting.hear_all([f"stand/{rank}" for rank in range(meeting.size)], Stand)
@@ -111,11 +111,12 @@ def _hydrate(meeting: _Meeting, job: str, asked: _Asked, kept: Kept | None, cove
 
 
 def _choice(ckpt: Checkpointer, holdings: Mapping[int, Holding], covers: Sequence[Cover]) -> Choice:
+    needed, unknown = None, ""
     try:
         needed = _needed(ckpt)
     except (TieredCheckpointError, PeerStoreError) as error:
-        return Choice(why=f"what is saved is not known: {error}")
-    return choose(holdings.values(), {one.digest: one for one in covers}, needed)
+        unknown = str(error)
+    return choose(holdings.values(), {one.digest: one for one in covers}, needed, unknown=unknown)
 
 
 def _needed(ckpt: Checkpointer) -> Needed | None:

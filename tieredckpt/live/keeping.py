@@ -6,10 +6,12 @@ Outside of a loop that goes from world to world nobody could be given anything, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import xxhash
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
@@ -54,6 +56,8 @@ class Kept:
     """Local tensors and Python objects, by name."""
     plan: SavePlan
     settings: Settings
+    complete: bool = False
+    """Its names are known to be those of the whole state."""
 
 
 class Noted(Protocol):
@@ -61,11 +65,13 @@ class Noted(Protocol):
 
     step: int
     settings: Settings
+    names: str
+    """A digest of what the state has, by name."""
 
     def torn(self) -> str:
         """Why the state is not that of the boundary any more; empty while it is."""
 
-    def kept(self, left: int) -> Kept: ...
+    def kept(self, left: int, *, complete: bool) -> Kept: ...
 
 
 @dataclass
@@ -83,6 +89,8 @@ class Keeper:
     """An optimizer's step has begun since the last note."""
     sees: bool = False
     """It was seen that optimizers' steps are seen."""
+    complete: dict[str, set[str]] = field(default_factory=dict)
+    """By job digests of names that are known to be all that the state has, whatever rank one asks."""
     hydrations: dict[str, Hydration] = field(default_factory=dict)
     tries: int = 0
     """Worlds that what is kept was to be given to."""
@@ -101,7 +109,12 @@ class Keeper:
         self.drop()
         self.tries = 0
         self.reached.clear()
+        self.complete.clear()
         self.left = epoch
+
+    def completes(self, job: str, names: str) -> None:
+        """Nothing belongs to the state of this world but what ``names`` is a digest of."""
+        self.complete.setdefault(job, set()).add(names)
 
     def hold(self) -> None:
         """The world was left by a fault. What is intact is kept, everything else let go of."""
@@ -110,7 +123,7 @@ class Keeper:
             if why:
                 log.info("%s: step %d cannot be given from here: %s", job, noted.step, why)
             else:
-                self.kept[job] = noted.kept(self.left)
+                self.kept[job] = noted.kept(self.left, complete=noted.names in self.complete.get(job, ()))
         self.notes.clear()
         self.stepped = False
 
@@ -129,6 +142,11 @@ class Keeper:
         self.notes.clear()
         self.kept.clear()
         self.stepped = False
+
+
+def digest_of_names(names: Iterable[str]) -> str:
+    """The same for the same names, in whatever order and however often."""
+    return xxhash.xxh3_128_hexdigest("\0".join(sorted({*names})).encode())
 
 
 _keepers: list[Keeper] = []

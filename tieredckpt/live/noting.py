@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from tieredckpt.live.keeping import Kept, keeper
+from tieredckpt.live.keeping import Kept, digest_of_names, keeper
 from tieredckpt.live.parts import Part, address_of, copied, local_of, part_of
 from tieredckpt.settings import Settings
 from tieredckpt.state import as_plain, fingerprint, flatten
@@ -65,6 +65,17 @@ class Noter:
             self._structure, loose = _structure_of(state)
         return Boundary(self._structure, step, self._settings, loose)
 
+    @property
+    def names(self) -> str:
+        """A digest of what the state has by name, as it was noted last."""
+        return "" if self._structure is None else self._structure.names
+
+    def is_complete(self) -> None:
+        """Every rank's state has the names that this one's has."""
+        held = keeper()
+        if held is not None and self._structure is not None:
+            held.completes(self._job, self._structure.names)
+
     def forget(self) -> None:
         """Let go of the state's tensors."""
         self._structure = None
@@ -77,6 +88,7 @@ class Boundary:
         self.step = step
         self.settings = settings
         self._structure = structure
+        self.names = structure.names
         tensors = {name: one for name, one in loose.items() if isinstance(one, torch.Tensor)}
         small, large = _sorted(tensors, tensors)
         self._own = {name: local_of(one).detach().clone() for name, one in small.items()}
@@ -91,10 +103,10 @@ class Boundary:
         moved = (watch.moved(before) for watch, before in zip(self._watches, self._versions, strict=True))
         return next((f"{name} was changed after it" for name in moved if name), "")
 
-    def kept(self, left: int) -> Kept:
+    def kept(self, left: int, *, complete: bool) -> Kept:
         values = {name: one for watch in self._watches for name, one in watch.locals().items()}
         values |= self._structure.copies | self._own | self._objects
-        return Kept(self.step, left, values, self._structure.plan, self.settings)
+        return Kept(self.step, left, values, self._structure.plan, self.settings, complete)
 
 
 class _Watched(NamedTuple):
@@ -146,6 +158,7 @@ class _Structure:
             flat.update(part.tensors)
         items = create_default_local_save_plan(flat, is_coordinator=False).items
         self.plan = SavePlan(items, planner_data=flatten_state_dict(as_plain(state))[1])
+        self.names = digest_of_names(item.index.fqn for item in items)
         self.watches: list[_Watch] = []
         self._sources: list[torch.Tensor] = []
         self.copies: dict[str, torch.Tensor] = {}

@@ -112,6 +112,31 @@ def test_one_fault_after_the_other(zygote, agent_dir, store):
     assert_same_bits(ends, zygote.run_world(2, undisturbed, "ddp", "sgd", TOTAL)[0])
 
 
+@pytest.mark.parametrize(
+    ("at", "crash", "step"),
+    [
+        ("8 forward 1,2", "", 7),  # step 5 was whole, and is lost
+        ("", "seal.asked", 0),  # in the first save of all: no step was ever whole
+    ],
+)
+def test_two_of_three_nodes_are_lost_at_once_and_the_replica_that_is_left_goes_on(
+    zygote, ranks, store, at, crash, step
+):
+    with cluster_of(ranks, "n1", "n2", "n3") as cluster:
+        environs = [{**cluster[name].environ, "TIEREDCKPT_AGENT_EMBEDDED": "1"} for name in ("n1", "n2", "n3")]
+        for environ in environs[1:]:
+            environ["PEERSTORE_CRASH_AT"] = crash
+        with started(zygote, store, 3, "ddp", "fused", at or "99 never", environs) as (plane, running, _):
+            for lost in running[1:]:
+                assert lost.wait().status == -signal.SIGKILL
+            for name in ("n2", "n3"):
+                cluster[name].lose()
+            plane.resize(1, "there is no other one")
+            end = running[0].wait()
+            assert plane.succeeded
+        assert worlds([end], 1) == [str(step), "live", "0", "live"]
+
+
 def test_fewer_ranks_on_nodes_of_their_own_go_on(zygote, ranks, store):
     with cluster_of(ranks, "n1", "n2", "n3") as cluster:
         environs = [{**cluster[name].environ, "TIEREDCKPT_AGENT_EMBEDDED": "1"} for name in ("n1", "n2", "n3")]

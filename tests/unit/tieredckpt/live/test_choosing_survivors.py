@@ -59,8 +59,19 @@ def test_choices(held, step, why):
     assert (found.step, found.why) == (step, why)
 
 
-def test_before_a_first_whole_step_nobody_knows_what_belongs_to_it():
-    assert "no step is whole yet" in chosen((7, WHOLE), needed=None).why
+def test_where_no_step_is_whole_only_survivors_that_know_all_names_can_give_one():
+    assert "no survivor knows what belongs" in chosen((7, WHOLE), needed=None).why
+
+    def given(*held: tuple[int, Cover, bool]):
+        covers = {cover.digest: cover for _, cover, _ in held}
+        holdings = [Holding(step, 0, cover.digest, complete) for step, cover, complete in held]
+        return choose(holdings, covers, None, unknown="its nodes are lost")
+
+    assert given((7, WHOLE, True)).step == 7
+    assert given((7, UPPER, True), (7, LOWER, False)).step == 7
+    assert given((8, WHOLE, False), (7, WHOLE, True)).step == 7
+    assert given((7, UPPER, True)).why == "of step 7 no survivor has w"
+    assert given((7, WHOLE, False)).why.startswith("what is saved is not known: its nodes are lost, and no survivor")
 
 
 def test_who_was_not_in_the_last_world_is_of_a_past_that_the_job_left():

@@ -19,8 +19,8 @@ from tieredckpt.testing import memory_node
 class Job:
     """A job of one rank that goes from world to world."""
 
-    def __init__(self, held):
-        self.held, self.epoch = held, -1
+    def __init__(self, held, node):
+        self.held, self.node, self.epoch = held, node, -1
 
     def enter(self, *, strict=True):
         """Into a new world, with a new model; what it says of where its state comes from."""
@@ -44,6 +44,10 @@ class Job:
             if save:
                 self.ckpt.save(self.state, step).wait()
 
+    def lose_all_steps(self):
+        store = self.node.store
+        store.forget("job", sorted({fact.key.group for fact in store.inventory("job")}))
+
     def leave(self):
         self.ckpt.close()
         self.held.hold()
@@ -55,8 +59,8 @@ class Job:
 def job(monkeypatch):
     # What is collected between worlds is large only because of everything else that tests have imported.
     monkeypatch.setattr("elastic.workers.forgetting.gc.collect", lambda: 0)
-    with memory_node(), watching() as held:
-        one = Job(held)
+    with memory_node() as node, watching() as held:
+        one = Job(held, node)
         yield one
         if dist.is_initialized():
             one.leave()
@@ -127,7 +131,43 @@ def test_before_anything_is_whole_nothing_is_given(job):
     job.leave()
     found = job.enter()
     assert (said(found), job.first) == (("snapshot", -1, 3), 0)
-    assert "no step is whole yet" in found.why
+    assert found.why == "no step is whole, and no survivor knows what belongs to the state"
+
+
+def test_what_survives_is_used_where_every_saved_step_is_lost(job):
+    job.enter()
+    job.train(9)
+    job.leave()
+    job.lose_all_steps()
+    assert said(job.enter()) == ("live", 8, 8)
+    assert (job.first, job.state["n"].item()) == (9, 8)
+    # In this world nothing was saved: what belongs to the state is known from the step it restored.
+    job.train(10)
+    job.leave()
+    job.lose_all_steps()
+    assert said(job.enter()) == ("live", 9, 9)
+
+
+def test_what_survives_is_used_where_the_first_save_was_cut_short(job, monkeypatch):
+    job.enter()
+    with monkeypatch.context() as broken:
+        broken.setattr("tieredckpt.session.Session.seal", lambda *_args, **_named: 1 / 0)
+        job.train(1, save=False)
+        job.ckpt.save(job.state, 0)
+    job.leave()
+    assert said(job.enter()) == ("live", 0, 0)
+
+
+def test_names_that_nobody_compared_are_not_taken_for_all(job):
+    job.enter()
+    job.train(6)
+    job.state["only here"] = torch.ones(2)
+    job.first = 6
+    job.train(8)
+    job.leave()
+    job.lose_all_steps()
+    found = job.enter(strict=False)
+    assert found.why == "no step is whole, and no survivor knows what belongs to the state"
 
 
 def test_what_a_lost_rank_alone_had_cannot_be_made_up(job):
