@@ -1,0 +1,72 @@
+"""A long run: its steps lie in the durable tier, thousands of them, and a new node finds the one it wants."""
+
+import contextlib
+import json
+import time
+
+import pytest
+
+from tests.support.jobs import Job
+from tieredckpt.cli import main
+from tieredckpt.settings import DurableSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+JOB, SMALL = "tiered://long", 16
+
+
+@pytest.fixture
+def job(agent_dir, tmp_path, monkeypatch):
+    durable = DurableSettings(url=f"file://{tmp_path}/durable")
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", durable.url)
+    return Job(agent_dir, durable, "long")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(4 * 3600)
+def test_ten_thousand_steps(job, capfd):
+    goes_through(job, 10_000, capfd)
+
+
+def test_twenty_steps(job, capfd):
+    goes_through(job, 20, capfd)
+
+
+def goes_through(job, steps, capfd):
+    took = Took()
+    with took("save them"):
+        job.save(*range(steps), size=SMALL)
+    job.lose_memory()
+    with took("restore the newest on a new node"):
+        job.expect(steps - 1, tiers={"durable"}, size=SMALL)
+    with took("restore one of the middle"):
+        job.expect(steps // 2, tiers={"durable"}, size=SMALL, named=steps // 2)
+    with took("tieredckpt ls"):
+        assert listed(capfd) == set(range(steps))
+    kept = {*range(steps - 5, steps), *range(0, steps, steps // 10)}
+    with took("tieredckpt gc"):
+        assert main(["gc", JOB, "--keep-last", "5", "--keep-every", str(steps // 10)]) == 0
+    assert listed(capfd) == kept
+    with took("restore the oldest"):
+        job.expect(0, tiers={"durable"}, size=SMALL, named=0)
+    with capfd.disabled():
+        print(f"{steps:,} durable steps, seconds: {took.seconds}")
+
+
+def listed(capfd):
+    capfd.readouterr()
+    assert main(["ls", JOB, "--json"]) == 0
+    return {step["step"] for step in json.loads(capfd.readouterr().out)["steps"]}
+
+
+class Took:
+    """How long each thing took, for who reads the night's page."""
+
+    def __init__(self):
+        self.seconds = {}
+
+    @contextlib.contextmanager
+    def __call__(self, what):
+        began = time.perf_counter()
+        yield
+        self.seconds[what] = round(time.perf_counter() - began, 2)
