@@ -67,7 +67,9 @@ class Arena(Protocol):
     def get_note(self, name: str) -> bytes | None: ...
     def remove_note(self, name: str) -> None: ...
     def notes(self, prefix: str) -> list[str]: ...
-    def purge(self) -> None: ...
+    def purge(self, *, keep: str = "") -> None:
+        """Remove everything but notes whose names begin with ``keep``."""
+
     def close(self) -> None: ...
 
 
@@ -198,10 +200,15 @@ class TmpfsArena:
             return []
         return sorted(folder + slash + entry.name for entry in found if entry.name.startswith(start))
 
-    def purge(self) -> None:
+    def purge(self, *, keep: str = "") -> None:
         self.close()
+        kept = self.notes(keep) if keep else []
         for place in self._places:
-            shutil.rmtree(place, ignore_errors=True)
+            if place != self._notes or not kept:
+                shutil.rmtree(place, ignore_errors=True)
+        for name in self.notes("") if kept else ():
+            if name not in kept:
+                self.remove_note(name)
 
     def close(self) -> None:
         with self._removed_lock:
@@ -317,10 +324,10 @@ class MemfdArena:
         depth = prefix.count("/")
         return sorted(name for name in list(self._kept) if name.startswith(prefix) and name.count("/") == depth)
 
-    def purge(self) -> None:
+    def purge(self, *, keep: str = "") -> None:
         for name in list(self._fds):
             self.remove(name)
-        self._kept.clear()
+        self._kept = {name: data for name, data in self._kept.items() if keep and name.startswith(keep)}
         while self._gone:
             os.close(self._gone.popleft())
 

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from peerstore.crashpoints import reach
-from peerstore.errors import ArenaFullError, FencedError, NoQuorumError, NotUnderstoodError, RequestError
+from peerstore.errors import (
+    ArenaFullError,
+    FencedError,
+    NoQuorumError,
+    NotUnderstoodError,
+    RequestError,
+    ShardDamagedError,
+)
 from peerstore.ledger import newest_whole, whole_groups
 from peerstore.names import incarnation_name, job_name
-from peerstore.notes import CLAIM, ClaimNote, Mark, OwnerNote
+from peerstore.notes import CLAIM, FORGOTTEN, ClaimNote, Mark, OwnerNote
 from peerstore.owners import Owner
-from peerstore.records import Base, Group, JobStatus, ShardKey
+from peerstore.records import Base, Forgotten, Group, JobStatus, ShardKey
 from peerstore.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
 MAX_NUMBER = 1 << 62
 _DAMAGED_REMEMBERED = 256
+_FORGOTTEN_REMEMBERED = 1000
+_SPARED_S = 3600.0
+"""So long after its last process a job gives way to no other: who was interrupted begins again."""
 
 
 @dataclass
@@ -71,6 +82,14 @@ class Jobs:
         """Whether a process of this node takes part in it."""
         known = self._jobs.get(job)
         return known is not None and bool(known.clients)
+
+    def writers(self, job: str, parts: int) -> int:
+        """How many parts of the job's versions this node is expected to hold: those of its own processes, and as many
+        copies where some are kept.
+        """
+        known = self._jobs.get(job)
+        here = len(known.clients) * (2 if known.guarded else 1) if known is not None else 0
+        return min(parts, max(1, here))
 
     def heard_of(self, key: ShardKey) -> None:
         """A killed agent had let this incarnation write, also where its note of that was lost."""
@@ -381,6 +400,44 @@ class Jobs:
             for job, known in self._jobs.items()
             if not known.clients and now - known.seen > self._ttl_s and job not in used | self.managed
         ]
+
+    def unused(self) -> list[str]:
+        """Jobs that no process takes part in and nobody reads, for longer than an interruption: the one that nobody
+        has used for the longest time first.
+        """
+        used = {slot.job for slot in self._shelf.slots.values() if slot.users or slot.lease is not None}
+        idle = {
+            job: known.seen
+            for job, known in self._jobs.items()
+            if not known.clients and self._shelf.clock() - known.seen > min(_SPARED_S, self._ttl_s)
+        }
+        return sorted(idle.keys() - used - self.managed, key=lambda job: (idle[job], job))
+
+    def unused_s(self, job: str) -> float:
+        return self._shelf.clock() - self.of(job).seen
+
+    def bury(self, job: str, reason: str) -> None:
+        """Keep in mind what the job had that nobody has told this node to forget."""
+        known = self.of(job)
+        had = {*self.whole().get(job, ()), *known.marks, known.settled} - {None}
+        newest = max((group for group in had if group is not None), default=None)
+        if newest is None:
+            return
+        try:
+            self._shelf.notes.put(FORGOTTEN, job, Forgotten(job, newest, time.time_ns(), reason))
+        except ArenaFullError as error:
+            log.warning("that job %s is forgotten could not be noted: %s", job, error)
+        others = [found for name in self._shelf.notes.names(FORGOTTEN) if (found := self.forgotten(name)) is not None]
+        for old in sorted(others, key=lambda one: one.at_ns)[:-_FORGOTTEN_REMEMBERED]:
+            self._shelf.notes.remove(FORGOTTEN, old.job)
+
+    def forgotten(self, job: str) -> Forgotten | None:
+        """When and why what was kept for the job was given back, where nobody had said so."""
+        try:
+            return self._shelf.notes.get(FORGOTTEN, job, Forgotten)
+        except (NotUnderstoodError, ShardDamagedError) as error:
+            log.warning("what is noted of the end of job %s cannot be read: %s", job, error)
+            return None
 
     def drop(self, job: str) -> None:
         """Nothing of the job is here any more: forget that there was one, unless somebody still takes part."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from peerstore.jobs import Jobs
 from peerstore.records import Group, ShardKey, ShardRecord, SlotState
 from peerstore.shelf import Shelf, Slot, Standing
+
+log = logging.getLogger(__name__)
 
 
 class Keeping:
@@ -30,6 +33,13 @@ class Keeping:
             if groups is None:
                 self._drop_job(job)
             return sum(not record.key.kind for _, record in found)
+
+    def expire(self, job: str, reason: str) -> None:
+        """Drop all of a job whose owner has not said so; what it had, and why it went, stays noted."""
+        with self._shelf.lock:
+            log.warning("job %s: its shards are given back: %s", job, reason)
+            self._jobs.bury(job, reason)
+            self.forget(job, None)
 
     def _drop_job(self, job: str) -> None:
         for slot in list(self._shelf.slots.values()):

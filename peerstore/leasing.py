@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -13,7 +13,18 @@ import msgspec
 from peerstore.crashpoints import reach
 from peerstore.errors import ArenaBusyError, ArenaFullError, LeaseLostError, RequestError
 from peerstore.jobs import MAX_NUMBER, Jobs
-from peerstore.ledger import Busy, CreateSlot, Full, MakeRoom, UseSlot, choose_slot, make_room, size_class
+from peerstore.ledger import (
+    Busy,
+    CreateSlot,
+    Decision,
+    Full,
+    MakeRoom,
+    SlotView,
+    UseSlot,
+    choose_slot,
+    make_room,
+    size_class,
+)
 from peerstore.names import incarnation_name, job_name
 from peerstore.notes import LEASE
 from peerstore.owners import Owner
@@ -40,11 +51,17 @@ class _Growth:
 class Leasing:
     """``lease``, ``grow``, ``relabel``, ``abandon`` of the store. The shelf's lock is taken here."""
 
-    def __init__(self, shelf: Shelf, jobs: Jobs, give_way: Callable[[str], bool]) -> None:
+    def __init__(
+        self, shelf: Shelf, jobs: Jobs, give_way: Callable[[str], bool], expire: Callable[[str, str], None]
+    ) -> None:
         self._shelf = shelf
         self._jobs = jobs
         self._give_way = give_way
         """Asked before a writer is refused; never with the shelf's lock held."""
+        self._expire = expire
+        """Drops a job that nobody uses, for this reason."""
+        self.expired: list[str] = []
+        """Jobs that were dropped so, and of which nobody was told yet."""
 
     def lease(
         self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float, owner: Owner, copy: bool = False
@@ -58,7 +75,7 @@ class Leasing:
             slot = self._asked_before(key, owner)
             if slot is not None:
                 return self._give(slot, key, min(size_bytes, slot.size_bytes), parts, owner)
-            slot, refused = self._chosen(key, size_bytes, copy=copy)
+            slot, refused = self._chosen(key, size_bytes, parts, copy=copy)
             return self._give(slot, key, size_bytes, parts, owner) if slot is not None else refused
 
         # Who takes a copy holds the lock already, and takes no slot that a drain could give up.
@@ -98,16 +115,19 @@ class Leasing:
             return None
         return slot
 
-    def _chosen(self, key: ShardKey, size_bytes: int, *, copy: bool) -> tuple[Slot | None, Busy | Full | None]:
+    def _chosen(
+        self, key: ShardKey, size_bytes: int, parts: int, *, copy: bool
+    ) -> tuple[Slot | None, Busy | Full | None]:
         limits = self._shelf.limits
         # When groups change there are several parities of one version for a while. The budget bounds those, too.
         if key.kind or key.job in self._jobs.managed:
             limits = dataclasses.replace(limits, burst=MAX_PARTS)
         slot_bytes = size_class(size_bytes)
-        while True:
+
+        def decide(views: Sequence[SlotView]) -> Decision:
             whole = self._jobs.whole()
-            decision = choose_slot(
-                self._shelf.views(),
+            return choose_slot(
+                views,
                 job=key.job,
                 part=key.seat,
                 epoch=max(key.epoch, self._jobs.horizon(key.job)),
@@ -115,7 +135,11 @@ class Leasing:
                 limits=limits,
                 whole=self._jobs.needed(whole),
                 settled=self._jobs.settled(whole, key if copy else None),
+                writers=self._jobs.writers(key.job, parts),
             )
+
+        while True:
+            decision = decide(self._shelf.views())
             if isinstance(decision, CreateSlot):
                 self._shelf.make_free(decision.drop)
                 return self._shelf.create(key.job, key.seat, slot_bytes), None
@@ -127,8 +151,25 @@ class Leasing:
                 self._shelf.lose(slot)
             elif slot_bytes > size_bytes:
                 slot_bytes = size_bytes  # there may be room for that
-            else:
+            elif not self._unused_give_way(key, decide):
                 return None, decision
+
+    def _unused_give_way(self, key: ShardKey, decide: Callable[[Sequence[SlotView]], object]) -> bool:
+        """Drop jobs that nobody uses, where a writer of another one finds room then and not otherwise."""
+        views = self._shelf.views()
+        going: list[str] = []
+        for job in self._jobs.unused():
+            if job == key.job:
+                continue
+            going.append(job)
+            left = [view for view in views if view.job not in going]
+            if not isinstance(decide(left), Busy | Full):
+                for one in going:
+                    hours = self._jobs.unused_s(one) / 3600
+                    self._expire(one, f"nobody had used it for {hours:.1f} hours, and job {key.job} needed the room")
+                self.expired += going
+                return True
+        return False
 
     def _emptied(self, slot: Slot) -> Slot:
         if slot.record is not None:
@@ -215,24 +256,30 @@ class Leasing:
 
     def _larger(self, slot: Slot, key: ShardKey, size_bytes: int) -> Slot | Busy | Full:
         """A slot that the leased one can be copied into, or why there is none."""
-        whole = self._jobs.whole()
         slot_bytes = size_class(size_bytes)
-        while True:
-            decision = make_room(
-                self._shelf.views(),
+
+        def decide(views: Sequence[SlotView]) -> MakeRoom | Busy | Full:
+            whole = self._jobs.whole()
+            return make_room(
+                views,
                 growing=slot.name,
                 epoch=key.epoch,
                 size_bytes=slot_bytes,
                 limits=self._shelf.limits,
                 whole=self._jobs.needed(whole),
                 settled=self._jobs.settled(whole),
+                writers=self._jobs.writers(key.job, slot.lease.parts if slot.lease is not None else 1),
             )
+
+        while True:
+            decision = decide(self._shelf.views())
             if isinstance(decision, MakeRoom):
                 self._shelf.make_free(decision.drop)
                 return self._shelf.create(slot.job, slot.part, slot_bytes)
-            if slot_bytes == size_bytes:
+            if slot_bytes > size_bytes:
+                slot_bytes = size_bytes
+            elif not self._unused_give_way(key, decide):
                 return decision
-            slot_bytes = size_bytes
 
     def open_slot(self, name: str) -> int:
         """A slot's file, open for writing, for whoever has leased it or is about to."""

@@ -15,6 +15,7 @@ had that marked whole.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -179,8 +180,10 @@ def choose_slot(
     limits: Limits,
     whole: Mapping[str, Collection[Group]],
     settled: Mapping[str, Group] | None = None,
+    writers: int = 1,
 ) -> Decision:
-    """Where ``part`` of ``job`` may write ``size_bytes``, for the incarnation ``epoch``.
+    """Where ``part`` of ``job`` may write ``size_bytes``, for the incarnation ``epoch``; so many ``writers`` of it are
+    expected here.
 
     Preference: this writer's own free slot (its mapping is warm), a new slot up to the steady number, this
     writer's oldest superseded version, an extra slot, somebody else's free slot or superseded version. To stay within
@@ -223,7 +226,8 @@ def choose_slot(
     if decision is not None:
         return decision
     wanted = f"part {part} of job {job} ({size_bytes} bytes)"
-    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled)
+    enough = _enough(slots, [*free, *old, *left], job=job, part=part, size_bytes=size_bytes, writers=writers)
+    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled, enough=enough)
 
 
 def make_room(
@@ -235,6 +239,7 @@ def make_room(
     limits: Limits,
     whole: Mapping[str, Collection[Group]],
     settled: Mapping[str, Group] | None = None,
+    writers: int = 1,
 ) -> MakeRoom | Busy | Full:
     """What has to go so that a slot of ``size_bytes`` can be made beside the leased one, ``growing``, which goes when
     what was written into it has been copied.
@@ -250,8 +255,17 @@ def make_room(
         return MakeRoom(drop)
     mine = [other for other in slots if (other.job, other.part) == (slot.job, slot.part)]
     wanted = f"part {slot.part} of job {slot.job} (a slot that grows to {size_bytes} bytes)"
+    enough = _enough(
+        slots,
+        [*free, *old, *left],
+        job=slot.job,
+        part=slot.part,
+        size_bytes=size_bytes,
+        writers=writers,
+        beside_bytes=slot.size_bytes,
+    )
     size_bytes += slot.size_bytes
-    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled)
+    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled, enough=enough)
 
 
 def _drop(over_bytes: int, candidates: list[SlotView]) -> tuple[str, ...] | None:
@@ -273,19 +287,55 @@ def _refusal(
     size_bytes: int,
     limits: Limits,
     settled: Mapping[str, Group],
+    enough: int,
 ) -> Busy | Full:
     fixed = sum(
         slot.size_bytes
         for slot in slots
         if slot.state is SlotState.SEALED and slot.group is not None and slot.group == settled.get(slot.job)
     )
+    advice = (
+        f"Every writer needs room for two versions: raise it to {enough} bytes or more, and start the agent again (it "
+        "takes over what is in memory)"
+    )
     if fixed + size_bytes > limits.budget_bytes:
         return Full(
             f"{wanted} does not fit: the arena's budget is {limits.budget_bytes} bytes, of which {fixed} hold newest "
-            f"whole versions. A writer needs room for two versions: raise it to {fixed + size_bytes} bytes or more"
+            f"whole versions. {advice}"
         )
     kept = ", ".join(f"{slot.name}: {_why_kept(slot, settled.get(slot.job))}" for slot in mine) or "none of its own"
-    return Busy(f"no slot for {wanted}: {kept}")
+    short = f". The arena's budget of {limits.budget_bytes} bytes is too small for this job. {advice}"
+    return Busy(f"no slot for {wanted}: {kept}{short if enough > limits.budget_bytes else ''}")
+
+
+def _enough(
+    slots: Collection[SlotView],
+    spared: Collection[SlotView],
+    *,
+    job: str,
+    part: int,
+    size_bytes: int,
+    writers: int,
+    beside_bytes: int = 0,
+) -> int:
+    """A budget at which no writer of the job is refused for want of room, now or at its next saves.
+
+    That is two versions for each, the expected ``writers`` that have no slot yet included, beside all that cannot be
+    ``spared``. ``beside_bytes``: the size of a slot that stays until a larger one has taken its place.
+    """
+    held: Counter[tuple[str, int]] = Counter()
+    largest: dict[tuple[str, int], int] = {}
+    names = {slot.name for slot in spared}
+    for slot in slots:
+        if slot.name not in names:
+            who = (slot.job, slot.part)
+            held[who] += slot.size_bytes
+            largest[who] = max(slot.size_bytes, largest.get(who, 0))
+    size_bytes, me = size_class(size_bytes), (job, part)
+    mine = max(held.pop(me, 0) + size_bytes, 2 * size_bytes + beside_bytes)
+    others = sum(max(size, 2 * largest[who]) if who[0] == job else size for who, size in held.items())
+    unseen = max(0, writers - 1 - sum(who[0] == job and who[1] >= 0 for who in held))
+    return mine + others + unseen * 2 * size_bytes
 
 
 def _why_kept(slot: SlotView, settled: Group | None) -> str:

@@ -6,10 +6,11 @@
     claim.JOB          who owns the job, and which of its versions are known to be whole
     lease.SLOT         who fills the slot
     seal.SLOT          what the slot holds, with checksums: the shard exists from here on
+    forgotten.JOB      when and why the job's shards were given back; outlives all of the above
     blob.JOB/NAME      small bytes of the job's own
 
-The middle three say in which ``format`` they are. It is not raised for a new field that may be overlooked, but for what
-an agent that does not know it must not touch: such an agent sets the slot aside.
+Claims, leases and seals say in which ``format`` they are. It is not raised for a new field that may be overlooked, but
+for what an agent that does not know it must not touch: such an agent sets the slot aside.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from peerstore.errors import NotUnderstoodError, ShardDamagedError
 from peerstore.names import blob_name, job_name
 from peerstore.records import Base, Group, Lease, ShardRecord
 
-SEAL, LEASE, CLAIM = "seal.", "lease.", "claim."
+SEAL, LEASE, CLAIM, FORGOTTEN = "seal.", "lease.", "claim.", "forgotten."
 FORMAT = 1
 T = TypeVar("T")
 

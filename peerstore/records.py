@@ -172,6 +172,16 @@ class Damage(msgspec.Struct, frozen=True):
     at_ns: int
 
 
+class Forgotten(msgspec.Struct, frozen=True):
+    """What is known of a job whose shards were given back although nobody had said so."""
+
+    job: str
+    newest: Group
+    """The newest version that was whole."""
+    at_ns: int
+    reason: str
+
+
 class SetAside(msgspec.Struct, frozen=True):
     """A slot that another version of the agent left, or that cannot be opened: kept, counted, given to nobody."""
 

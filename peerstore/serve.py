@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from peerstore.arena import TmpfsArena
 from peerstore.descriptors import raise_limit
+from peerstore.notes import FORGOTTEN
 from peerstore.operations import Operation
 from peerstore.server import StoreServer, sole_agent
 from peerstore.settings import AgentPlace, StoreSettings
@@ -84,4 +85,4 @@ def serve(
             server.close()
             if not needed():  # nor did anybody come while the door was being closed
                 log.info("nobody has needed this agent for %.0f s, its memory is given back", linger_s)
-                arena.purge()
+                arena.purge(keep=FORGOTTEN)

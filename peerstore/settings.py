@@ -27,8 +27,9 @@ class StoreSettings:
     """Extra slots a writer may get while older versions cannot be given up (a slow upload, a reader)."""
     lease_grace_s: float = 30.0
     """How long a lease survives when its live owner lost the connection."""
-    job_ttl_s: float = 3600.0
-    """How long a job's shards are kept after its last process went away."""
+    job_ttl_s: float = 86400.0
+    """How long a job's shards are kept after its last process went away. Those of jobs that nobody has used for an hour
+    go before, where another job needs the room."""
 
     def __post_init__(self) -> None:
         if not budget_bytes(self.budget, memory_bytes=1 << 40):

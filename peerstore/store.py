@@ -32,9 +32,10 @@ from peerstore.leasing import Leasing
 from peerstore.ledger import Limits
 from peerstore.listening import Listeners, SealListener
 from peerstore.names import incarnation_name, job_name
+from peerstore.notes import FORGOTTEN
 from peerstore.owners import Owner, myself
 from peerstore.reading import Reading
-from peerstore.records import Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
+from peerstore.records import Forgotten, Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
 from peerstore.sealing import Sealing
 from peerstore.settings import StoreSettings, budget_bytes
 from peerstore.shelf import Shelf
@@ -67,11 +68,11 @@ class NodeStore:
         self._descriptors = Descriptors()
         self._pool = ThreadPoolExecutor(threads or _hash_threads(), thread_name_prefix="peerstore-hash")
         self._jobs = Jobs(self._shelf, settings.job_ttl_s)
-        self._leasing = Leasing(self._shelf, self._jobs, self._listeners.give_way)
+        self._keeping = Keeping(self._shelf, self._jobs)
+        self._leasing = Leasing(self._shelf, self._jobs, self._listeners.give_way, self._keeping.expire)
         self._sealing = Sealing(self._shelf, self._jobs, self._pool)
         self._adoption = Adoption(self._shelf, self._jobs, self._leasing)
         self._reading = Reading(self._shelf, self._jobs, self._pool, self._adoption.wait)
-        self._keeping = Keeping(self._shelf, self._jobs)
         self._warming = Warming(self._shelf)
         self.copies = Copies(self._shelf, self._jobs, self._leasing)
         self.arena_id = self._shelf.notes.identity()
@@ -241,7 +242,13 @@ class NodeStore:
             self._listeners.marked(job, group)
 
     def forget(self, job: str, groups: list[Group] | None = None) -> int:
-        """Drop versions (all when ``groups`` is None) because their owner said so. Who reads one may finish."""
+        """Drop versions (all when ``groups`` is None) because their owner said so. Who reads one may finish.
+
+        All of them: also what is noted of an earlier end of the job.
+        """
+        if groups is None:
+            with self._lock:
+                self._shelf.notes.remove(FORGOTTEN, job_name(job))
         return self._keeping.forget(job, groups)
 
     # -- for other nodes --------------------------------------------------------------------------------------
@@ -331,14 +338,20 @@ class NodeStore:
         with self._lock:
             self._leasing.sweep(self._grace_s)
             self._reading.sweep(self._grace_s)
-            expired = self._jobs.expired()
-            for job in expired:
-                log.info("job %s: its last process left long ago, dropping its shards", job)
-                self._keeping.forget(job, None)
+            expired, self._leasing.expired = self._leasing.expired, []
+            for job in self._jobs.expired():
+                hours = f"{self._jobs.unused_s(job) / 3600:.1f} hours"
+                self._keeping.expire(job, f"no process had used it for {hours} (agent.job_ttl_s says how long it may)")
+                expired.append(job)
             self._jobs.gone = {owner: since for owner, since in self._jobs.gone.items() if owner.alive}
             self._shelf.arena.lingering()  # what nobody uses any more is closed
         for job in expired:
             self._listeners.dropped(job)
+
+    def forgotten(self, job: str) -> Forgotten | None:
+        """When and why what was kept for the job was given back, where nobody had said so."""
+        with self._lock:
+            return self._jobs.forgotten(job_name(job))
 
     def idle_s(self) -> float:
         """How long nobody has been connected; 0 while somebody is or while jobs still own shards."""

@@ -542,6 +542,8 @@ class Checkpointer:
         if not self.settings.enabled:
             return self._restoring.restore_plain(state, step)
         self._join(restoring=True)
+        if self._together.rank == 0:
+            self.session.say_memory_only()
         restored, report = self._restoring.restore(state, step, strict=strict, on_lost=on_lost)
         if restored < 0:
             self.session.go_back(-1)

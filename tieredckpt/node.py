@@ -10,7 +10,7 @@ import msgspec
 from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.operations import Store
 from peerstore.peers.plan import TeamPlan
-from peerstore.records import Group, ShardFact, ShardKey
+from peerstore.records import Forgotten, Group, ShardFact, ShardKey
 from tieredckpt.errors import CheckpointNotFoundError
 from tieredckpt.manifest import Manifest, ShardIndex, build_manifest, check_layout, unpack
 from tieredckpt.resolve import Candidate, Tier
@@ -60,6 +60,8 @@ class Survey(msgspec.Struct, frozen=True):
     """Where this job becomes durable, when the agent knows."""
     once_whole: Group | None = None
     """The newest version that a node which answers knows to have been whole, whether it still is or not."""
+    forgotten: Forgotten | None = None
+    """When and why this node gave back what it had of the job, where nobody had said so and nothing is whole since."""
 
 
 class Source(msgspec.Struct, frozen=True):

@@ -52,7 +52,7 @@ from tieredckpt.node import StateNames
 from tieredckpt.plain import plain_reader, plain_steps
 from tieredckpt.quiet import collector_paused
 from tieredckpt.reading import Reading, item_box
-from tieredckpt.resolve import Candidate, Resolution, Tier, Verdict, elect, resolve
+from tieredckpt.resolve import Candidate, Resolution, Tier, Verdict, elect, in_words, resolve
 from tieredckpt.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.stored import WantedStep
@@ -299,6 +299,7 @@ class TieredReader(StorageReader):
             reluctant=self._reluctant,
             unreachable=list(seen.unreachable),
             once_whole=seen.once_whole,
+            forgotten=seen.forgotten,
         )
         plain = max((s for s in seen.plain if step in (None, s)), default=None)
         if plain is not None and (found.chosen is None or found.chosen.group.version < plain):
@@ -331,6 +332,9 @@ class TieredReader(StorageReader):
         for group in resolution.lost:
             if group.version > resolution.chosen.group.version and not resolution.unreachable:
                 self._refuse(group, CheckpointLostError(resolution.describe(group)))
+        forgotten = resolution.forgotten
+        if forgotten is not None and forgotten.newest.version > resolution.chosen.group.version:
+            self._refuse(forgotten.newest, CheckpointLostError(in_words(forgotten)))
         self._order = [resolution.chosen, *resolution.alternatives][:_MAX_VOTES]
         for group, verdict in resolution.verdicts.items():
             if verdict is Verdict.RELUCTANT:
@@ -510,6 +514,11 @@ def _nothing(location: Location, resolution: Resolution) -> TieredCheckpointErro
         return CheckpointLostError(
             f"{location}: there were whole steps, and no node that answers has all of one any more "
             f"({resolution.explain()}). Bring back the nodes that are missing. {purpose}"
+        )
+    if resolution.forgotten is not None:
+        return CheckpointLostError(
+            f"{location}: {resolution.explain()}. A durable tier (durable=, durable.url) keeps steps beyond that. "
+            f"{ON_PURPOSE}"
         )
     return CheckpointNotFoundError(f"{location}: no whole step to load ({resolution.explain()})")
 

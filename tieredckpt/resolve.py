@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peerstore.records import Group
+from peerstore.records import Forgotten, Group
 from tieredckpt.manifest import OPEN_ENDED
 
 _NAMED = 8
@@ -80,6 +80,8 @@ class Resolution:
     """Torn and lost steps, of which parts are there."""
     once_whole: Group | None = None
     """The newest version that somebody knows to have been whole, whether anything is left of it or not."""
+    forgotten: Forgotten | None = None
+    """When and why this node gave back what it had."""
 
     @property
     def damaged(self) -> bool:
@@ -100,6 +102,7 @@ class Resolution:
             for group, verdict in sorted(verdicts.items(), key=lambda item: _order(item[0]), reverse=True)
         ]
         lines += [f"{tier.value} tier: could not be asked" for tier in self.unreachable]
+        lines += [in_words(self.forgotten)] if self.forgotten is not None else []
         return "; ".join(lines) or "nothing is saved in any tier"
 
     def describe(self, group: Group) -> str:
@@ -127,10 +130,12 @@ def resolve(
     reluctant: Collection[Group] = (),
     unreachable: Collection[Tier] = (),
     once_whole: Group | None = None,
+    forgotten: Forgotten | None = None,
 ) -> Resolution:
     """The newest whole step, or the newest attempt at ``step`` when one is named.
 
     ``once_whole`` is the newest version that somebody knows to have been whole: where it is not, it is lost.
+    ``forgotten`` says when and why memory was given back.
 
     Newest means the highest step; between attempts at one step, the later incarnation. A step above the point
     where a later incarnation branched off belongs to a past that the job has left. ``reluctant`` ones are taken when
@@ -138,6 +143,8 @@ def resolve(
     """
     if step is not None and once_whole is not None and once_whole.version != step:
         once_whole = None
+    if step is not None and forgotten is not None and forgotten.newest.version < step:
+        forgotten = None
     verdicts: dict[Group, Verdict] = {}
     left = []
     quarantined = frozenset(quarantined)
@@ -162,6 +169,16 @@ def resolve(
         tuple(left[1:]),
         incomplete,
         once_whole,
+        forgotten,
+    )
+
+
+def in_words(forgotten: Forgotten) -> str:
+    """What became of a job's memory."""
+    at = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(forgotten.at_ns / 1e9))
+    return (
+        f"what memory had of {forgotten.job}, up to step {forgotten.newest.version}, was forgotten at {at} because "
+        f"{forgotten.reason}"
     )
 
 

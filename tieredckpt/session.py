@@ -134,6 +134,8 @@ class Session:
         self.owner = IncarnationOwner(job)
         self.sealed_step = -1
         """What this process sealed last."""
+        self._speaks = False
+        """This process has said that no durable tier keeps the job's steps, and says so again when it ends."""
         self._loading = False
         """The agent has heard of a load, and not yet that this process came further."""
         self.committed: Group | None = None
@@ -570,6 +572,29 @@ class Session:
         durable = self.settings.durable
         return bool(durable.url) and step % durable.every == 0
 
+    def say_memory_only(self) -> None:
+        """Once: where the job's steps are, and for how long, when no durable tier keeps them. For one of its ranks."""
+        if self._speaks or self.settings.durable.url:
+            return
+        self._speaks = True
+        log.warning(
+            "%s has no durable tier: its steps are in memory only. They go with the nodes that hold them, and %s after "
+            "the job's last process. Checkpointer(durable='s3://bucket/prefix'), or durable.url, keeps them",
+            self.job,
+            f"{self.settings.agent.job_ttl_s / 3600:.3g} hours",
+        )
+
+    def _say_what_is_left(self) -> None:
+        """At the end of the process: until when the newest step is there."""
+        if not self._speaks or self.sealed_step < 0 or self.settings.durable.url:
+            return
+        until = time.time() + self.settings.agent.job_ttl_s
+        log.warning(
+            "%s: step %d is in memory only, and forgotten at %s unless the job runs again. `tieredckpt export %s DEST` "
+            "writes it to a file",
+            *(self.job, self.sealed_step, time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(until)), self.job),
+        )
+
     def observe(self, **values: float) -> None:
         """Tell the agent's metrics; never worth an error."""
         try:
@@ -578,6 +603,7 @@ class Session:
             log.debug("metrics were not taken: %s", error)
 
     def close(self) -> None:
+        self._say_what_is_left()
         self.came_further(stepped=False)
         for memory in self._memories.values():
             memory.close()

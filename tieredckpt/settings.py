@@ -47,8 +47,9 @@ class AgentSettings:
     """Arena size, as bytes or as a share of this machine's memory."""
     slots_per_rank: int = 2
     burst_slots: int = 1
-    job_ttl_s: float = 3600.0
-    """A job's memory is given back this long after its last process went away."""
+    job_ttl_s: float = 86400.0
+    """A job's memory is given back this long after its last process went away; after an hour already where another job
+    needs the room. A restore then says so."""
     linger_s: float = 60.0
     """An embedded agent leaves this long after the last job's memory was given back."""
     http: str = "127.0.0.1:0"

@@ -252,6 +252,8 @@ class TieredWriter(Stager, StorageWriter):
         assigned = self._assigned()
         decision, part = assigned.decision, assigned.part
         session.adopt(decision, self._saved_at)
+        if part == 0:
+            session.say_memory_only()
         key = decision.key(part)
         work = Work(plan, planner, staged=self._staged is not None)
         if not self.settings.memory.trust_objects:

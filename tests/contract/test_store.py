@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import subprocess
 import threading
 from collections.abc import Iterator
 
@@ -20,6 +22,7 @@ from peerstore.errors import (
     ShardNotFoundError,
 )
 from peerstore.operations import Store
+from peerstore.owners import myself, owner_of
 from peerstore.pages import Mapping, closing
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
@@ -283,6 +286,57 @@ def test_what_can_never_fit_says_how_much_is_needed(store):
         store.lease(key(2), 40 * MIB, 1)
     with pytest.raises(ArenaFullError):
         store.lease(key(2), 1 << 62, 1, wait_s=60)
+
+
+def refused(budget, use):
+    """The budget that the first refusal of ``use`` names; ``None`` when nothing is refused."""
+    with in_process(str(budget)) as store:
+        try:
+            use(store)
+        except (ArenaBusyError, ArenaFullError) as error:
+            return int(re.search(r"raise it to ([0-9]+) bytes", str(error))[1])
+    return None
+
+
+def test_the_budget_that_is_named_is_enough():
+    """Also for the second version, which the first one must not go for."""
+
+    def use(store):
+        for version in range(5):
+            save(store, key(version), 46 * MIB - 12345)
+
+    assert refused(refused(40 * MIB, use), use) is None
+
+
+def test_the_budget_that_is_named_is_enough_for_slots_that_grow():
+    def use(store):
+        for version in range(5):
+            lease = store.lease(key(version), 10 * MIB, 1)
+            store.grow(lease.id, 23 * MIB + 1)
+            store.seal(lease.id, 23 * MIB + 1)
+
+    assert refused(refused(30 * MIB, use), use) is None
+
+
+def test_the_budget_that_is_named_is_enough_for_all_that_take_part():
+    """Whose slots were not asked for yet when the first of them is refused."""
+    others = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+
+    def use(store):
+        for part, owner in enumerate((myself(), *(owner_of(other.pid) for other in others))):
+            store.arrived(owner, "job")
+            if not part:
+                store.arrived(owner, "job")  # it may have several connections
+        for version in range(4):
+            for part in range(3):
+                save(store, key(version, part), 10 * MIB + 1, parts=3)
+
+    try:
+        assert refused(refused(8 * MIB, use), use) is None
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def test_waiting_for_a_slot_ends_when_one_comes_free(store):
@@ -604,7 +658,7 @@ def test_growing_above_the_budget_says_how_much_is_needed_and_loses_nothing(stor
     save(store, key(0))
     lease = store.lease(key(1), MIB, 1)
     fill(lease, b"kept")
-    with pytest.raises(ArenaFullError, match=rf"budget is {64 * MIB} bytes, of which {MIB} .* to {66 * MIB} bytes"):
+    with pytest.raises(ArenaFullError, match=rf"budget is {64 * MIB} bytes, of which {MIB} .* to {129 * MIB} bytes"):
         store.grow(lease.id, 64 * MIB)
     store.seal(lease.id, 4)
     assert load(store, key(1)) == b"kept"

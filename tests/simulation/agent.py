@@ -43,10 +43,10 @@ class Agent:
         self.world, self.machine, self.name = world, machine, machine.name
         self.shelf = Shelf(machine.arena, Limits(machine.budget_bytes, SLOTS, BURST), self.clock)  # type: ignore[arg-type]
         self.jobs = Jobs(self.shelf, ttl_s=float("inf"))
-        self.leasing = Leasing(self.shelf, self.jobs, lambda _: False)
+        self.keeping = Keeping(self.shelf, self.jobs)
+        self.leasing = Leasing(self.shelf, self.jobs, lambda _: False, self.keeping.expire)
         self.sealing = SimulatedSealing(self.shelf, self.jobs, None)  # type: ignore[arg-type]
         self.copies = Copies(self.shelf, self.jobs, self.leasing)
-        self.keeping = Keeping(self.shelf, self.jobs)
         self.adoption = Adoption(self.shelf, self.jobs, self.leasing)
         with self.shelf.lock:
             self.adoption.read_notes()

@@ -80,9 +80,9 @@ class DictArena:
     def notes(self, prefix: str) -> list[str]:
         return sorted(name for name in self._notes if name.startswith(prefix))
 
-    def purge(self) -> None:
+    def purge(self, *, keep: str = "") -> None:
         self.bytes.clear()
-        self._notes.clear()
+        self._notes = {name: data for name, data in self._notes.items() if keep and name.startswith(keep)}
 
     def close(self) -> None:
         pass

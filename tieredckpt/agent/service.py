@@ -196,7 +196,11 @@ class NodeService(SealListener):
         settings = self.durable_settings(job)
         known = settings if settings.url else None
         newest = max((group for group in once_whole if group is not None), default=None)
-        return Survey(tuple(views[group] for group in sorted(views)), unreachable, plain, known, newest)
+        found = tuple(views[group] for group in sorted(views))
+        forgotten = self.store.forgotten(job)
+        if forgotten is not None and any(one.candidate.whole and one.saved_ns > forgotten.at_ns for one in found):
+            forgotten = None  # the job has begun again since
+        return Survey(found, unreachable, plain, known, newest, forgotten)
 
     def describe(self, job: str, group: Group) -> Described:
         return described(self, job, group)

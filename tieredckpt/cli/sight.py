@@ -30,7 +30,7 @@ from tieredckpt.errors import (
 from tieredckpt.location import Location
 from tieredckpt.manifest import ShardIndex
 from tieredckpt.node import Described, StepView, Survey
-from tieredckpt.resolve import Tier, resolve
+from tieredckpt.resolve import Tier, in_words, resolve
 from tieredckpt.settings import DurableSettings, Settings, override
 
 _PATIENCE_S = 20.0
@@ -92,6 +92,7 @@ class Sight:
             quarantined=bad if location.step is None else (),
             unreachable=list(survey.unreachable),
             once_whole=survey.once_whole,
+            forgotten=survey.forgotten,
         )
         if found.chosen is None:
             if found.lost and not survey.unreachable:
@@ -198,6 +199,8 @@ def nothing(location: Location, survey: Survey, why: str = "") -> TieredCheckpoi
     told = "; ".join(f"{tier.value} tier: {text}" for tier, text in survey.unreachable.items())
     if Tier.DURABLE in survey.unreachable:
         return TierUnavailableError(f"{location} was not found where it could be looked for{about}. {told}")
+    if survey.forgotten is not None and survey.forgotten.newest.version >= (location.step or 0):
+        return CheckpointLostError(f"there is no {location} any more: {in_words(survey.forgotten)}")
     return CheckpointNotFoundError(f"there is no {location}{about}" + (f". {told}" if told else ""))
 
 
@@ -206,7 +209,7 @@ def in_memory_only(survey: Survey) -> Survey:
     views = (msgspec.structs.replace(view, durable=False) for view in survey.views if view.found)
     unreachable = dict(survey.unreachable)
     unreachable.pop(Tier.DURABLE, None)
-    return Survey(tuple(views), unreachable)
+    return Survey(tuple(views), unreachable, forgotten=survey.forgotten)
 
 
 def merged(a: Survey, b: Survey) -> Survey:
@@ -225,6 +228,7 @@ def merged(a: Survey, b: Survey) -> Survey:
         {**a.unreachable, **b.unreachable},
         tuple(sorted({*a.plain, *b.plain})),
         b.durable or a.durable,
+        forgotten=a.forgotten or b.forgotten,
     )
 
 

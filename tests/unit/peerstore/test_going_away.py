@@ -1,11 +1,14 @@
 """Writers, readers and jobs that went away, by a clock that the test moves."""
 
 import contextlib
+import time
 
 import pytest
 
 from peerstore.arena import MemfdArena
-from peerstore.errors import LeaseLostError
+from peerstore.errors import ArenaFullError, LeaseLostError
+from peerstore.listening import SealListener
+from peerstore.notes import FORGOTTEN
 from peerstore.owners import Owner, myself
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
@@ -114,3 +117,106 @@ def test_how_long_nobody_needed_the_store(store, clock):
     store.departed(myself(), "job")
     clock.now += 7
     assert store.idle_s() == 7
+
+
+# -- jobs that were not told to go -------------------------------------------------------------------------------------
+
+
+def test_what_was_given_back_unasked_stays_noted_with_its_time_and_its_cause(clock):
+    arena = MemfdArena()
+    settings = StoreSettings(budget="64MiB", job_ttl_s=TTL)
+    with contextlib.closing(NodeStore(arena, settings, clock=clock)) as store:
+        before = time.time_ns()
+        for version in (1, 2):
+            save(store, key(version))
+        save(store, key(3, part=0), parts=2)  # never whole
+        save(store, key(1, job="torn"), parts=2)
+        assert store.forgotten("job") is None
+        clock.now += TTL + 1
+        store.sweep()
+        found = store.forgotten("job")
+        assert (found.job, found.newest) == ("job", key(2).group)
+        assert before <= found.at_ns <= time.time_ns()
+        assert "no process had used it for 0.2 hours" in found.reason
+        assert store.forgotten("torn") is None, "of which nothing was ever whole"
+        assert store.forgotten("nobody") is None
+        assert store.status().jobs == ()
+    with contextlib.closing(NodeStore(arena, settings, clock=clock)) as again:
+        assert again.forgotten("job") == found
+    arena.purge(keep=FORGOTTEN)  # an agent that nobody needs leaves
+    with contextlib.closing(NodeStore(arena, settings, clock=clock)) as later:
+        assert later.forgotten("job") == found
+        later.forget("job")  # its owner says so
+        assert later.forgotten("job") is None
+    arena.purge()
+
+
+def test_only_so_many_ends_are_remembered(store, clock, monkeypatch):
+    monkeypatch.setattr("peerstore.jobs._FORGOTTEN_REMEMBERED", 3)
+    for number in range(5):
+        save(store, key(job=f"job{number}"), 100)
+        clock.now += TTL + 1
+        store.sweep()
+    assert [bool(store.forgotten(f"job{number}")) for number in range(5)] == [False, False, True, True, True]
+
+
+DAY = 86400.0
+
+
+@pytest.fixture
+def patient(clock):
+    arena = MemfdArena()
+    settings = StoreSettings(budget="64MiB", job_ttl_s=DAY)
+    with contextlib.closing(NodeStore(arena, settings, clock=clock)) as one:
+        yield one
+    arena.purge()
+
+
+def test_of_jobs_that_nobody_uses_the_oldest_give_way_to_one_that_needs_the_room(patient, clock):
+    told = []
+    listener = SealListener()
+    listener.dropped = told.append
+    patient.subscribe(listener)
+    for number in range(3):
+        save(patient, key(job=f"old{number}"), 16 * MIB)
+        clock.now += 1
+    clock.now += 2 * 3600
+    save(patient, key(1), 16 * MIB)
+    assert patient.inventory("old0"), "there is room"
+    save(patient, key(2), 16 * MIB)
+    patient.sweep()
+    assert [bool(patient.inventory(f"old{number}")) for number in range(3)] == [False, True, True]
+    assert told == ["old0"]
+    said = patient.forgotten("old0")
+    assert said.newest == key().group
+    assert said.reason == "nobody had used it for 2.0 hours, and job job needed the room"
+    held = patient.lease(key(3), 16 * MIB, 1)  # its own older version goes first
+    assert patient.inventory("old1")
+    patient.grow(held.id, 20 * MIB)  # beside the slot it has: that takes both
+    assert [bool(patient.inventory(f"old{number}")) for number in range(3)] == [False, False, False]
+
+
+def test_a_job_that_may_begin_again_or_is_used_gives_way_to_nobody(patient, clock):
+    patient.arrived(myself(), "running")
+    save(patient, key(job="running"), 20 * MIB)
+    save(patient, key(job="read"), 20 * MIB)
+    pin = patient.pin(key(job="read"))
+    clock.now += 2 * 3600
+    save(patient, key(job="interrupted"), 20 * MIB)
+    clock.now += 3599
+    with pytest.raises(ArenaFullError):
+        patient.lease(key(), 20 * MIB, 1)
+    assert {fact.key.job for fact in patient.inventory()} == {"running", "read", "interrupted"}
+    clock.now += 2
+    save(patient, key(), 20 * MIB)
+    assert {fact.key.job for fact in patient.inventory()} == {"running", "read", "job"}
+    pin.close()
+
+
+def test_nobody_gives_way_where_that_would_not_help(patient, clock):
+    save(patient, key(job="old"), 16 * MIB)
+    clock.now += 2 * 3600
+    with pytest.raises(ArenaFullError):
+        patient.lease(key(), 65 * MIB, 1)
+    assert patient.inventory("old")
+    assert patient.forgotten("old") is None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 from hypothesis import example, given
@@ -243,3 +244,122 @@ def test_the_settled_version_is_never_given_up(slots, whole, settled, limits, ep
     )
     if isinstance(decision, UseSlot | CreateSlot):
         assert not [slot for slot in given_up(decision, slots) if slot.group == settled.get(slot.job)]
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def advised(refused):
+    """The budget that a refusal says is enough; ``None`` when it says none."""
+    said = re.search(r"raise it to ([0-9]+) bytes", refused.reason)
+    return int(said[1]) if said else None
+
+
+class Node:
+    """One job's writers on a node, saving version after version. A save is leased, perhaps grows, and is sealed."""
+
+    def __init__(self, budget, sizes, grown, others=()):
+        self.limits = Limits(budget, 2, 1)
+        self.sizes, self.grown = sizes, grown
+        self.slots = list(others)
+        self.whole = {other.job: {other.group} for other in others}
+        self.made = 0
+
+    def run(self, versions):
+        """The first refusal, or ``None``."""
+        for version in range(1, versions + 1):
+            for part in range(len(self.sizes)):
+                refused = self.save(version, part)
+                if refused is not None:
+                    return refused
+            self.whole.setdefault("job", set()).add(group(version))
+        return None
+
+    def save(self, version, part):
+        asked = {"limits": self.limits, "whole": self.whole, "epoch": 1, "writers": len(self.sizes)}
+        first = {**asked, "job": "job", "part": part}
+        size, decision = self.either(self.sizes[part], lambda size: choose_slot(self.slots, **first, size_bytes=size))
+        if isinstance(decision, Busy | Full):
+            return decision
+        leased = self.take(decision, size, part)
+        if self.grown[part] > leased.size_bytes:
+            name = leased.name
+            size, decision = self.either(
+                self.grown[part], lambda size: make_room(self.slots, growing=name, **asked, size_bytes=size)
+            )
+            if isinstance(decision, Busy | Full):
+                return decision
+            larger = self.take(CreateSlot(decision.drop), size, part)
+            self.slots = [slot for slot in self.slots if slot.name != name]
+            leased = larger
+        self.replace(leased, dataclasses.replace(leased, state=SlotState.SEALED, group=group(version)))
+        return None
+
+    def either(self, size, decide):
+        """As the store does: a size with a little room, or else just what is needed."""
+        for tried in (size_class(size), size):
+            decision = decide(tried)
+            if not isinstance(decision, Busy | Full):
+                break
+        return tried, decision
+
+    def take(self, decision, size, part):
+        self.slots = [slot for slot in self.slots if slot.name not in decision.drop]
+        if isinstance(decision, UseSlot):
+            old = next(slot for slot in self.slots if slot.name == decision.name)
+            leased = dataclasses.replace(old, state=SlotState.LEASED, job="job", part=part, group=None)
+            self.replace(old, leased)
+        else:
+            self.made += 1
+            leased = SlotView(f"new{self.made}", SlotState.LEASED, size, "job", part)
+            self.slots.append(leased)
+        assert sum(slot.size_bytes for slot in self.slots) <= self.limits.budget_bytes
+        return leased
+
+    def replace(self, old, new):
+        self.slots = [new if slot is old else slot for slot in self.slots]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 9000)), min_size=1, max_size=4),
+    st.lists(st.integers(1, 3000), max_size=2),
+    st.integers(1, 20_000),
+)
+@example([(48_234_496, 0)], [], 40_000_000)
+@example([(100, 250)], [], 120)
+@example([(100, 0), (900, 0)], [50], 700)
+def test_what_is_said_to_be_enough_is_enough(writers, others, budget):
+    """Whichever save is refused first: at the number it names it goes through, and with it all that come after. Where
+    writers differ, each that was not seen yet may have to say its own, once.
+    """
+    sizes, grown = [size for size, _ in writers], [more for _, more in writers]
+    beside = [SlotView(f"o{n}", SlotState.SEALED, size, f"o{n}", 0, group(1)) for n, size in enumerate(others)]
+    alike = len({*writers}) == 1
+    for attempt in range(2 * len(writers) + 1):
+        refused = Node(budget, sizes, grown, beside).run(5)
+        if refused is None:
+            break
+        number = advised(refused)
+        assert number is not None, refused
+        assert budget < number <= 4 * len(writers) * size_class(max(*sizes, *grown)) + sum(others)
+        if alike and not any(more > size for size, more in writers):
+            assert attempt == 0, "the first number was too small"
+        budget = number
+    assert refused is None
+
+
+def test_a_writer_that_waits_for_ever_is_told_what_would_be_enough():
+    """Two writers and room for three slots: the one that comes second finds none, however long it waits."""
+    slots = [sealed("a", 1), sealed("b", 1, part=8), SlotView("c", SlotState.LEASED, 10, "job", 0)]
+    decision = choose_slot(
+        slots, job="job", part=8, epoch=1, size_bytes=10, limits=Limits(30, 2, 1), whole={"job": {group(1)}}, writers=2
+    )
+    assert isinstance(decision, Busy)
+    assert advised(decision) == 40
+    roomy = dataclasses.replace(Limits(30, 2, 1), budget_bytes=40)
+    assert (
+        choose_slot(
+            slots, job="job", part=8, epoch=1, size_bytes=10, limits=roomy, whole={"job": {group(1)}}, writers=2
+        )
+        == CreateSlot()
+    )
