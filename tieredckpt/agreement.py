@@ -88,15 +88,30 @@ def saving_ranks() -> SavingRanks:
     DCP tells a writer its rank and not in which group, and without collectives nothing else does. What it saves with is
     in a variable of its own that all its versions have; where a caller has none, it is the default group.
     """
-    frame: Any = sys._getframe(1)
+    found = _call()
+    if found is None:
+        return _members(None) if dist.is_initialized() else SavingRanks(())
+    return _members(found.group) if found.use_dist else SavingRanks(())
+
+
+def ranks_of_call() -> int | None:
+    """How many ranks do together what the call of DCP's does that has called; ``None``: it was none of DCP's."""
+    found = _call()
+    if found is None:
+        return None
+    return _members(found.group).parts if found.use_dist else 1
+
+
+def _call() -> _DistWrapper | None:
+    frame: Any = sys._getframe(2)
     for _ in range(_FRAMES):
         if frame is None:
             break
         found = frame.f_locals.get("distW")
         if isinstance(found, _DistWrapper):
-            return _members(found.group) if found.use_dist else SavingRanks(())
+            return found
         frame = frame.f_back
-    return _members(None) if dist.is_initialized() else SavingRanks(())
+    return None
 
 
 def _members(group: dist.ProcessGroup | None) -> SavingRanks:

@@ -1,61 +1,62 @@
-"""Steps made of files, for writers that know files only (DCP's own, through fsspec).
+"""Steps that are written as files, by writers that know files only (DCP's own, through fsspec).
 
-A file is a shard with one item: its bytes. The files of a step lie in a job space beside the job's own (``.JOB`` for
-``JOB``), so that steps of files and steps of tensors never mix, and everything else (leases, checksums, adoption,
-drain, resolution, retention) is what it is for any shard::
+While it is written, a file is a shard with one item: its bytes. They lie in a job space beside the job's own (``.JOB``
+for ``JOB``), because several processes of a node write one step. When its ``.metadata`` takes its name, the step is
+saved as any other is, as tensors, and its files are given up::
 
     makedirs ──> the number of this attempt: the same on every rank, because DCP plans before anybody writes
     open("wb") ──> a leased slot that grows ──> close: sealed as FILE
                                          └────> close of FILE.tmp: kept until it is renamed to FILE
-    .metadata.tmp becomes .metadata ──> checked that every file it names is here; sealed with their names: whole
+    .metadata.tmp becomes .metadata ──> checked that every file it names is here ──> saved by a TieredWriter: whole
 
-Until ``.metadata`` is there, readers see the step as it was before.
+Until then, readers see the step as it was before.
 """
 
 from __future__ import annotations
 
-import io
+import contextlib
+import multiprocessing
 import re
 import threading
 from dataclasses import dataclass
 
 import xxhash
+from torch.distributed.checkpoint.metadata import Metadata
 
 from peerstore.errors import ShardNotFoundError
+from peerstore.owners import owner_of
 from peerstore.records import Group, ShardFact, ShardKey
-from tieredckpt.agent.catalog import Catalog
-from tieredckpt.agent.drain import delete_step
-from tieredckpt.errors import (
-    CheckpointDamagedError,
-    CheckpointNotFoundError,
-    SaveFailedError,
-    TierUnavailableError,
-    UsageError,
-)
+from tieredckpt.errors import SaveFailedError, UsageError
 from tieredckpt.export.source import StepSource
 from tieredckpt.location import Location, parse_location
 from tieredckpt.manifest import OPEN_ENDED, StateTable
-from tieredckpt.node import Described, StepView, Survey
-from tieredckpt.resolve import resolve
 from tieredckpt.session import Session, open_session
-from tieredckpt.settings import Settings, load_settings
-from tieredckpt.slot_files import METADATA, PENDING, SlotReader, SlotWriter, told
-from tieredckpt.stored import StoredStep
+from tieredckpt.settings import Settings, load_settings, override
+from tieredckpt.slot_files import METADATA, PENDING, SlotWriter, told
+from tieredckpt.step_files import save_files
+from tieredckpt.writer import TieredWriter
 
 _DCP_FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
+_OF_DCP = re.compile(r"(__[0-9]{1,6}(_[0-9]{1,6}\.distcp|\.metadata)|\.metadata)(\.tmp)?")
 _RANKS = 1024
 _ATTEMPT = "attempt."
 _FIRST_BYTES = 16 << 20
-_READ_BYTES = 8 << 20
 
 
 def space_of(job: str) -> str:
-    """The job space that holds the files of ``job``."""
+    """The job space that holds the files of ``job`` while they are written."""
     return f".{job}"
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    group: Group
+    writer: TieredWriter
+    """Saves the step when its files are complete, for the incarnation the job was in when it was begun."""
+
+
 class FileSpace:
-    """The steps of files of one job, as this process reads and writes them."""
+    """The files of one job that this node's processes write."""
 
     def __init__(self, job: str, settings: Settings | None = None) -> None:
         self.job = job
@@ -64,36 +65,44 @@ class FileSpace:
         self._settings = settings
         self._lock = threading.RLock()
         self._last: Session | None = None
-        self._begun: dict[int, Group] = {}
+        self._begun: dict[int, _Attempt] = {}
         """The attempt this process writes, by step."""
         self._open: dict[tuple[int, str], SlotWriter] = {}
         """Files that are being written, or written under a name that is not their own yet."""
-        self._chosen: dict[int, Described] = {}
-        """The attempt whose ``.metadata`` was opened last: the other files are read from the same one."""
+        self._sizes: dict[int, int] = {}
+        """How large the slot of each file became the last time."""
+
+    @property
+    def settings(self) -> Settings:
+        return self._settings or load_settings()
 
     @property
     def session(self) -> Session:
-        session = open_session(self.space, self._settings or load_settings())
+        """What is written here goes nowhere else: neither to other nodes nor to the durable tier."""
+        here = override(self.settings, durable={"url": ""}, peer={"discovery": "off"})
+        session = open_session(self.space, here)
         with self._lock:
             if session is not self._last:  # what was begun with another agent is not known to this one
                 writers, self._open = list(self._open.values()), {}
                 self._begun.clear()
-                self._chosen.clear()
                 self._last = session
                 for writer in writers:
                     writer.let_go()
         return session
 
-    # -- writing ----------------------------------------------------------------------------------------------
-
     def begin(self, step: int) -> None:
-        """A new attempt at ``step``. What earlier ones left without becoming whole is given up."""
+        """A new attempt at ``step``. What earlier ones left is given up."""
         session = self.session
         with self._lock:
             unfinished = [name for at, name in self._open if at == step]
         for name in unfinished:
             self.drop(step, name)
+        saving = TieredWriter(self.job, step, settings=self.settings)
         with told(f"step {step} of {self.job} cannot be begun"):
+            trainer = multiprocessing.parent_process()
+            if trainer is not None and trainer.pid is not None and self.settings.enabled:
+                saving.session.follow(owner_of(trainer.pid))  # DCP's background process saves for it
+            saving.captured()
             store = session.node.store
             incarnation = f"files-{store.arena_id}"
             # The first process asks what other arenas of this job have counted to; to the others it is given.
@@ -103,12 +112,11 @@ class FileSpace:
             noted = self._noted(session, step)
             last = max([noted, *(fact.key.attempt for fact in here)])
             if last > noted:
-                store.put_blob(self.space, f"{_ATTEMPT}{step}", str(last).encode())
-            torn = _groups(here) - _groups([fact for fact in here if fact.key.part == 0])
-            if torn:
-                store.forget(self.space, sorted(torn))
+                self._note(session, step, last)
+            if here:
+                store.forget(self.space, sorted(_groups(here)))
         with self._lock:
-            self._begun[step] = Group(epoch, step, last + 1, incarnation)
+            self._begun[step] = _Attempt(Group(epoch, step, last + 1, incarnation), saving)
 
     def has_begun(self, step: int) -> bool:
         with self._lock:
@@ -122,7 +130,7 @@ class FileSpace:
         with self._lock:
             known = self._open.pop((step, name), None)
             others = {part_of(other.removesuffix(PENDING)) for at, other in self._open if at == step}
-            group = self._begun[step]
+            group = self._begun[step].group
         if known is not None:
             known.discard()
         if part_of(final) in others:
@@ -130,8 +138,7 @@ class FileSpace:
         key = ShardKey(self.space, step, group.epoch, group.incarnation, group.attempt, part_of(final))
         with told(f"{name} of step {step} cannot be written"):
             store, wait_s = session.node.store, session.settings.memory.wait_s
-            before = [fact.size_bytes for fact in store.inventory(self.space) if fact.key.part == key.part]
-            lease = store.lease(key, max(before, default=_FIRST_BYTES), OPEN_ENDED, wait_s=wait_s)
+            lease = store.lease(key, self._sizes.get(key.part, _FIRST_BYTES), OPEN_ENDED, wait_s=wait_s)
         writer = SlotWriter(self.closed, self.space, session, lease, name)
         with self._lock:
             self._open[step, name] = writer
@@ -153,15 +160,20 @@ class FileSpace:
                 f"{final}: metadata per rank (use_collectives=False) is not kept as files; write it with "
                 "TieredWriter or after tieredckpt.enable_urls()"
             )
+        metadata = None
         try:
-            writer.seal(final, self._table(step, writer) if final == METADATA else None)
+            if final == METADATA:
+                metadata = writer.metadata()
+            writer.seal(final, None if metadata is None else self._table(step, writer, metadata))
         except BaseException:
             self.drop(step, name)
             raise
         with self._lock:
             self._open.pop((step, name), None)
-        if final == METADATA:
-            self._commit(step, writer)
+            self._sizes[part_of(final)] = writer.slot_bytes
+            attempt = self._begun[step] if metadata is None else self._begun.pop(step)
+        if metadata is not None:
+            self._commit(step, attempt, metadata)
 
     def is_pending(self, step: int, name: str) -> bool:
         """Whether ``name`` is about to be replaced."""
@@ -176,9 +188,12 @@ class FileSpace:
             writer.discard()
         return writer is not None
 
-    def _table(self, step: int, writer: SlotWriter) -> StateTable:
+    def _table(self, step: int, writer: SlotWriter, metadata: Metadata) -> StateTable:
         """The files of the step, by what its metadata says."""
-        names = sorted(writer.referenced())
+        try:
+            names = sorted({str(info.relative_path) for info in metadata.storage_data.values()})
+        except AttributeError as error:
+            raise UsageError(f"{METADATA} of step {step} is not what DCP writes: {error}") from error
         with told(f"step {step} of {self.job} cannot be completed"):
             facts = self.session.node.store.inventory(self.space)
         here = {fact.key.part for fact in facts if fact.key.group == writer.group}
@@ -191,17 +206,27 @@ class FileSpace:
             )
         return StateTable((), (METADATA, *names))
 
-    def _commit(self, step: int, writer: SlotWriter) -> None:
+    def _commit(self, step: int, attempt: _Attempt, metadata: Metadata) -> None:
+        """Save what the files hold, and give them up."""
         session = self.session
         with told(f"step {step} of {self.job} cannot be completed"):
-            session.node.store.mark_whole(self.space, writer.group)
-            kept = {fact.key.version for fact in session.node.store.inventory(self.space)} | {step}
-            for name in session.node.store.blobs(self.space):
+            store = session.node.store
+            try:
+                source = StepSource(session.node.describe(self.space, attempt.group), store, session.durable_store)
+                try:
+                    save_files(attempt.writer, metadata, source)
+                finally:
+                    source.close()
+            finally:
+                self._note(session, step, attempt.group.attempt)
+                store.forget(self.space, [attempt.group])
+            kept = {fact.key.version for fact in store.inventory(self.space)} | {step}
+            for name in store.blobs(self.space):
                 if name.startswith(_ATTEMPT) and int(name.removeprefix(_ATTEMPT)) not in kept:
-                    session.node.store.remove_blob(self.space, name)
-        with self._lock:
-            self._begun.pop(step, None)
-            self._chosen.pop(step, None)
+                    store.remove_blob(self.space, name)
+
+    def _note(self, session: Session, step: int, attempt: int) -> None:
+        session.node.store.put_blob(self.space, f"{_ATTEMPT}{step}", str(attempt).encode())
 
     def _noted(self, session: Session, step: int) -> int:
         try:
@@ -209,97 +234,45 @@ class FileSpace:
         except ShardNotFoundError:
             return -1
 
-    # -- reading ----------------------------------------------------------------------------------------------
-
-    def steps(self) -> list[int]:
-        """The whole steps there are."""
-        survey = self._survey()
-        return sorted({view.group.version for view in survey.views if view.candidate.whole and not view.quarantined})
-
-    def files(self, step: int) -> dict[str, int]:
-        """Names and sizes of a whole step's files; raises when there is none."""
-        return _sizes(StoredStep(self._described(step, fresh=True)))
-
-    def reader(self, step: int, name: str) -> io.BufferedReader:
-        described = self._described(step, fresh=name == METADATA)
-        stored = StoredStep(described)
-        if name not in stored.objects:
-            raise FileNotFoundError(f"tiered://{self.job}/step-{step} has no file {name}")
-        session = self.session
-        source = StepSource(described, session.node.store, session.durable_store)
-        return io.BufferedReader(SlotReader(source, name), _READ_BYTES)
-
-    def remove(self, step: int) -> None:
-        """Delete a step in all tiers."""
-        session = self.session
-        views = [view for view in self._survey().views if view.group.version == step]
-        if not views:
-            raise FileNotFoundError(f"tiered://{self.job}/step-{step}")
-        if any(view.durable for view in views):
-            catalog = Catalog(session.durable_store(), self.space)
-            for view in views:
-                if view.durable:
-                    delete_step(catalog, self.space, view.group)
-        with told(f"step {step} of {self.job} cannot be deleted"):
-            session.node.store.forget(self.space, [view.group for view in views])
-            session.node.survey(self.space, fresh=True)
-        with self._lock:
-            self._chosen.pop(step, None)
-
-    def _survey(self) -> Survey:
-        with told(f"{self.job} cannot be looked up"):
-            return self.session.node.survey(self.space, fresh=True)
-
-    def _described(self, step: int, *, fresh: bool) -> Described:
-        with self._lock:
-            known = self._chosen.get(step)
-        if known is not None and not fresh:
-            return known
-        view = self._choose(step)
-        with told(f"step {step} of {self.job} cannot be read"):
-            described = self.session.node.describe(self.space, view.group)
-        with self._lock:
-            self._chosen[step] = described
-        return described
-
-    def _choose(self, step: int) -> StepView:
-        survey = self._survey()
-        found = resolve([view.candidate for view in survey.views], step=step, unreachable=list(survey.unreachable))
-        if found.chosen is None:
-            where = Location(parse_location(self.job).job, step)
-            if survey.unreachable:
-                text = "; ".join(survey.unreachable.values())
-                raise TierUnavailableError(f"it is not known whether there is a {where}: {text}")
-            if found.damaged:
-                raise CheckpointDamagedError(f"{where} cannot be used any more ({found.explain()})")
-            raise CheckpointNotFoundError(f"there is no {where} made of files ({found.explain()})")
-        group = found.chosen.group
-        return next(view for view in survey.views if view.group == group)
-
 
 @dataclass(frozen=True)
 class Place:
-    """What a path below ``tiered://`` names."""
+    """What a path below ``tiered://`` names: a job, one of its steps, a file of DCP's in a step, or any other file."""
 
     job: str
     step: int | None = None
     name: str = ""
+    """Of a file that DCP made of a step."""
+    other: str = ""
+    """Below the job, for any other file or folder; those of a step's folder begin with its name."""
+
+    def __str__(self) -> str:
+        folder = self.other or ("" if self.step is None else f"step-{self.step}")
+        return "/".join(part for part in (self.job, folder, self.name) if part)
 
 
 def place_of(path: str) -> Place:
-    """``job``, ``job/step-N`` or ``job/step-N/file``."""
-    job, _, rest = path.strip("/").partition("/")
-    step, _, name = rest.partition("/")
-    location = parse_location(f"{job}/{step}" if step else job)
-    if "/" in name:
-        raise UsageError(f"{path!r}: a step holds files, not folders")
-    return Place(location.job, location.step, name)
+    """``job``, ``job/step-N``, ``job/step-N/.metadata`` (or another of DCP's files), or ``job/any/thing/else``."""
+    job, *rest = path.strip("/").split("/")
+    location = Location(parse_location(job).job)
+    if any(part in ("", ".", "..") for part in rest):
+        raise UsageError(f"{path!r} is not a path below a job")
+    if rest and len(rest) <= 2 and rest[0].startswith("step-"):
+        with contextlib.suppress(UsageError):  # a folder of that name is any other
+            location = parse_location(f"{job}/{rest[0]}")
+    if not rest or (location.step is not None and len(rest) == 1):
+        return Place(location.job, location.step)
+    if not _OF_DCP.fullmatch(rest[-1]):
+        return Place(location.job, other="/".join(rest))
+    if location.step is None:
+        raise UsageError(f"{path!r}: a checkpoint is saved as tiered://JOB/step-N, and this is none")
+    return Place(location.job, location.step, rest[-1])
 
 
 def part_of(name: str) -> int:
     """The number a file has as a part of its step, whatever other files there are.
 
-    What DCP calls its files never meets; the few that others may add are spread over all numbers.
+    What DCP calls its files never meets.
     """
     if name == METADATA:
         return 0
@@ -312,11 +285,3 @@ def part_of(name: str) -> int:
 
 def _groups(facts: list[ShardFact]) -> set[Group]:
     return {fact.key.group for fact in facts}
-
-
-def _sizes(stored: StoredStep) -> dict[str, int]:
-    return {
-        name: stored.shards[part].meta.item_sizes[number]
-        for name, parts in stored.objects.items()
-        for part, number in parts.items()
-    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from peerstore.errors import InvalidNameError
 from peerstore.names import JobName, job_name
@@ -61,3 +62,13 @@ def check_step(step: int) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
         raise UsageError(f"step {step!r} is not a training step: an integer from 0 on")
     return step
+
+
+def refuse_local_copy() -> None:
+    """Refuse to go on where something has taken a URL for a path: it writes to a local folder ``tiered:``."""
+    if Path(f"{SCHEME}:").is_dir():
+        raise UsageError(
+            f"there is a local folder {SCHEME}: in {Path.cwd()}: something (a framework, pathlib, os.path) has taken "
+            f"{SCHEME}://... for a path and makes there what is meant for the store. Look what it is, move it away, "
+            "and pass the URL as a string to what understands it (docs/urls.md)"
+        )

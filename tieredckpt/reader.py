@@ -277,7 +277,7 @@ class TieredReader(StorageReader):
         if plain is not None:
             return f"step {plain} (plain)"
         if resolution.chosen is None:
-            raise _nothing(self._location, resolution)
+            raise nothing(self._location, resolution)
         return f"step {resolution.chosen.group.version}"
 
     def _survey(self) -> tuple[Resolution, int | None]:
@@ -321,7 +321,7 @@ class TieredReader(StorageReader):
             self._plain = plain, plain_reader(durable, self._location.job, plain, trust_objects=self._trust)
             return None
         if resolution.chosen is None:
-            raise _nothing(self._location, resolution)
+            raise nothing(self._location, resolution)
         if resolution.unreachable:
             log.warning(
                 "%s: the %s tier could not be asked; step %d is the newest in the others",
@@ -499,7 +499,8 @@ def _agree(votes: Sequence[Vote], location: Location) -> Group:
     return chosen
 
 
-def _nothing(location: Location, resolution: Resolution) -> TieredCheckpointError:
+def nothing(location: Location, resolution: Resolution) -> TieredCheckpointError:
+    """Why there is nothing to load: unreachable, damaged, lost and absent are four answers."""
     if resolution.unreachable:
         return TierUnavailableError(
             f"{location}: nothing to load in the tiers that answered, and the {', '.join(resolution.unreachable)} tier "

@@ -14,7 +14,14 @@ from dataclasses import dataclass, field, replace
 
 from peerstore.cluster.nodes import node_id
 from peerstore.crashpoints import reach
-from peerstore.errors import ArenaBusyError, ArenaFullError, FencedError, LeaseLostError, PeerStoreError
+from peerstore.errors import (
+    ArenaBusyError,
+    ArenaFullError,
+    FencedError,
+    LeaseLostError,
+    PeerStoreError,
+    ShardNotFoundError,
+)
 from peerstore.owners import Owner, myself
 from peerstore.peers.calling import Pass, Peer
 from peerstore.peers.plan import TeamPlan
@@ -42,6 +49,7 @@ _SLOT_STEP = 1 << 20
 _SMALL = 16 << 20
 _PROVISIONAL = 1 << 40
 _KEPT_PLANS = 4
+_RESUMED = "resumed."
 
 NodeFactory = Callable[[Settings, str], Node]
 _sessions: dict[tuple[int, str, str], Session] = {}
@@ -136,6 +144,9 @@ class Session:
         """What this process sealed last."""
         self._speaks = False
         """This process has said that no durable tier keeps the job's steps, and says so again when it ends."""
+        self._followed = ""
+        """What the process that this one saves for had loaded when it was asked last."""
+        self._told_children = False
         self._loading = False
         """The agent has heard of a load, and not yet that this process came further."""
         self.committed: Group | None = None
@@ -307,8 +318,24 @@ class Session:
         try:
             self.commit(group)
             self.node.restored(self.job, group)
+            self._tell_children(group.version)
         except PeerStoreError as error:  # every byte is where it belongs: no reason to fail the load
             log.warning("the node agent did not note that %s goes on from step %d: %s", self.job, group.version, error)
+
+    def _tell_children(self, step: int) -> None:
+        """For processes that DCP saves in: they are handed what they save, and not what was loaded before."""
+        self.node.store.put_blob(self.job, _resumed(myself()), f"{step} {self.owner.capture().life}".encode())
+        self._told_children = True
+
+    def follow(self, trainer: Owner) -> None:
+        """Go back where the process that this one saves for has loaded a step since this was called last."""
+        try:
+            step, _, life = self.node.store.get_blob(self.job, _resumed(trainer)).decode().partition(" ")
+        except ShardNotFoundError:
+            return
+        if life != self._followed:
+            self._followed = life
+            self.go_back(int(step))
 
     def durable_store(self) -> ObjectStore:
         """The durable tier, opened by this process for reading."""
@@ -605,6 +632,9 @@ class Session:
     def close(self) -> None:
         self._say_what_is_left()
         self.came_further(stepped=False)
+        if self._told_children:
+            with contextlib.suppress(PeerStoreError, OSError):
+                self.node.store.remove_blob(self.job, _resumed(myself()))
         for memory in self._memories.values():
             memory.close()
         self._memories.clear()
@@ -618,3 +648,7 @@ class Session:
         durable, self._durable = self._durable, None
         if durable is not None:
             durable.close()
+
+
+def _resumed(process: Owner) -> str:
+    return f"{_RESUMED}{process.pid}.{process.started}"

@@ -1,4 +1,4 @@
-"""A file as bytes of a slot: written into a lease that grows, read out of any copy, verified."""
+"""A file as bytes of a slot: written into a lease that grows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
+
+from torch.distributed.checkpoint.metadata import Metadata
 
 from peerstore.errors import ArenaBusyError, PeerStoreError, UnavailableError
 from peerstore.records import Group, Lease
@@ -19,11 +21,9 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
-from tieredckpt.export.source import StepSource
 from tieredckpt.layout import OBJECT, ItemEntry, Layout, encode
 from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack
 from tieredckpt.session import Session
-from tieredckpt.stored import ByteRange
 
 METADATA = ".metadata"
 PENDING = ".tmp"
@@ -54,6 +54,11 @@ class SlotWriter(io.RawIOBase):
     @property
     def group(self) -> Group:
         return self._lease.key.group
+
+    @property
+    def slot_bytes(self) -> int:
+        """The room there is."""
+        return self._lease.size_bytes
 
     # -- io.RawIOBase -----------------------------------------------------------------------------------------
 
@@ -97,7 +102,7 @@ class SlotWriter(io.RawIOBase):
     # -- for the space ----------------------------------------------------------------------------------------
 
     def seal(self, final: str, table: StateTable | None) -> None:
-        session, store = self._session, self._session.node.store
+        store = self._session.node.store
         layout, sizes = layout_of(final), (self._size,)
         total = layout.size_bytes(sizes)
         try:
@@ -111,7 +116,6 @@ class SlotWriter(io.RawIOBase):
                     layout=layout.digest,
                     item_sizes=sizes,
                     table=table.digest if table else "",
-                    durable=table is not None and session.is_durable(self.step),
                     saved_ns=time.time_ns(),
                 )
                 store.seal(self._lease.id, total, encode_meta(meta))
@@ -126,14 +130,16 @@ class SlotWriter(io.RawIOBase):
             with contextlib.suppress(PeerStoreError):  # the lease would expire anyway
                 self._session.node.store.abandon(self._lease.id)
 
-    def referenced(self) -> set[str]:
-        """The files that this one, DCP's metadata just written by this process, says the step consists of."""
+    def metadata(self) -> Metadata:
+        """This file, DCP's metadata that this process has just written."""
         data = os.pread(self._fd, self._size, self._start)
         try:
-            stored = pickle.loads(data).storage_data  # noqa: S301 - this process pickled it a moment ago
-            return {str(info.relative_path) for info in stored.values()}
+            found = pickle.loads(data)  # noqa: S301 - this process pickled it a moment ago
         except Exception as error:
             raise UsageError(f"{METADATA} of step {self.step} is not what DCP writes: {error}") from error
+        if not isinstance(found, Metadata):
+            raise UsageError(f"{METADATA} of step {self.step} is not what DCP writes, but a {type(found).__name__}")
+        return found
 
     def let_go(self) -> None:
         """Nothing more is written; the lease ends with the connection it was given on."""
@@ -153,47 +159,6 @@ class SlotWriter(io.RawIOBase):
                 fd = self._session.node.store.open_slot(self._lease.slot)
                 self.let_go()
                 self._fd = fd
-
-
-class SlotReader(io.RawIOBase):
-    """A file of a stored step, verified as it is read."""
-
-    def __init__(self, source: StepSource, name: str) -> None:
-        super().__init__()
-        self._source = source
-        self._part = source.step.object_part(name, 0)
-        self._span = source.step.item_range(self._part, source.step.objects[name][self._part])
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        size = self._span.stop - self._span.start
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: size}[whence]
-        if start + offset < 0:
-            raise ValueError(f"position {start + offset}")
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: object, /) -> int:
-        with memoryview(buffer) as view, view.cast("B") as flat:  # type: ignore[arg-type]
-            start = min(self._span.start + self._at, self._span.stop)
-            stop = min(start + len(flat), self._span.stop)
-            self._source.read_into(flat[: stop - start], self._part, ByteRange(start, stop))
-            self._at += stop - start
-            return stop - start
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self._source.close()
 
 
 def layout_of(name: str) -> Layout:

@@ -118,6 +118,26 @@ class _Executor:
         return executor
 
 
+class _LocalFolders:
+    """DCP's making of local folders, which a URL that was taken for a path must not reach."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def __get__(self, instance: Any, kind: Any = None) -> Any:
+        make = self.own.__get__(instance, kind)
+
+        def mkdir(path: str | os.PathLike[str]) -> None:
+            if _is_tiered(path):
+                raise UsageError(
+                    f"{os.fspath(path)!r} is to become a local folder: DCP's FileSystemWriter was given a tiered:// "
+                    "URL. Pass checkpoint_id= without a storage_writer, or TieredWriter(...)"
+                )
+            make(path)
+
+        return mkdir
+
+
 def _writer(checkpoint_id: str | os.PathLike[str]) -> Any:
     from tieredckpt.writer import TieredWriter
 
@@ -132,7 +152,7 @@ def _install() -> None:
     """Put the stand-ins in their places, and make sure that this torch looks there."""
     import torch
     from torch.distributed.checkpoint import _storage_utils as places
-    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint import filesystem, state_dict_saver
 
     from tieredckpt.reader import TieredReader
     from tieredckpt.writer import TieredWriter
@@ -141,6 +161,7 @@ def _install() -> None:
     try:
         places.FileSystemWriter = _StandIn(places.FileSystemWriter, reader=False)  # type: ignore[misc,assignment]
         places.FileSystemReader = _StandIn(places.FileSystemReader, reader=True)  # type: ignore[misc,assignment]
+        filesystem.FileSystem.mkdir = _LocalFolders(filesystem.FileSystem.mkdir)  # type: ignore[assignment,method-assign]
         for name in _EXECUTORS:
             if hasattr(state_dict_saver, name):  # older ones save in a thread of async_save's own
                 setattr(state_dict_saver, name, _Executor(getattr(state_dict_saver, name)))
@@ -157,10 +178,13 @@ def _install() -> None:
 
 def _uninstall() -> None:
     from torch.distributed.checkpoint import _storage_utils as places
-    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint import filesystem, state_dict_saver
 
     for module, names in ((places, ("FileSystemWriter", "FileSystemReader")), (state_dict_saver, _EXECUTORS)):
         for name in names:
             standing = getattr(module, name, None)
             if isinstance(standing, _StandIn | _Executor):
                 setattr(module, name, standing.own)
+    making = vars(filesystem.FileSystem)["mkdir"]
+    if isinstance(making, _LocalFolders):
+        filesystem.FileSystem.mkdir = making.own  # type: ignore[method-assign]

@@ -33,7 +33,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.incarnation import CapturePoint, SaveDecision, SaveProposal
-from tieredckpt.location import Location, check_step, parse_location
+from tieredckpt.location import Location, check_step, parse_location, refuse_local_copy
 from tieredckpt.manifest import StateTable
 from tieredckpt.plain import plain_writer
 from tieredckpt.planned import PlannedSave, Work, is_default, said_by, table_of
@@ -115,6 +115,7 @@ class TieredWriter(Stager, StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._plain = None
+        refuse_local_copy()
         if not self.settings.enabled:
             self._plain = plain_writer(self.settings.durable, self._location.job, self._step)
             self._plain.set_up_storage_writer(is_coordinator, *args, **kwargs)

@@ -145,9 +145,8 @@ def _steps(screen: Screen, sight: Sight, location: Location) -> Exit:
     with screen.waiting(f"looking for steps of {location.job}"):
         survey = sight.survey(location.job)
         lines = lines_of(sight, location, survey)
-        files = _file_lines(sight, location)
     plain = [step for step in survey.plain if location.step in (None, step)]
-    if not lines and not plain and not files:
+    if not lines and not plain:
         raise nothing(location, survey)
     now = time.time_ns()
     url = survey.durable.url if survey.durable else ""
@@ -157,10 +156,9 @@ def _steps(screen: Screen, sight: Sight, location: Location) -> Exit:
             "durable": url or None,
             "unreachable": {tier.value: text for tier, text in survey.unreachable.items()},
             "steps": [line.as_json(now) for line in lines],
-            "file_steps": [line.as_json(now) for line in files],
             "plain_steps": plain,
         },
-        lambda out: _show(out, location, survey, [(location.job, lines), (_space(location.job), files)], plain),
+        lambda out: _show(out, location, survey, lines, plain),
     )
     return Exit.UNAVAILABLE if Tier.DURABLE in survey.unreachable else Exit.OK
 
@@ -191,35 +189,16 @@ def lines_of(sight: Sight, location: Location, survey: Survey) -> list[Line]:
     return sorted(lines, key=lambda line: (line.group.version, *line.group))
 
 
-def _space(job: str) -> str:
-    """Where the steps are that were written as files (``tieredckpt.files``, which imports torch)."""
-    return f".{job}"
-
-
-def _file_lines(sight: Sight, location: Location) -> list[Line]:
-    """Steps that were written through ``tiered://`` as a file system."""
-    with contextlib.suppress(UsageError):  # a name that is too long for one more letter has none
-        space = parse_location(_space(location.job))
-        beside = Location(space.job, location.step)
-        return lines_of(sight, beside, sight.survey(space.job))
-    return []
-
-
 def _show(
     out: Console,
     location: Location,
     survey: Survey,
-    blocks: Sequence[tuple[str, Sequence[Line]]],
+    lines: Sequence[Line],
     plain: Sequence[int],
 ) -> None:
     url = survey.durable.url if survey.durable else ""
     out.print(f"[bold]{escape(location.job)}[/]" + (f"  durable tier {escape(url)}" if url else "  no durable tier"))
-    for name, lines in blocks:
-        if not lines and (name != location.job or not plain):
-            continue
-        if name != location.job:
-            out.print(f"written as files; other commands know them as {escape(name)}/step-N")
-        _show_block(out, lines, plain if name == location.job else ())
+    _show_block(out, lines, plain)
     for tier, text in survey.unreachable.items():
         out.print(f"[yellow]{tier.value} tier not asked:[/] {escape(text)}")
 
@@ -292,7 +271,8 @@ def _jobs(screen: Screen, sight: Sight, durable: str | None) -> Exit:
     found: dict[str, dict[str, Any]] = {}
     if sight.agent is not None:
         for state in sight.agent.store.status().jobs:
-            if (state.versions or state.clients) and state.job != JOB:
+            # A name that begins with a dot is of files that are being written, for the job without the dot.
+            if (state.versions or (state.clients and not state.job.startswith("."))) and state.job != JOB:
                 found[state.job] = _job(state.job) | {
                     "steps_in_memory": state.versions,
                     "newest_in_memory": state.newest_whole,

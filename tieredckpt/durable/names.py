@@ -6,6 +6,7 @@
     JOB/manifests/000000000120.000003.0.1f2e3d.quarantine             do not load it
     JOB/steps/000000000120/000003.0.1f2e3d/000007.safetensors
     JOB/steps/000000000120/000003.0.1f2e3d/000007.index
+    JOB/files/data.step-120@2fstate.json                     a file beside the steps; file.* says when it was written
     JOB/step-120/.metadata                                   a plain DCP checkpoint (TIEREDCKPT_ENABLED=0)
 """
 
@@ -71,6 +72,11 @@ def parse_entry(name: str, job: str) -> Entry | None:
     if group is None or (base is not None and base >= MAX_NUMBER):
         return None
     return Entry(group, bool(match[7]), base)
+
+
+def side_file(job: str, name: str) -> str:
+    """Where a file is that lies beside the steps, or what describes it."""
+    return f"{job}/files/{name}"
 
 
 def steps(job: str, group: Group | None = None) -> str:

@@ -119,6 +119,11 @@ class StepSource:
                 return
             log.warning("%s in memory: %s, looking for another copy", shard.key, look.value)
             self._gone[part] = look
+        if Tier.DURABLE not in tiers and Tier.PEER in tiers:
+            raise TierUnavailableError(
+                f"{shard.key} is in other nodes' memory alone, which files are not read from: load with a TieredReader "
+                "(by URL after tieredckpt.enable_urls()) or tieredckpt.load"
+            )
         if Tier.DURABLE not in tiers:
             raise _no_other(shard, self._gone.get(part, ShardCheck.GONE))
         self._count(Tier.DURABLE, size)

@@ -56,6 +56,11 @@ class _Later:
         return torch._utils._rebuild_tensor_v2, arguments
 
 
+def unread_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> object:
+    """What pickles as a tensor of that shape, for who writes its elements elsewhere."""
+    return _Later(shape, dtype, lambda: torch.empty(0))
+
+
 def write_torch(
     path: Path,
     source: StepSource,

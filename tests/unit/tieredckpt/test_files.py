@@ -39,6 +39,7 @@ def test_a_files_place_in_its_shard_does_not_depend_on_its_size():
         ("job/", ("job", None, "")),
         ("job/step-7", ("job", 7, "")),
         ("job/step-0/.metadata", ("job", 0, ".metadata")),
+        ("job/step-0/__3_1.distcp", ("job", 0, "__3_1.distcp")),
     ],
 )
 def test_paths(path, found):
@@ -46,7 +47,13 @@ def test_paths(path, found):
     assert (place.job, place.step, place.name) == found
 
 
-@pytest.mark.parametrize("path", ["", "a b", "job/other", "job/step-1/folder/file", "..", "job/step--1"])
+@pytest.mark.parametrize("path", ["job/other", "job/step-1/folder/file", "job/step-1/model.json", "job/step--1"])
+def test_paths_of_other_files(path):
+    place = place_of(path)
+    assert (place.job, place.step, place.name, f"job/{place.other}") == ("job", None, "", path)
+
+
+@pytest.mark.parametrize("path", ["", "a b", "..", "job//x", "job/x/..", "job/other/.metadata", "job/__0_0.distcp"])
 def test_paths_that_are_none(path):
     with pytest.raises(UsageError):
         place_of(path)

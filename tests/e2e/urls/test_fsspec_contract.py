@@ -1,0 +1,114 @@
+"""fsspec's own abstract cases (they ship with it), and what they leave out, on ``tiered://``."""
+
+import fsspec
+import fsspec.tests.abstract as abstract
+import pytest
+
+from tests.support.agents import agent_directory
+from tests.support.jobs import Job
+from tieredckpt.session import close_sessions, open_session
+from tieredckpt.settings import DurableSettings, load_settings
+
+pytestmark = [pytest.mark.e2e]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def node():
+    with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
+        patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
+        open_session("contract", load_settings())  # starts it
+        open_session(".contract", load_settings())
+        yield directory
+
+
+class _Fixtures(abstract.AbstractFixtures):
+    @pytest.fixture
+    def fs(self):
+        return fsspec.filesystem("tiered")
+
+    @pytest.fixture
+    def fs_path(self):
+        return "contract/notes"
+
+    @pytest.fixture
+    def fs_join(self):
+        return lambda *parts: "/".join(parts)
+
+
+class TestCopy(abstract.AbstractCopyTests, _Fixtures):
+    pass
+
+
+class TestGet(abstract.AbstractGetTests, _Fixtures):
+    pass
+
+
+class TestPut(abstract.AbstractPutTests, _Fixtures):
+    pass
+
+
+class TestPipe(abstract.AbstractPipeTests, _Fixtures):
+    pass
+
+
+class TestOpen(abstract.AbstractOpenTests, _Fixtures):
+    pass
+
+
+def write_half(fs, path):
+    with fs.open(path, "wb") as file:
+        file.write(b"x")
+        raise RuntimeError("half")
+
+
+def test_moving_touching_and_times():
+    fs = fsspec.filesystem("tiered")
+    fs.pipe("tiered://contract/a/b/one.json", b"1")
+    assert fs.cat("tiered://contract/a/b/one.json") == b"1"
+    assert fs.find("tiered://contract/a") == ["contract/a/b/one.json"]
+    before = fs.modified("tiered://contract/a/b/one.json")
+    fs.touch("tiered://contract/a/b/one.json")
+    assert fs.modified("tiered://contract/a/b/one.json") > before
+    assert fs.size("tiered://contract/a/b/one.json") == 0
+    fs.mv("tiered://contract/a/b/one.json", "tiered://contract/a/two.json")
+    assert fs.find("tiered://contract/a") == ["contract/a/two.json"]
+    fs.rename("tiered://contract/a", "tiered://contract/c", recursive=True)
+    assert fs.exists("tiered://contract/c/two.json")
+    assert not fs.exists("tiered://contract/a/two.json")
+    with pytest.raises(RuntimeError, match="half"):
+        write_half(fs, "tiered://contract/c/broken")
+    assert not fs.exists("tiered://contract/c/broken")
+    with fs.open("tiered://contract/c/text", "w") as file:
+        file.write("ü")
+    with fs.open("tiered://contract/c/text") as file:
+        assert file.read().decode() == "ü"
+    fs.rm("tiered://contract/c", recursive=True)
+    assert not fs.exists("tiered://contract/c")
+    for nowhere in ("tiered://contract/x", "tiered://contract/step-1", "tiered://contract/step-1/x", "tiered://other"):
+        assert not fs.exists(nowhere)
+        assert not fs.isdir(nowhere)
+        assert not fs.isfile(nowhere)
+        with pytest.raises(FileNotFoundError):
+            fs.info(nowhere)
+
+
+def test_other_files_are_in_the_durable_tier_too(agent_dir, tmp_path, monkeypatch):
+    durable = DurableSettings(url=f"file://{tmp_path}/durable")
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", durable.url)
+    fs = fsspec.filesystem("tiered")
+    fs.pipe("tiered://kept/step-3/state.json", b"{}")
+    assert fs.exists("tiered://kept/step-3/state.json")
+    Job(agent_dir, durable, "kept").lose_memory()
+    close_sessions()
+    assert fs.cat("tiered://kept/step-3/state.json") == b"{}"
+    assert fs.find("tiered://kept") == ["kept/step-3/state.json"]
+    fs.rm("tiered://kept/step-3", recursive=True)
+    assert not fs.exists("tiered://kept/step-3/state.json")
+
+
+def test_a_file_that_is_too_large_is_refused():
+    fs = fsspec.filesystem("tiered")
+    with pytest.raises(Exception, match=r"dcp\.save"):
+        fs.pipe("tiered://contract/large", bytes(40 << 20))
+    assert not fs.exists("tiered://contract/large")

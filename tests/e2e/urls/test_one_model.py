@@ -1,0 +1,227 @@
+"""One storage behind a URL: what one way saved, every other lists and loads."""
+
+import re
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import tieredckpt
+from tests.support.agents import agent_directory
+from tests.support.bits import assert_same, zeroed
+from tieredckpt import TieredReader, TieredWriter
+from tieredckpt.errors import UsageError
+from tieredckpt.session import open_session
+from tieredckpt.settings import load_settings
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+WAYS = ["url", "files", "objects", "whole"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def node():
+    with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
+        patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
+        open_session("one", load_settings())  # starts it
+        yield directory
+
+
+def state_at(step):
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model": {
+            "w": torch.randn(40, 3, generator=generator),
+            "half": torch.randn(7, generator=generator).bfloat16(),
+            "small": torch.tensor([1, 2, 3], dtype=torch.uint16),
+            "c32": torch.tensor([1 + 2j, 3j]).to(torch.complex32),
+            "bits": torch.randint(0, 255, (5,), dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn),
+            "mask": torch.tensor([True, False]),
+            "scalar": torch.tensor(float(step)),
+            "empty": torch.empty(0, 3),
+        },
+        "list": [torch.ones(2) * step, {"x": torch.ones(1)}],
+        "step": step,
+        "text": "x" * step,
+    }
+
+
+def save(way, job, step, value=None):
+    state, url = state_at(step if value is None else value), f"tiered://{job}/step-{step}"
+    if way == "url":
+        with tieredckpt.enable_urls():
+            dcp.save(state, checkpoint_id=url, no_dist=True)
+    elif way == "files":
+        dcp.save(state, checkpoint_id=url, no_dist=True)
+    elif way == "objects":
+        dcp.save(state, storage_writer=TieredWriter(job, step), no_dist=True)
+    else:
+        tieredckpt.save(url, state)
+
+
+def load(way, job, step, value=None):
+    expected, url = state_at(step if value is None else value), f"tiered://{job}/step-{step}"
+    found = zeroed(expected)
+    if way == "url":
+        with tieredckpt.enable_urls():
+            dcp.load(found, checkpoint_id=url, no_dist=True)
+    elif way == "files":
+        dcp.load(found, checkpoint_id=url, no_dist=True)
+    elif way == "objects":
+        dcp.load(found, storage_reader=TieredReader(job, step), no_dist=True)
+    else:
+        found = tieredckpt.load(url)
+        found["model"] = {name: found["model"][name] for name in expected["model"]}
+        found = {name: found[name] for name in expected}
+    assert_same(expected, found)
+
+
+@pytest.mark.parametrize("loaded", WAYS)
+@pytest.mark.parametrize("saved", WAYS)
+def test_what_one_way_saves_the_others_list_and_load(saved, loaded):
+    job, fs = f"{saved}-{loaded}", fsspec.filesystem("tiered")
+    for step in (9, 10):
+        save(saved, job, step)
+    assert fs.ls(f"tiered://{job}", detail=False) == [f"{job}/step-9", f"{job}/step-10"]
+    for step in (9, 10):
+        load(loaded, job, step)
+    target = zeroed(state_at(10))
+    dcp.load(target, storage_reader=TieredReader(job), no_dist=True)
+    assert_same(state_at(10), target)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_how_a_framework_looks_for_its_newest_step(way):
+    """torchtitan's and others' way: list, match, and see whether there is a ``.metadata``."""
+    job = f"newest-{way}"
+    folder = f"tiered://{job}"
+    fs, _ = fsspec.core.url_to_fs(folder)
+    assert not fs.exists(folder)
+    assert not fs.isdir(folder)
+    for step in (2, 10):
+        save(way, job, step)
+    assert fs.isdir(folder)
+    found = [re.search(r"step-(\d+)", entry) for entry in fs.ls(folder, detail=False)]
+    steps = [int(match[1]) for match in found if match and fs.isfile(f"{folder}/{match[0]}/.metadata")]
+    assert max(steps) == 10
+    assert fs.isdir(f"{folder}/step-10")
+    assert not fs.exists(f"{folder}/step-11")
+    assert not fs.exists(f"{folder}/step-10/model.safetensors.index.json")
+    fs.rm(f"{folder}/step-2", recursive=True)
+    assert fs.ls(folder, detail=False) == [f"{job}/step-10"]
+    load(way, job, 10)
+
+
+@pytest.mark.parametrize("order", [("files", "url"), ("url", "files")])
+def test_a_step_saved_both_ways_is_what_was_saved_last(order):
+    job = "-".join(("both", *order))
+    save(order[0], job, 5, 50)
+    save(order[1], job, 5, 51)
+    for way in WAYS:
+        load(way, job, 5, 51)
+
+
+def newest(job):
+    reader = TieredReader(job)
+    found = zeroed(state_at(10))
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    assert_same(state_at(reader.restored_step), found)
+    return reader.restored_step
+
+
+@pytest.mark.parametrize("saved", WAYS)
+@pytest.mark.parametrize("loaded", ["url", "files", "objects"])
+def test_a_rollback_by_one_way_is_heard_by_the_others(loaded, saved):
+    """Step 20 is of a past that the job has left; memory keeps the last two or three."""
+    job, fs = f"back-{loaded}-{saved}", fsspec.filesystem("tiered")
+    save("url", job, 10)
+    save("files", job, 20)
+    load(loaded, job, 10)
+    save(saved, job, 11)
+    listed = fs.ls(f"tiered://{job}", detail=False)
+    assert f"{job}/step-11" in listed
+    assert f"{job}/step-20" not in listed
+    assert newest(job) == 11
+
+
+def test_looking_at_a_file_of_a_step_is_no_rollback(tmp_path):
+    fs = fsspec.filesystem("tiered")
+    for step in (10, 20):
+        save("files", "looked-at", step)
+    fs.get("tiered://looked-at/step-10", f"{tmp_path}/step-10", recursive=True)
+    assert fs.cat("tiered://looked-at/step-10/__0_0.distcp")
+    save("files", "looked-at", 15)
+    assert newest("looked-at") == 20
+    found = zeroed(state_at(10))
+    dcp.load(found, checkpoint_id=tmp_path / "step-10", no_dist=True)
+    assert_same(state_at(10), found)
+
+
+def go_back_with_a_process(job):
+    kind = AsyncCheckpointerType.PROCESS
+    for step in (10, 20, 11, 12):
+        if step == 11:
+            dcp.load(zeroed(state_at(10)), checkpoint_id=f"tiered://{job}/step-10")
+        url = f"tiered://{job}/step-{step}"
+        dcp.async_save(state_at(step), checkpoint_id=url, async_checkpointer_type=kind).result()
+    end_dcps_process()
+    return fsspec.filesystem("tiered").ls(f"tiered://{job}", detail=False)
+
+
+def test_dcps_own_process_hears_of_a_rollback_too(ranks):
+    assert ranks.run(1, go_back_with_a_process, "own-process") == [["own-process/step-11", "own-process/step-12"]]
+    assert newest("own-process") == 12
+
+
+def end_dcps_process():
+    from torch.distributed.checkpoint import _async_process_executor as executor
+
+    daemon, executor._CHECKPOINT_PROCESS = executor._CHECKPOINT_PROCESS, None
+    del daemon  # ends it
+
+
+def save_by_process(steps):
+    with tieredckpt.enable_urls():
+        for step in steps:
+            kind = AsyncCheckpointerType.PROCESS if step % 2 else AsyncCheckpointerType.THREAD
+            url = f"tiered://process/step-{step}"
+            dcp.async_save(state_at(step), checkpoint_id=url, async_checkpointer_type=kind).result()
+        found = zeroed(state_at(steps[-1]))
+        dcp.load(found, checkpoint_id="tiered://process")
+    end_dcps_process()
+    assert_same(state_at(steps[-1]), found)
+    return fsspec.filesystem("tiered").ls("tiered://process", detail=False)
+
+
+def test_a_save_by_dcps_own_process_is_found(ranks):
+    listed = ranks.run(1, save_by_process, [1])
+    assert listed == [["process/step-1"]]
+    facts = open_session("process", load_settings()).node.store.inventory("process")
+    assert {fact.key.version for fact in facts} == {1}, "as tensors, by this package's writer"
+
+
+def test_a_url_that_was_taken_for_a_path_is_refused_loudly(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with tieredckpt.enable_urls(), pytest.raises(CheckpointException, match="checkpoint_id="):
+        dcp.save({}, storage_writer=FileSystemWriter("tiered://mangled/step-1"), no_dist=True)
+    assert not list(tmp_path.iterdir())
+    Path("tiered://mangled/step-1").mkdir(parents=True)  # as os.makedirs does
+    with pytest.raises(CheckpointException) as failure:
+        save("objects", "mangled", 1)
+    assert isinstance(failure.value.failures[0][0], UsageError)
+    assert f"local folder tiered: in {tmp_path}" in str(failure.value.failures[0][0])
+    for way in ("url", "files", "whole"):
+        with pytest.raises((CheckpointException, UsageError), match="local folder tiered:"):
+            save(way, "mangled", 1)

@@ -1,0 +1,367 @@
+"""A step as the files that DCP's own writer makes, and back: for readers and writers that know files only.
+
+To be read, nothing is converted beforehand: ``.metadata`` is made when it is asked for, and in the data files each
+tensor's bytes are read from its shard, behind the head that ``torch.load`` expects (the format of before zip archives:
+there the size of a file follows from names, types and shapes alone).
+
+What was written is saved by a :class:`~tieredckpt.writer.TieredWriter`, out of the files: the step is one like any
+other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import io
+import itertools
+import os
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from peerstore.records import Group
+from tieredckpt.agent.catalog import Catalog
+from tieredckpt.agent.drain import delete_step
+from tieredckpt.agreement import ranks_of_call
+from tieredckpt.errors import CheckpointNotFoundError, SaveFailedError
+from tieredckpt.export.source import StepSource, quiet
+from tieredckpt.export.torch_file import unread_tensor
+from tieredckpt.layout import TensorEntry
+from tieredckpt.location import Location, parse_location
+from tieredckpt.node import Described, StepView, Survey
+from tieredckpt.reader import nothing
+from tieredckpt.resolve import resolve
+from tieredckpt.session import Session, open_session
+from tieredckpt.settings import load_settings
+from tieredckpt.slot_files import METADATA, told
+from tieredckpt.stored import ByteRange, StoredStep
+from tieredckpt.tensors import dtype_named
+from tieredckpt.writer import TieredWriter, storage_meta
+
+_KEPT = 4
+_READ_BYTES = 8 << 20
+_Segment = bytes | tuple[int, ByteRange]
+
+
+# -- from files to tensors ----------------------------------------------------------------------------------------
+
+
+def save_files(writer: TieredWriter, metadata: Metadata, source: StepSource) -> None:
+    """Save with ``writer`` what the files hold that are objects of ``source``, as ``metadata`` says."""
+    items = [_write_item(metadata, index) for index in metadata.storage_data]
+    planner = _Written(metadata.storage_data, source)
+    writer.set_up_storage_writer(True, rank=0)
+    plan = writer.prepare_local_plan(SavePlan(items, planner_data=metadata.planner_data))
+    (plan,) = writer.prepare_global_plan([plan])
+    results = writer.write_data(plan, planner).wait()
+    writer.finish(dataclasses.replace(metadata), [results])
+
+
+def _write_item(metadata: Metadata, index: MetadataIndex) -> WriteItem:
+    entry = metadata.state_dict_metadata[index.fqn]
+    if isinstance(entry, BytesStorageMetadata):
+        return WriteItem(index, WriteItemType.BYTE_IO)
+    chunk = next((one for one in entry.chunks if index.offset in (None, one.offsets)), None)
+    if chunk is None:
+        raise SaveFailedError(f"{index.fqn}: the metadata has no piece of it at {index.offset}")
+    kind = WriteItemType.TENSOR if chunk.sizes == entry.size else WriteItemType.SHARD
+    return WriteItem(index, kind, tensor_data=TensorWriteData(chunk, entry.properties, entry.size))
+
+
+class _Written(DefaultSavePlanner):
+    """Gives what lies in the files, as DCP's reader reads it."""
+
+    def __init__(self, places: Mapping[MetadataIndex, _StorageInfo], source: StepSource) -> None:
+        super().__init__()
+        self._places = places
+        self._source = source
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data = self._bytes(self._places[write_item.index])
+        if write_item.type is WriteItemType.BYTE_IO:
+            return data
+        fqn = write_item.index.fqn
+        try:
+            found = torch.load(data, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise SaveFailedError(
+                f"{fqn}, as it was written, cannot be loaded again: {error}. Save with tieredckpt.enable_urls() or a "
+                "TieredWriter"
+            ) from error
+        if not isinstance(found, torch.Tensor):
+            raise SaveFailedError(f"{fqn} is to be a tensor, and what was written of it is a {type(found).__name__}")
+        return found
+
+    def _bytes(self, place: _StorageInfo) -> io.BytesIO:
+        step, name = self._source.step, str(place.relative_path)
+        part = step.object_part(name, 0)
+        start, stop = step.item_range(part, step.objects[name][part])
+        span = ByteRange(start + place.offset, start + place.offset + place.length)
+        if not start <= span.start <= span.stop <= stop:
+            raise SaveFailedError(f"the metadata names bytes of {name} that it does not have")
+        data = bytearray(place.length)
+        self._source.read_into(memoryview(data), part, span)
+        stream = io.BytesIO(data)
+        changed_by = getattr(place, "transform_descriptors", None)
+        if not changed_by:
+            return stream
+        transforms = filesystem._StorageReaderTransforms()
+        return io.BytesIO(transforms.transform_load_stream(None, changed_by, stream).read())  # type: ignore[arg-type]
+
+
+# -- from tensors to files ----------------------------------------------------------------------------------------
+
+
+class StepFiles:
+    """The files of one step, and where their bytes are."""
+
+    def __init__(self, step: StoredStep, location: Location) -> None:
+        self._segments: dict[str, list[_Segment]] = {}
+        sizes: dict[str, int] = {}
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        heads: dict[tuple[str, tuple[int, ...]], bytes] = {}
+
+        def add(index: MetadataIndex, part: int, *segments: _Segment) -> None:
+            name = f"__{part}_0.distcp"
+            size = sum(_size(segment) for segment in segments)
+            places[index] = _StorageInfo(name, sizes.get(name, 0), size)
+            sizes[name] = sizes.get(name, 0) + size
+            self._segments.setdefault(name, []).extend(segments)
+
+        for name, found in step.tensors.items():
+            for place in {place.entry.box: place for place in found}.values():
+                entry, index = place.entry, MetadataIndex(name, torch.Size(place.entry.box.offsets))
+                if place.item >= 0:
+                    add(index, place.part, (place.part, step.item_range(place.part, place.item)))
+                    continue
+                kind = entry.dtype, entry.box.sizes
+                head = heads.get(kind) or heads.setdefault(kind, _head(entry))
+                base = step.layouts[place.part].header_bytes + entry.start
+                add(index, place.part, head, (place.part, ByteRange(base, base + entry.size_bytes)))
+        for name in step.objects:
+            part = step.object_part(name, 0)
+            add(MetadataIndex(name), part, (part, step.item_range(part, step.objects[name][part])))
+        entries = {**{name: _tensor_metadata(step.chunks(name)) for name in step.tensors}}
+        metadata = Metadata(
+            {**entries, **{name: BytesStorageMetadata() for name in step.objects}},
+            planner_data=step.paths,
+            storage_data=places,
+            storage_meta=storage_meta(location, step.group),
+        )
+        data = pickle.dumps(metadata)
+        self._segments[METADATA] = [data]
+        self.sizes: Mapping[str, int] = {METADATA: len(data), **sizes}
+        self.saved_ns = max(shard.meta.saved_ns for shard in step.shards.values())
+
+    def open(self, name: str, source: StepSource, read: Callable[[], None]) -> io.BufferedReader:
+        """One of the files, verified as it is read; closes ``source`` with itself, and then says that it was read."""
+        return io.BufferedReader(_File(self._segments[name], source, read), _READ_BYTES)
+
+
+def _tensor_metadata(chunks: list[TensorEntry]) -> TensorStorageMetadata:
+    entry = chunks[0]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=dtype_named(entry.dtype), requires_grad=entry.requires_grad),
+        torch.Size(entry.shape),
+        [ChunkStorageMetadata(torch.Size(one.box.offsets), torch.Size(one.box.sizes)) for one in chunks],
+    )
+
+
+class JobSteps:
+    """The whole steps of one job, whoever saved them, as files."""
+
+    def __init__(self, job: str) -> None:
+        self.job = job
+        self._made: dict[Group, StepFiles] = {}
+        self._loading: dict[int, Group] = {}
+        """The steps whose metadata a load has opened, and which attempt that was: it reads its data from the same."""
+        self._lock = threading.Lock()
+
+    @property
+    def session(self) -> Session:
+        return open_session(self.job, load_settings())
+
+    def steps(self) -> list[int]:
+        """Those a load would choose from, oldest first: not those of a past that the job has left."""
+        seen = self._survey()
+        quarantined = {view.group for view in seen.views if view.quarantined}
+        found = resolve([view.candidate for view in seen.views], quarantined=quarantined)
+        left = (*found.alternatives, *([] if found.chosen is None else [found.chosen]))
+        return sorted({candidate.group.version for candidate in left})
+
+    def find(self, step: int) -> StepFiles | None:
+        """A whole step; ``None`` where there is none."""
+        try:
+            return self._described(self._view(step).group)[1]
+        except CheckpointNotFoundError:
+            return None
+
+    def open(self, step: int, name: str) -> io.BufferedReader:
+        """One file of a step; where ``dcp.load`` reads it, the job goes on from there."""
+        ranks = ranks_of_call()
+        described, files = self._described(self._group(step, name, loading=ranks is not None))
+        if name not in files.sizes:
+            raise FileNotFoundError(f"tiered://{self.job}/step-{step} has no file {name}")
+        session, group = self.session, described.manifest.group
+
+        def read() -> None:
+            if ranks is not None and name != METADATA:
+                session.restored(group, ranks)
+
+        return files.open(name, StepSource(described, session.node.store, session.durable_store), read)
+
+    def remove(self, step: int) -> bool:
+        """Delete a step in all tiers; False where there is none."""
+        session, job = self.session, self.job
+        with told(f"step {step} of {job} cannot be deleted"):
+            views = [view for view in self._survey().views if view.group.version == step]
+            if any(view.durable for view in views):
+                catalog = Catalog(session.durable_store(), job)
+                for view in views:
+                    if view.durable:
+                        delete_step(catalog, job, view.group)
+            session.node.store.forget(job, [view.group for view in views])
+            self._survey()
+        return bool(views)
+
+    def _group(self, step: int, name: str, *, loading: bool) -> Group:
+        with self._lock:
+            known = self._loading.get(step)
+        if loading and known is not None and name != METADATA:
+            return known
+        group = self._view(step).group
+        if loading:
+            with self._lock:
+                self._loading[step] = group
+        return group
+
+    def _survey(self) -> Survey:
+        with told(f"{self.job} cannot be looked up"):
+            return self.session.node.survey(self.job, fresh=True)
+
+    def _view(self, step: int) -> StepView:
+        """The whole attempt at ``step`` that counts."""
+        seen = self._survey()
+        found = resolve(
+            [view.candidate for view in seen.views],
+            step=step,
+            quarantined={view.group for view in seen.views if view.quarantined},
+            unreachable=list(seen.unreachable),
+            once_whole=seen.once_whole,
+        )
+        if found.chosen is None:
+            raise nothing(Location(parse_location(self.job).job, step), found)
+        group = found.chosen.group
+        return next(view for view in seen.views if view.group == group)
+
+    def _described(self, group: Group) -> tuple[Described, StepFiles]:
+        with told(f"step {group.version} of {self.job} cannot be read"):
+            described = self.session.node.describe(self.job, group)
+        with self._lock:
+            files = self._made.get(group)
+        if files is None:
+            files = StepFiles(StoredStep(described), Location(parse_location(self.job).job, group.version))
+        with self._lock:
+            self._made[group] = files
+            while len(self._made) > _KEPT:
+                del self._made[next(iter(self._made))]
+        return described, files
+
+
+class _File(io.RawIOBase):
+    def __init__(self, segments: list[_Segment], source: StepSource, read: Callable[[], None]) -> None:
+        super().__init__()
+        self._segments = segments
+        self._source = source
+        self._read = read
+        self._good = False
+        """Something was read, and nothing failed."""
+        self._starts = [0, *itertools.accumulate(map(_size, segments))]
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._starts[-1]}[whence]
+        if start + offset < 0:
+            raise ValueError(f"position {start + offset}")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: object, /) -> int:
+        self._good = False
+        with memoryview(buffer) as view, view.cast("B") as flat:  # type: ignore[arg-type]
+            done = 0
+            number = max(0, bisect.bisect_right(self._starts, self._at) - 1)
+            while done < len(flat) and number < len(self._segments):
+                segment, within = self._segments[number], self._at - self._starts[number]
+                count = min(len(flat) - done, _size(segment) - within)
+                if isinstance(segment, bytes):
+                    flat[done : done + count] = segment[within : within + count]
+                elif count:
+                    part, (start, _) = segment
+                    span = ByteRange(start + within, start + within + count)
+                    self._source.read_into(flat[done : done + count], part, span)
+                done, self._at, number = done + count, self._at + count, number + 1
+        self._good = True
+        return done
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            self._source.close()
+            if self._good:
+                self._read()
+
+
+def _size(segment: _Segment) -> int:
+    return len(segment) if isinstance(segment, bytes) else segment[1].stop - segment[1].start
+
+
+class _Pickler(pickle.Pickler):
+    """Names the one storage there is, instead of pickling it."""
+
+    numel = 0
+
+    def persistent_id(self, value: Any) -> tuple[object, ...] | None:
+        if not isinstance(value, torch.storage.TypedStorage):
+            return None
+        self.numel = value._size()
+        return "storage", getattr(torch, value._pickle_storage_type()), "0", "cpu", self.numel, None
+
+
+def _head(entry: TensorEntry) -> bytes:
+    """What ``torch.save`` writes in front of the elements of such a tensor."""
+    out = io.BytesIO()
+    system = {"protocol_version": torch.serialization.PROTOCOL_VERSION, "little_endian": True}
+    system["type_sizes"] = {"short": 2, "int": 4, "long": 4}  # type: ignore[assignment]
+    for value in (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, system):
+        pickle.dump(value, out, protocol=2)
+    pickler = _Pickler(out, protocol=2)
+    with quiet():
+        pickler.dump(unread_tensor(entry.box.sizes, dtype_named(entry.dtype)))
+    pickle.dump(["0"], out, protocol=2)
+    return out.getvalue() + struct.pack("<q", pickler.numel)
