@@ -173,6 +173,12 @@ class Client:
     def forget(self, job: str, groups: list[Group] | None = None) -> int:
         return self.call("forget", operations.Forget(job, groups), int)
 
+    def keep(self, job: str, group: Group, *, kept: bool = True) -> None:
+        self.call("keep", operations.Keep(job, group, kept), type(None))
+
+    def kept(self, job: str) -> set[Group]:
+        return self.call("kept", operations.EpochOf(job), set[Group])
+
     def put_blob(self, job: str, name: str, data: bytes) -> None:
         self.call("put_blob", operations.PutBlob(job, name, data), type(None))
 

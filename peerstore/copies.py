@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import msgspec
@@ -13,8 +14,10 @@ from peerstore.leasing import Leasing, check_key
 from peerstore.ledger import is_wanted
 from peerstore.notes import LEASE, SEAL, SealNote
 from peerstore.owners import Owner
-from peerstore.records import CHUNK_BYTES, Base, Group, Lease, ShardFact, ShardKey, ShardRecord
+from peerstore.records import CHUNK_BYTES, Base, Group, Kept, Lease, ShardFact, ShardKey, ShardRecord
 from peerstore.shelf import Shelf, Slot, Standing
+
+log = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 64 << 20
 MAX_META_BYTES = 16 << 20
@@ -72,20 +75,25 @@ class Copies:
 
     def _check_fence(self, key: ShardKey, *, whole: bool) -> None:
         known = self._jobs.of(key.job)
-        if known.settled is not None and key.group < known.settled:
+        if known.settled is not None and key.group < known.settled and not self._kept(key):
             raise FencedError(f"{key} is older than version {known.settled.version}, which has all its copies")
         base = known.base
-        if base is not None and key.epoch < base.before and key.group not in (base.group, known.settled):
+        back = base is not None and key.epoch < base.before and key.group not in (base.group, known.settled)
+        if base is not None and back and not self._kept(key):
             raise FencedError(f"{key}: job {key.job} went on from version {base.group.version}, and does not need this")
         if (key.epoch, key.incarnation) > (known.epoch, known.incarnation):
             self._jobs.fence(key.job, key.epoch, key.incarnation)
         elif (key.epoch, key.incarnation) != (known.epoch, known.incarnation) and not (
-            whole or key.group in known.marks or key.group == known.settled
+            whole or key.group in known.marks or key.group == known.settled or self._kept(key)
         ):
             raise FencedError(
                 f"{key} is of a past incarnation and not whole: job {key.job} is now owned by epoch {known.epoch} "
                 f"({known.incarnation})"
             )
+
+    def _kept(self, key: ShardKey) -> bool:
+        said = self._jobs.of(key.job).kept.get(key.group)
+        return said is not None and said.kept
 
     def seal(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
         """Every chunk has been compared with ``record``: from here on the copy counts."""
@@ -170,6 +178,20 @@ class Copies:
                 return record, self._shelf.arena.open(slot.name)
             except OSError:
                 return None
+
+    def kept(self, job: str) -> tuple[Kept, ...]:
+        """What is known of versions that are to be kept, or were."""
+        with self._shelf.lock:
+            known = self._jobs.if_known(job)
+            return tuple(known.kept.values()) if known is not None else ()
+
+    def keep(self, job: str, said: tuple[Kept, ...]) -> None:
+        """Another node says what is to be kept."""
+        with self._shelf.lock:
+            try:
+                self._jobs.keep(job, said)
+            except RequestError as error:  # each node refuses at its own users' calls
+                log.warning("what other nodes keep of job %s is not kept here: %s", job, error)
 
     # -- versions that can always be gone back to -----------------------------------------------------------------
 

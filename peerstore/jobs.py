@@ -17,11 +17,11 @@ from peerstore.errors import (
     RequestError,
     ShardDamagedError,
 )
-from peerstore.ledger import newest_whole, whole_groups
+from peerstore.ledger import kept_groups, newest_whole, whole_groups
 from peerstore.names import incarnation_name, job_name
 from peerstore.notes import CLAIM, FORGOTTEN, ClaimNote, Mark, OwnerNote
 from peerstore.owners import Owner
-from peerstore.records import Base, Forgotten, Group, JobStatus, ShardKey
+from peerstore.records import Base, Forgotten, Group, JobStatus, Kept, ShardKey
 from peerstore.shelf import Shelf
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 MAX_NUMBER = 1 << 62
 _DAMAGED_REMEMBERED = 256
 _FORGOTTEN_REMEMBERED = 1000
+MOST_KEPT = 64
+"""Versions of a job that may be kept on request: nodes say them with every ping."""
 _SPARED_S = 3600.0
 """So long after its last process a job gives way to no other: who was interrupted begins again."""
 
@@ -50,6 +52,10 @@ class Job:
     """The version the job went on from: of the past before it, that one and what is settled are still needed."""
     loaded: Group | None = None
     """What processes of this node went on from where there was no quorum: said once they may write."""
+    kept: dict[Group, Kept] = field(default_factory=dict)
+    """What was said of versions that are not to be given up for newer ones."""
+    dropped: set[Group] = field(default_factory=set)
+    """Versions that their owner gave up lately: nobody's word brings them back."""
     clients: Counter[Owner] = field(default_factory=Counter)
     seen: float = 0.0
 
@@ -170,6 +176,7 @@ class Jobs:
             known.guarded,
             known.settled,
             known.base,
+            tuple(sorted(known.kept.values(), key=lambda one: one.group)),
         )
         self._shelf.notes.put(CLAIM, job, note)
 
@@ -190,6 +197,7 @@ class Jobs:
                 guarded=note.guarded,
                 settled=note.settled,
                 base=note.base,
+                kept={one.group: one for one in note.kept},
                 seen=self._shelf.clock(),
             )
 
@@ -227,7 +235,15 @@ class Jobs:
         if known is None:
             return
         gone = {*known.marks, known.settled} if groups is None else set(groups)
-        if gone & {*known.marks, known.settled}:
+        known.dropped = set(
+            sorted(known.dropped | {group for group in gone if group is not None})[-_DAMAGED_REMEMBERED:]
+        )
+        if groups is None:
+            known.kept.clear()
+        for group in gone & known.kept.keys():
+            if group is not None and known.kept[group].kept:
+                known.kept[group] = Kept(group, False, time.time_ns())
+        if gone & {*known.marks, known.settled, *known.kept}:
             known.marks = {group: parts for group, parts in known.marks.items() if group not in gone}
             known.settled = None if known.settled in gone else known.settled
             self._save(job)
@@ -253,6 +269,34 @@ class Jobs:
             known.damaged.discard(group)
             self._save(job)
             self._shelf.changed.notify_all()
+
+    def keep(self, job: str, said: Collection[Kept]) -> bool:
+        """These versions stay, whatever is newer, or do not have to any more; whether that is news."""
+        known = self.of(job)
+        news = {one.group: one for one in said if one.at_ns > known.kept.get(one.group, one).at_ns}
+        news |= {one.group: one for one in said if one.group not in known.kept and one.group not in known.dropped}
+        if not news:
+            return False
+        after = known.kept | news
+        stay = sorted((one for one in after.values() if one.kept), key=lambda one: one.at_ns)
+        if len(stay) > MOST_KEPT:
+            raise RequestError(
+                f"job {job} keeps {MOST_KEPT} steps in memory already, which is the most: "
+                f"{', '.join(str(one.group.version) for one in stay[:8])}... Let some of them go (tieredckpt unpin)"
+            )
+        over = sorted((one for one in after.values() if not one.kept), key=lambda one: -one.at_ns)[:MOST_KEPT]
+        known.kept = {one.group: one for one in (*stay, *over)}
+        self._save(job)
+        self._shelf.changed.notify_all()
+        return True
+
+    def kept(self, whole: Mapping[str, Collection[Group]]) -> dict[str, Collection[Group]]:
+        """Which versions of each job are not given up for newer ones."""
+        return {
+            job: kept_groups([one.group for one in known.kept.values() if one.kept], whole.get(job, ()))
+            for job, known in self._jobs.items()
+            if known.kept
+        }
 
     def whole(self) -> dict[str, set[Group]]:
         """Each job's whole versions, by what was verified here."""
@@ -309,13 +353,14 @@ class Jobs:
             base = known.base
             if known.guarded and base is not None:
                 back = {base.group, known.settled or base.group}
-                found[job] = {group for group in whole.get(job, ()) if group.epoch >= base.before} | back
+                stay = {group for group in known.kept if known.kept[group].kept and group in whole.get(job, ())}
+                found[job] = {group for group in whole.get(job, ()) if group.epoch >= base.before} | back | stay
         return found
 
     def settle(self, job: str, group: Group) -> None:
         """Every part of this version has the copies it was to have."""
         known = self.of(job)
-        if known.base is not None and known.base.leaves(group):
+        if group in known.dropped or (known.base is not None and known.base.leaves(group)):
             return  # whoever says so has not heard what the job went on from
         if known.settled is None or group > known.settled:
             known.settled = group
@@ -410,6 +455,7 @@ class Jobs:
             job: known.seen
             for job, known in self._jobs.items()
             if not known.clients and self._shelf.clock() - known.seen > min(_SPARED_S, self._ttl_s)
+            if not any(one.kept for one in known.kept.values())
         }
         return sorted(idle.keys() - used - self.managed, key=lambda job: (idle[job], job))
 

@@ -135,6 +135,8 @@ class Leasing:
                 limits=limits,
                 whole=self._jobs.needed(whole),
                 settled=self._jobs.settled(whole, key if copy else None),
+                kept=self._jobs.kept(whole),
+                version=key.version,
                 writers=self._jobs.writers(key.job, parts),
             )
 
@@ -268,6 +270,7 @@ class Leasing:
                 limits=self._shelf.limits,
                 whole=self._jobs.needed(whole),
                 settled=self._jobs.settled(whole),
+                kept=self._jobs.kept(whole),
                 writers=self._jobs.writers(key.job, slot.lease.parts if slot.lease is not None else 1),
             )
 

@@ -129,19 +129,44 @@ def is_wanted(group: Group, *, epoch: int, settled: Group | None, whole: bool, b
     return group.epoch >= epoch or whole
 
 
-def evictable(slots: Iterable[SlotView], settled: Mapping[str, Group]) -> list[SlotView]:
-    """Sealed slots nobody needs any more, the oldest version first.
+def kept_groups(kept: Collection[Group], whole: Collection[Group]) -> set[Group]:
+    """Of the attempts at one version that somebody wants kept, a whole one makes those before it superfluous."""
+    newest: dict[int, Group] = {}
+    for group in kept:
+        if group in whole:
+            newest[group.version] = max(group, newest.get(group.version, group))
+    return {group for group in kept if group >= newest.get(group.version, group)}
 
-    ``settled`` has the version each job can always go back to. A job without one keeps everything it has.
+
+def evictable(
+    slots: Iterable[SlotView],
+    settled: Mapping[str, Group],
+    *,
+    whole: Mapping[str, Collection[Group]] | None = None,
+    kept: Mapping[str, Collection[Group]] | None = None,
+) -> list[SlotView]:
+    """Sealed slots nobody needs any more: attempts that a later one at the same version has made superfluous, then the
+    oldest version first.
+
+    ``settled`` has the version each job can always go back to. A job without one keeps everything it has. ``kept``
+    ones stay.
     """
     found = []
+    latest: dict[tuple[str, int], Group] = {}
+    for job, groups in (whole or {}).items():
+        for group in groups:
+            latest[job, group.version] = max(group, latest.get((job, group.version), group))
     for slot in slots:
         keep = settled.get(slot.job)
         if slot.state is not SlotState.SEALED or slot.busy or slot.group is None or keep is None:
             continue
-        if slot.group < keep:
+        if slot.group < keep and slot.group not in (kept or {}).get(slot.job, ()):
             found.append(slot)
-    return sorted(found, key=_age)
+
+    def again(slot: SlotView) -> bool:
+        return slot.group is not None and latest.get((slot.job, slot.group.version), slot.group) > slot.group
+
+    return sorted(found, key=lambda slot: (not again(slot), _age(slot)))
 
 
 def stranded(
@@ -180,10 +205,15 @@ def choose_slot(
     limits: Limits,
     whole: Mapping[str, Collection[Group]],
     settled: Mapping[str, Group] | None = None,
+    kept: Mapping[str, Collection[Group]] | None = None,
+    version: int = -1,
     writers: int = 1,
 ) -> Decision:
     """Where ``part`` of ``job`` may write ``size_bytes``, for the incarnation ``epoch``; so many ``writers`` of it are
     expected here.
+
+    Slots are counted by version: those that are ``kept`` on request do not count, nor does the newest whole attempt at
+    the ``version`` that is written once more.
 
     Preference: this writer's own free slot (its mapping is warm), a new slot up to the steady number, this
     writer's oldest superseded version, an extra slot, somebody else's free slot or superseded version. To stay within
@@ -194,8 +224,11 @@ def choose_slot(
     free = [slot for slot in slots if slot.state is SlotState.FREE]
     spared = [slot for slot in sorted(free, key=lambda slot: (slot in mine, -slot.size_bytes)) if slot.size_bytes]
     settled = newest_whole(whole) if settled is None else settled
-    old = evictable(slots, settled)
+    old = evictable(slots, settled, whole=whole, kept=kept)
     left = [slot for slot in stranded(slots, whole, settled, job=job, epoch=epoch) if slot not in old]
+    newest, stay = settled.get(job), (kept or {}).get(job, ())
+    uncounted = {*stay, *([newest] if newest is not None and newest.version == version else [])}
+    counted = sum(slot.group not in uncounted for slot in mine)
     allocated = sum(slot.size_bytes for slot in slots)
 
     def closest(candidates: list[SlotView]) -> list[SlotView]:
@@ -217,17 +250,20 @@ def choose_slot(
         new = CreateSlot(room) if room is not None else None
         return (
             use(closest([slot for slot in free if slot in mine]))
-            or (new if len(mine) < limits.slots else None)
+            or (new if counted < limits.slots else None)
             or use([slot for slot in candidates if slot in mine])
-            or ((new or use(closest(free)) or use(candidates)) if len(mine) < limits.slots + limits.burst else None)
+            or ((new or use(closest(free)) or use(candidates)) if counted < limits.slots + limits.burst else None)
         )
 
     decision = place(spared, old) or place(spared + old, old) or place(spared + old + left, old + left)
     if decision is not None:
         return decision
     wanted = f"part {part} of job {job} ({size_bytes} bytes)"
-    enough = _enough(slots, [*free, *old, *left], job=job, part=part, size_bytes=size_bytes, writers=writers)
-    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled, enough=enough)
+    held = _kept(slots, kept)
+    enough = _enough(slots, held, [*free, *old, *left], job=job, part=part, size_bytes=size_bytes, writers=writers)
+    return _refusal(
+        slots, held, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled, enough=enough
+    )
 
 
 def make_room(
@@ -239,6 +275,7 @@ def make_room(
     limits: Limits,
     whole: Mapping[str, Collection[Group]],
     settled: Mapping[str, Group] | None = None,
+    kept: Mapping[str, Collection[Group]] | None = None,
     writers: int = 1,
 ) -> MakeRoom | Busy | Full:
     """What has to go so that a slot of ``size_bytes`` can be made beside the leased one, ``growing``, which goes when
@@ -248,15 +285,17 @@ def make_room(
     over = sum(other.size_bytes for other in slots) + size_bytes - limits.budget_bytes
     free = sorted((s for s in slots if s.state is SlotState.FREE and s.size_bytes), key=lambda s: -s.size_bytes)
     settled = newest_whole(whole) if settled is None else settled
-    old = evictable(slots, settled)
+    old = evictable(slots, settled, whole=whole, kept=kept)
     left = [other for other in stranded(slots, whole, settled, job=slot.job, epoch=epoch) if other not in old]
     drop = _drop(over, [*free, *old, *left])
     if drop is not None:
         return MakeRoom(drop)
     mine = [other for other in slots if (other.job, other.part) == (slot.job, slot.part)]
     wanted = f"part {slot.part} of job {slot.job} (a slot that grows to {size_bytes} bytes)"
+    held = _kept(slots, kept)
     enough = _enough(
         slots,
+        held,
         [*free, *old, *left],
         job=slot.job,
         part=slot.part,
@@ -265,7 +304,14 @@ def make_room(
         beside_bytes=slot.size_bytes,
     )
     size_bytes += slot.size_bytes
-    return _refusal(slots, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled, enough=enough)
+    return _refusal(
+        slots, held, mine, wanted=wanted, size_bytes=size_bytes, limits=limits, settled=settled, enough=enough
+    )
+
+
+def _kept(slots: Collection[SlotView], kept: Mapping[str, Collection[Group]] | None) -> list[SlotView]:
+    """What stays because somebody said so."""
+    return [slot for slot in slots if slot.group is not None and slot.group in (kept or {}).get(slot.job, ())]
 
 
 def _drop(over_bytes: int, candidates: list[SlotView]) -> tuple[str, ...] | None:
@@ -281,6 +327,7 @@ def _drop(over_bytes: int, candidates: list[SlotView]) -> tuple[str, ...] | None
 
 def _refusal(
     slots: Collection[SlotView],
+    held: Collection[SlotView],
     mine: list[SlotView],
     *,
     wanted: str,
@@ -293,23 +340,33 @@ def _refusal(
         slot.size_bytes
         for slot in slots
         if slot.state is SlotState.SEALED and slot.group is not None and slot.group == settled.get(slot.job)
+        if slot not in held
+    )
+    held_bytes = sum(slot.size_bytes for slot in held)
+    versions = sorted({slot.group.version for slot in held if slot.group is not None})
+    on_request = (
+        f", and {held_bytes} hold versions that are kept on request ({', '.join(map(str, versions))}): let them go "
+        "(tieredckpt unpin), or make room"
+        if held
+        else ""
     )
     advice = (
         f"Every writer needs room for two versions: raise it to {enough} bytes or more, and start the agent again (it "
         "takes over what is in memory)"
     )
-    if fixed + size_bytes > limits.budget_bytes:
+    if fixed + held_bytes + size_bytes > limits.budget_bytes:
         return Full(
             f"{wanted} does not fit: the arena's budget is {limits.budget_bytes} bytes, of which {fixed} hold newest "
-            f"whole versions. {advice}"
+            f"whole versions{on_request}. {advice}"
         )
     kept = ", ".join(f"{slot.name}: {_why_kept(slot, settled.get(slot.job))}" for slot in mine) or "none of its own"
-    short = f". The arena's budget of {limits.budget_bytes} bytes is too small for this job. {advice}"
+    short = f". The arena's budget of {limits.budget_bytes} bytes is too small for this job{on_request}. {advice}"
     return Busy(f"no slot for {wanted}: {kept}{short if enough > limits.budget_bytes else ''}")
 
 
 def _enough(
     slots: Collection[SlotView],
+    held_on_request: Collection[SlotView],
     spared: Collection[SlotView],
     *,
     job: str,
@@ -325,7 +382,7 @@ def _enough(
     """
     held: Counter[tuple[str, int]] = Counter()
     largest: dict[tuple[str, int], int] = {}
-    names = {slot.name for slot in spared}
+    names = {slot.name for slot in (*spared, *held_on_request)}
     for slot in slots:
         if slot.name not in names:
             who = (slot.job, slot.part)
@@ -335,7 +392,7 @@ def _enough(
     mine = max(held.pop(me, 0) + size_bytes, 2 * size_bytes + beside_bytes)
     others = sum(max(size, 2 * largest[who]) if who[0] == job else size for who, size in held.items())
     unseen = max(0, writers - 1 - sum(who[0] == job and who[1] >= 0 for who in held))
-    return mine + others + unseen * 2 * size_bytes
+    return mine + others + unseen * 2 * size_bytes + sum(slot.size_bytes for slot in held_on_request)
 
 
 def _why_kept(slot: SlotView, settled: Group | None) -> str:

@@ -23,7 +23,7 @@ import msgspec
 from peerstore.arena import Arena
 from peerstore.errors import NotUnderstoodError, ShardDamagedError
 from peerstore.names import blob_name, job_name
-from peerstore.records import Base, Group, Lease, ShardRecord
+from peerstore.records import Base, Group, Kept, Lease, ShardRecord
 
 SEAL, LEASE, CLAIM, FORGOTTEN = "seal.", "lease.", "claim.", "forgotten."
 FORMAT = 1
@@ -64,6 +64,7 @@ class ClaimNote(msgspec.Struct, frozen=True):
     guarded: bool = False
     settled: Group | None = None
     base: Base | None = None
+    kept: tuple[Kept, ...] = ()
     format: int = FORMAT
 
 

@@ -26,6 +26,7 @@ class Store(Protocol):
     - The newest whole version is never given up for a newer one that is not whole.
     - A writer of a past incarnation gets :class:`FencedError`, never a slot.
     - ``lease``, ``grow`` and ``seal`` may be repeated after a lost answer.
+    - What is kept is given up for no newer version, nor for want of room, until its owner says so.
     - What was forgotten or found damaged is offered to nobody, and counts for no version.
     - A pin brings the shard's file, open for reading; ``open_slot`` gives a leased slot's, open for writing. No file is
       ever made shorter, and none is written again that somebody may still read.
@@ -54,6 +55,8 @@ class Store(Protocol):
     def report(self, key: ShardKey, reason: str) -> None: ...
     def mark_whole(self, job: str, group: Group) -> None: ...
     def forget(self, job: str, groups: list[Group] | None = None) -> int: ...
+    def keep(self, job: str, group: Group, *, kept: bool = True) -> None: ...
+    def kept(self, job: str) -> set[Group]: ...
     def put_blob(self, job: str, name: str, data: bytes) -> None: ...
     def get_blob(self, job: str, name: str) -> bytes: ...
     def blobs(self, job: str) -> list[str]: ...
@@ -143,6 +146,12 @@ class Forget(msgspec.Struct, frozen=True):
     groups: list[Group] | None = None
 
 
+class Keep(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+    kept: bool = True
+
+
 class PutBlob(msgspec.Struct, frozen=True):
     job: str
     name: str
@@ -215,6 +224,8 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
         "report": Operation(Report, none, lambda a, _: store.report(a.key, a.reason)),
         "mark_whole": Operation(MarkWhole, none, lambda a, _: store.mark_whole(a.job, a.group)),
         "forget": Operation(Forget, int, lambda a, _: store.forget(a.job, a.groups)),
+        "keep": Operation(Keep, none, lambda a, _: store.keep(a.job, a.group, kept=a.kept)),
+        "kept": Operation(EpochOf, set[Group], lambda a, _: store.kept(a.job)),
         "put_blob": Operation(PutBlob, none, lambda a, _: store.put_blob(a.job, a.name, a.data)),
         "get_blob": Operation(GetBlob, bytes, lambda a, _: store.get_blob(a.job, a.name)),
         "remove_blob": Operation(GetBlob, none, lambda a, _: store.remove_blob(a.job, a.name)),

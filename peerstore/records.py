@@ -172,6 +172,14 @@ class Damage(msgspec.Struct, frozen=True):
     at_ns: int
 
 
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """Somebody said that a version is to be kept, or not any more. What was said last counts."""
+
+    group: Group
+    kept: bool
+    at_ns: int
+
+
 class Forgotten(msgspec.Struct, frozen=True):
     """What is known of a job whose shards were given back although nobody had said so."""
 

@@ -35,7 +35,18 @@ from peerstore.names import incarnation_name, job_name
 from peerstore.notes import FORGOTTEN
 from peerstore.owners import Owner, myself
 from peerstore.reading import Reading
-from peerstore.records import Forgotten, Group, Lease, Pin, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
+from peerstore.records import (
+    Forgotten,
+    Group,
+    Kept,
+    Lease,
+    Pin,
+    ShardFact,
+    ShardKey,
+    ShardRecord,
+    SlotInfo,
+    StoreStatus,
+)
 from peerstore.sealing import Sealing
 from peerstore.settings import StoreSettings, budget_bytes
 from peerstore.shelf import Shelf
@@ -250,6 +261,17 @@ class NodeStore:
             with self._lock:
                 self._shelf.notes.remove(FORGOTTEN, job_name(job))
         return self._keeping.forget(job, groups)
+
+    def keep(self, job: str, group: Group, *, kept: bool = True) -> None:
+        """The version is not given up for newer ones, nor for want of room; or may be again. Survives this process."""
+        with self._lock:
+            self._jobs.keep(job_name(job), [Kept(group, kept, time.time_ns())])
+
+    def kept(self, job: str) -> set[Group]:
+        """Versions of the job that somebody wants kept, here or on other nodes."""
+        with self._lock:
+            known = self._jobs.if_known(job)
+            return {one.group for one in known.kept.values() if one.kept} if known is not None else set()
 
     # -- for other nodes --------------------------------------------------------------------------------------
 

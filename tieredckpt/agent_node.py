@@ -28,6 +28,7 @@ from tieredckpt.agent.messages import (
     AskSummary,
     AskSurvey,
     Configure,
+    DropSteps,
     Join,
     Lift,
     Loading,
@@ -62,6 +63,7 @@ from tieredckpt.settings import DurableSettings, Settings
 
 _ADOPTION_S = 660.0
 _RETRY_S = 20.0
+_DROP_S = 300.0
 _SLACK_S = 1.0
 """For the way to the agent and back, beyond the time that is asked for."""
 _WAIT_AGAIN_S = 300.0
@@ -126,6 +128,9 @@ class AgentNode:
 
     def lift(self, job: str, group: Group) -> None:
         self.store.call("lift", Lift(job, group), type(None))
+
+    def drop(self, job: str, groups: Sequence[Group]) -> None:
+        self.store.call("drop_steps", DropSteps(job, tuple(groups)), type(None), timeout_s=_DROP_S)
 
     def loading(self, job: str, group: Group, rank: int) -> None:
         self.store.call("loading", Loading(job, group, rank), type(None))

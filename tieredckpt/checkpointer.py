@@ -164,24 +164,38 @@ class Checkpointer:
 
     # -- saving -----------------------------------------------------------------------------------------------
 
-    def save(self, state: State, step: int, *, force: bool = False) -> Saved:
+    def save(self, state: State, step: int, *, force: bool = False, keep: bool = False, durable: bool = False) -> Saved:
         """Stage ``state`` as ``step``; returns as soon as the training may change it again.
+
+        ``keep``: the step stays, in memory and in the durable tier, until :meth:`drop` or ``tieredckpt unpin``: it
+        counts towards no number of newest ones, and no save takes its room (one that finds none says so). ``durable``:
+        the step becomes durable whatever ``durable.every`` says, and is not left out when a newer one is there first;
+        ``saved.wait("durable")`` says when. :class:`UsageError` where there is no durable tier. With either one the
+        step is saved also when it is not due, and waits up to ``memory.wait_s`` for a slot. All ranks say the same.
 
         After SIGTERM all ranks agree on a step, this one or the next, as the last: it is saved by all of them, made
         durable within the grace period, and the signal is delivered to whoever got it.
         """
         check_step(step)
         self._check_open()
+        if durable and not self.settings.durable.url:
+            raise UsageError(
+                f"save(durable=True): {self._location.job} has no durable tier to keep step {step} in. Name one: "
+                "Checkpointer(durable='s3://bucket/prefix'), or durable.url ($TIEREDCKPT_DURABLE_URL)"
+            )
         self._noter.note(state, step)
         self._came_further()
         last = self._is_last(step)
-        if step % self.settings.memory.every and not force and not last:
+        if step % self.settings.memory.every and not (force or keep or durable or last):
             return Saved(step, SaveState.NOT_DUE)
         began = time.perf_counter()
         try:
             with collector_paused():
-                save = self._save if self.settings.enabled else self._save_plain
-                saved = save(state, step, durable=last)
+                if self.settings.enabled:
+                    wait_s = self.settings.memory.wait_s if keep or durable else None
+                    saved = self._save(state, step, durable=last or durable, keep=keep, wait_s=wait_s)
+                else:
+                    saved = self._save_plain(state, step, durable=last or durable)
         except StoreBusyError as error:
             # Once a minute: the agent says up to which step the job is protected, and since when not.
             again = time.monotonic() - self._skip_said < _SAY_S
@@ -211,9 +225,11 @@ class Checkpointer:
         told = self._preemption.requested
         return told if self._last_step is None else self._last_step.is_it(step, told=told)
 
-    def _save(self, state: State, step: int, *, durable: bool, wait_s: float | None = None) -> Saved:
+    def _save(
+        self, state: State, step: int, *, durable: bool, keep: bool = False, wait_s: float | None = None
+    ) -> Saved:
         if not self._planned_before:
-            return self._save_first(state, step, durable=durable)
+            return self._save_first(state, step, durable=durable, keep=keep)
         session = self.session
         knowing = session.owner.changed_by
         if knowing is not None and knowing < self._together.size:
@@ -225,17 +241,20 @@ class Checkpointer:
         flat = flatten(as_plain(state))
         planned = session.planned_for(fingerprint(flat))
         if planned is None:
-            return self._save_first(state, step, durable=durable)
+            return self._save_first(state, step, durable=durable, keep=keep)
         if wait_s is None:
             wait_s = self.settings.memory.wait_s if self.settings.memory.on_busy == "wait" else 0.0
-        wanted = (durable and bool(self.settings.durable.url)) or session.is_durable(step)
+        required = durable and bool(self.settings.durable.url)
+        wanted = required or session.is_durable(step)
         self._finish_last(wait_s=max(wait_s, _SEALING_S))
         self._until_last_is_copied()
         if wanted and self.settings.durable.on_busy == "wait":
             session.wait_drained(self.settings.durable.retry_s)
         staged, items = self._stage(session, planned, flat, step, wait_s)
         saved = self._followed(Saved(step, SaveState.STAGED), durable=wanted)
-        self._sealing = saved._sealing = self._sealer.submit(self._seal, saved, staged, items, wanted, planned)
+        self._sealing = saved._sealing = self._sealer.submit(
+            self._seal, saved, staged, items, planned, durable=wanted, required=required, keep=keep
+        )
         return saved
 
     def seal(self, state: State, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> Saved:
@@ -336,13 +355,27 @@ class Checkpointer:
         return staged, items
 
     def _seal(
-        self, saved: Saved, staged: Staged, items: Sequence[bytes], durable: bool, planned: PlannedSave
+        self,
+        saved: Saved,
+        staged: Staged,
+        items: Sequence[bytes],
+        planned: PlannedSave,
+        *,
+        durable: bool,
+        required: bool,
+        keep: bool,
     ) -> ShardRecord:
         """In the background: from here on the step no longer depends on this process."""
         session = self.session
         began = time.perf_counter()
         try:
-            record = session.seal(staged, staged.lease.key, items, durable=durable, table=planned.table)
+            record = session.seal(
+                *(staged, staged.lease.key, items),
+                durable=durable,
+                table=planned.table,
+                required=required,
+                keep=keep,
+            )
         except BaseException as problem:
             # Whatever it is (no memory for a page, say): the slot is given back, and this save says so, not the next.
             error = problem
@@ -371,14 +404,12 @@ class Checkpointer:
         account(session)
         return record
 
-    def _save_first(self, state: State, step: int, *, durable: bool) -> Saved:
+    def _save_first(self, state: State, step: int, *, durable: bool, keep: bool) -> Saved:
         """A state that was not planned before: once through DCP's planning, with its collectives."""
         self._all_ready(self._noter.names)
         self._join()
-        settings = (
-            self.settings if not durable else override(self.settings, durable={"every": self.settings.memory.every})
-        )
-        writer = TieredWriter(self._location.job, step, settings=settings)
+        writer = TieredWriter(self._location.job, step, settings=self.settings)
+        writer.required, writer.keep = durable and bool(self.settings.durable.url), keep
         self._together.dcp(dcp.save, state, storage_writer=writer)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
@@ -574,6 +605,28 @@ class Checkpointer:
             found = plain_steps(self.settings.durable, self._location.job)
             return [StepInfo(step, ("durable",), whole=True) for step in found]
         return step_infos(self.session.node.survey(self._location.job, fresh=True))
+
+    def drop(self, step: int) -> bool:
+        """Give up ``step``, kept or not, in every tier and on every node; whether there was something of it.
+
+        One rank calls it; more than one may. :class:`TierUnavailableError` names who could not be told and may still
+        have it, :class:`UsageError` says where steps that the job has left would be taken for its newest ones.
+        """
+        self._check_open()
+        check_step(step)
+        if not self.settings.enabled:
+            raise UsageError("drop() gives up steps in memory and their durable copies, not plain checkpoints")
+        job = self._location.job
+        self._finish_last(wait_s=self.settings.memory.wait_s)
+        try:
+            session = self.session
+            views = session.node.survey(job, fresh=True).views
+            groups = [view.group for view in views if view.group.version == step]
+            if groups:
+                session.dropped(groups)
+        except PeerStoreError as error:
+            raise TierUnavailableError(f"step {step} of {job}: {error}") from error
+        return bool(groups)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -82,6 +82,8 @@ class ShardMeta(msgspec.Struct, frozen=True):
     durable: bool = False
     """Whether policy wants this step in the durable tier."""
     saved_ns: int = 0
+    required: bool = False
+    """Whether somebody has asked for this very step in the durable tier: it is never left out for newer ones."""
 
 
 class ShardIndex(msgspec.Struct, frozen=True):

@@ -31,6 +31,8 @@ class StepView(msgspec.Struct, frozen=True):
     """Why it must not be loaded."""
     size_bytes: int = 0
     saved_ns: int = 0
+    kept: bool = False
+    """Somebody wants it kept."""
     crashed_loads: int = 0
     """How many loads of it have ended their process on this node lately."""
     damaged: dict[int, str] = {}
@@ -377,6 +379,11 @@ class Node(Protocol):
 
     def lift(self, job: str, group: Group) -> None:
         """This node may choose the step again: no mark of it is left here, nor what was counted of it."""
+
+    def drop(self, job: str, groups: Sequence[Group]) -> None:
+        """The job's owner gives up these steps, in every tier and on every node. Those that cannot be told are named in
+        a :class:`TierUnavailableError`: they may still have them.
+        """
 
     def loading(self, job: str, group: Group, rank: int) -> None:
         """A rank begins to load this step: where that ends its process, it is counted."""

@@ -18,9 +18,13 @@ class NullCheckpointer:
 
     last_restore: RestoreReport | None = None
 
-    def save(self, state: State, step: int, *, force: bool = False) -> Saved:
-        del state, force
+    def save(self, state: State, step: int, *, force: bool = False, keep: bool = False, durable: bool = False) -> Saved:
+        del state, force, keep, durable
         return Saved(check_step(step), SaveState.NOT_DUE)
+
+    def drop(self, step: int) -> bool:
+        del step
+        return False
 
     def note(self, state: State, step: int) -> None:
         del state, step

@@ -9,11 +9,17 @@ from tieredckpt.resolve import Branches, Candidate, Verdict, resolve
 
 
 def victims(
-    whole: Mapping[Group, int | None], *, keep_last: int, keep_every: int = 0, quarantined: Collection[Group] = ()
+    whole: Mapping[Group, int | None],
+    *,
+    keep_last: int,
+    keep_every: int = 0,
+    quarantined: Collection[Group] = (),
+    kept: Collection[Group] = (),
 ) -> list[Group]:
     """Whole steps to delete, oldest first, out of all (with the step each one's incarnation began from).
 
-    ``keep_last`` counts steps, not attempts at them; 0 keeps all. What a restore would choose is never deleted. Steps
+    ``keep_last`` counts steps, not attempts at them; 0 keeps all. Those that somebody wants ``kept`` stay and are not
+    counted. What a restore would choose is never deleted. Steps
     that are quarantined, or of a past that the job has left, do not count as kept and go once enough good ones are
     newer.
     """
@@ -23,13 +29,27 @@ def victims(
     verdicts = resolve(list(seen.values()), quarantined=quarantined).verdicts
     unused = {group for group in whole if verdicts[group] in (Verdict.QUARANTINED, Verdict.SUPERSEDED)}
     good = {group.version for group in whole if group not in unused}
+    good -= {group.version for group in kept}
     if not good:
         return []
     oldest = sorted(good)[-keep_last:][0]
     old = {group for group in whole if group.version < oldest}
-    gone = {group for group in old if group in unused or not keep_every or group.version % keep_every}
+    gone = {group for group in old if group in unused or not keep_every or group.version % keep_every} - {*kept}
     gone -= _still_needed(seen, gone, [g for g in unused - gone if verdicts[g] is Verdict.SUPERSEDED], quarantined)
     return sorted(gone, key=lambda group: (group.version, group.epoch, group.attempt, group.incarnation))
+
+
+def brought_back(candidates: Collection[Candidate], gone: Collection[Group]) -> list[Group]:
+    """Steps of a past that the job has left, and that would be chosen again if ``gone`` were deleted: nothing else says
+    that it did.
+    """
+
+    def left(seen: Collection[Candidate]) -> set[Group]:
+        found = resolve([one for one in seen if one.whole]).verdicts
+        return {group for group, verdict in found.items() if verdict is Verdict.SUPERSEDED}
+
+    stay = [one for one in candidates if one.group not in gone]
+    return sorted(left(candidates) - {*gone} - left(stay))
 
 
 def _still_needed(

@@ -283,6 +283,12 @@ class Session:
             return []
         return [one for one in self.node.store.inventory(self.job) if (one.key.epoch, one.key.incarnation) == mine]
 
+    def dropped(self, groups: Sequence[Group]) -> None:
+        """The user gives up these steps, wherever they are."""
+        self.node.drop(self.job, groups)
+        if self.committed in groups:
+            self.committed = None
+
     def commit(self, group: Group) -> None:
         """A version is known to be whole: the node may give up older ones for newer."""
         if self.committed is None or group > self.committed:
@@ -501,8 +507,13 @@ class Session:
         *,
         durable: bool,
         table: StateTable | None,
+        required: bool = False,
+        keep: bool = False,
     ) -> ShardRecord:
-        """Write header and items beside the staged tensors, and make the shard immutable."""
+        """Write header and items beside the staged tensors, and make the shard immutable.
+
+        ``required``: this very step is to become durable, whatever comes after it. ``keep``: it is not given up.
+        """
         sizes = tuple(len(item) for item in items)
         layout, total = staged.layout, staged.layout.size_bytes(sizes)
         self._item_bytes = sum(sizes)
@@ -521,9 +532,12 @@ class Session:
                 item_sizes=sizes,
                 base=self.owner.base,
                 table=table.digest if table else "",
-                durable=durable,
+                durable=durable or required,
                 saved_ns=time.time_ns(),
+                required=required,
             )
+            if keep:  # before it is there: no newer one takes its place in between
+                self.node.store.keep(self.job, key.group)
             record = self.node.store.seal(staged.lease.id, total, encode_meta(meta))
         except PeerStoreError as error:
             raise SaveFailedError(f"{key} was not sealed: {error}") from error

@@ -91,6 +91,10 @@ class TieredWriter(Stager, StorageWriter):
         """Why the last save did not happen, where it could not be raised (``use_collectives=False``)."""
         self.record: ShardRecord | None = None
         """What the last save sealed."""
+        self.required = False
+        """The step is to become durable whatever policy says, and is not left out for newer ones."""
+        self.keep = False
+        """The step is not given up for newer ones."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -278,7 +282,15 @@ class TieredWriter(Stager, StorageWriter):
         self._staged = staged
         copied, table = time.perf_counter(), self._whole_table(planner)
         items = work.item_bytes(staged.layout)
-        record = session.seal(staged, key, items, durable=self._becomes_durable(session), table=table)
+        record = session.seal(
+            staged,
+            key,
+            items,
+            durable=self._becomes_durable(session),
+            table=table,
+            required=self.required,
+            keep=self.keep,
+        )
         self._end_staging()
         if self._collectives:
             session.unfinished.append(record.key.group)
@@ -326,7 +338,7 @@ class TieredWriter(Stager, StorageWriter):
 
     def _becomes_durable(self, session: Session) -> bool:
         """Whether the step that is being written is wanted in the durable tier, too."""
-        return session.is_durable(self._step)
+        return self.required or session.is_durable(self._step)
 
 
 def storage_meta(location: Location, group: Group | None) -> StorageMeta:

@@ -28,6 +28,7 @@ from peerstore.peers.messages import (
     AskRoster,
     Chunk,
     Commit,
+    Dropped,
     Flush,
     Look,
     LookFor,
@@ -138,6 +139,7 @@ class _Conversation:
             "ping": (Ping, lambda a: team.tending.pinged(who.node, a)),
             "roster": (AskRoster, self._roster),
             "settling": (Settling, team.protecting.settlement.settling),
+            "dropped": (Dropped, lambda a: self._store.forget(team.job, list(a.groups)) and None),
             "settled": (Settled, lambda a: team.protecting.settlement.settled(a.group)),
         }
 

@@ -11,7 +11,8 @@ from typing import Annotated
 import msgspec
 
 from peerstore.cluster.gossip import Gossip
-from peerstore.records import Base, Group, ShardFact, ShardKey, ShardRecord
+from peerstore.jobs import MOST_KEPT
+from peerstore.records import Base, Group, Kept, ShardFact, ShardKey, ShardRecord
 
 PEER_PROTOCOL = 1
 MAX_RANGES = 4096
@@ -221,6 +222,14 @@ class Ping(msgspec.Struct, frozen=True):
     """Processes of the sender's node take part in the job: what is kept for it is still wanted."""
     base: Base | None = None
     """What the job went on from, as far as the sender has heard."""
+    kept: Annotated[tuple[Kept, ...], msgspec.Meta(max_length=2 * MOST_KEPT)] = ()
+    """Versions that somebody wants kept, or not any more."""
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """The job's owner gives up these versions, wherever they are."""
+
+    groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=1024)]
 
 
 class AskRoster(msgspec.Struct, frozen=True):

@@ -32,7 +32,7 @@ from peerstore.peers.board import Wish
 from peerstore.peers.calling import Pass
 from peerstore.peers.duties import inherited, remembered, worth_mending
 from peerstore.peers.looking import Looking, Sight
-from peerstore.peers.messages import MOST_BLOBS, AskBlob, AskBlobs, AskRecords, Looked, Suspect
+from peerstore.peers.messages import MOST_BLOBS, AskBlob, AskBlobs, AskRecords, Dropped, Looked, Suspect
 from peerstore.peers.plan import TeamSettings
 from peerstore.peers.protecting import Protecting, Protection
 from peerstore.peers.pulling import Puller
@@ -214,6 +214,16 @@ class Team:
             last = max((at for at, name in enumerate(asked.names) if name in said), default=len(asked.names) - 1)
             left = left[last + 1 :]
         return found
+
+    def drop(self, groups: Sequence[Group]) -> dict[str, str]:
+        """Have the other nodes give up these versions; who could not be told, and why."""
+        silent: dict[str, str] = {}
+        for node in [node for node in self.tending.listed if node != self.me.id]:
+            try:
+                self.tending.peer(node).call("dropped", Dropped(tuple(groups)), type(None), timeout_s=5.0)
+            except (PeerStoreError, OSError) as error:
+                silent[node] = str(error)
+        return silent
 
     # -- mending ------------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,13 @@ class Tending:
             return self._living[1]
 
     @property
+    def listed(self) -> list[str]:
+        """The job's nodes, whether they live or not."""
+        with self._lock:
+            roster = self._members.roster
+            return sorted({*self.living, *((node.id for node in roster.nodes) if roster is not None else ())})
+
+    @property
     def roster(self) -> Roster | None:
         with self._lock:
             return self._members.roster
@@ -280,7 +287,7 @@ class Tending:
 
 def ping_with(gossip: Gossip, copies: Copies, job: str) -> Ping:
     """Gossip, and what this node's store knows of the job."""
-    return Ping(gossip, copies.settled(job), copies.active(job), copies.base(job))
+    return Ping(gossip, copies.settled(job), copies.active(job), copies.base(job), copies.kept(job))
 
 
 def take_over(copies: Copies, job: str, fence: tuple[int, str], ping: Ping) -> None:
@@ -291,5 +298,6 @@ def take_over(copies: Copies, job: str, fence: tuple[int, str], ping: Ping) -> N
         copies.fence(job, *fence)
     if ping.settled is not None:
         copies.settle(job, ping.settled)
+    copies.keep(job, ping.kept)
     if ping.active:
         copies.touch(job)

@@ -39,6 +39,8 @@ class Listing:
     manifests: dict[Group, Entry]
     quarantined: frozenset[Group]
     plain: tuple[int, ...]
+    kept: frozenset[Group] = frozenset()
+    """Those that somebody wants kept."""
 
 
 class Catalog:
@@ -70,16 +72,20 @@ class Catalog:
 
     def _list(self) -> Listing:
         found: dict[Group, Entry] = {}
-        bad = set()
+        bad, kept = set[Group](), set[Group]()
         for info in self.store.list(names.manifests(self._job), patience_s=_PATIENCE_S):
             entry = names.parse_entry(info.name, self._job)
             if entry is not None and entry.quarantine:
                 bad.add(entry.group)
+            elif entry is not None and entry.kept:
+                kept.add(entry.group)
             elif entry is not None:
                 found[entry.group] = entry
         objects = self.store.list(names.plain(self._job), patience_s=_PATIENCE_S)
         plain = {names.parse_plain(info.name, self._job) for info in objects} - {None}
-        return Listing(found, frozenset(bad), tuple(sorted(step for step in plain if step is not None)))
+        return Listing(
+            found, frozenset(bad), tuple(sorted(step for step in plain if step is not None)), frozenset(kept)
+        )
 
     def manifest(self, group: Group) -> Manifest:
         """One step's manifest; read once."""
@@ -111,6 +117,16 @@ class Catalog:
 
     def quarantine(self, group: Group, reason: str) -> None:
         self.store.put(names.quarantine(self._job, group), reason.encode())
+        with self._lock:
+            self._listing = None
+
+    def keep(self, group: Group, *, kept: bool) -> None:
+        """Have retention pass over the step, or not any more."""
+        name = names.kept(self._job, group)
+        if kept:
+            self.store.put(name, b"")
+        else:
+            self.store.delete([name])
         with self._lock:
             self._listing = None
 

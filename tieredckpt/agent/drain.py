@@ -6,7 +6,8 @@
        │           ├──────> failed        the store said no; the next step tries again
        │           └──────> waiting       the store is away; tried again later, shard by shard
        └──> skipped                       a newer step was sealed first and policy says skip, or a save in memory
-                                          needs the slots: those go on whatever the store does
+                                          needs the slots: those go on whatever the store does. Never where somebody
+                                          has asked for this very step
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -52,6 +53,8 @@ _OTHERS_S = 2.0
 """Between two looks whether other nodes have done their part; this node's slots wait for it."""
 _TAKE_OVER_S = 60.0
 """After that a node looks for all parts itself: who was to commit the step may be there and yet not do it."""
+_DROP_S = 30.0
+"""How long whoever drops a step waits for an upload of it."""
 _ABANDONED_S = 24 * 3600.0
 _REMEMBERED = 32
 DRAINED, JOURNAL = "drained.", "upload."
@@ -82,6 +85,8 @@ class _Step:
     done: set[ShardKey] = field(default_factory=set)
     bytes_done: int = 0
     error: str = ""
+    required: bool = False
+    """Somebody has asked for this very step: it gives way to nothing."""
     held: bool = False
     """Its shards keep their slots."""
     not_before: float = 0.0
@@ -144,6 +149,7 @@ class Drain(SealListener):
             step = self._steps.setdefault((key.job, key.group), _Step(key.job, key.group, record.parts, meta.base))
             if step.state in ("done", "skipped"):
                 return
+            step.required |= meta.required
             self._hold(key)
             step.held, step.shards[key] = True, record.size_bytes
             step.sealed_at, step.not_before = self._clock(), 0.0
@@ -165,7 +171,8 @@ class Drain(SealListener):
         if self._places.durable_settings(newer.job).on_busy == "wait":
             return
         for step in list(self._steps.values()):
-            if step.job == newer.job and step.group < newer.group and step.state == "waiting" and not step.done:
+            older = step.job == newer.job and step.group < newer.group and step.state == "waiting"
+            if older and not step.done and not step.required:
                 self._skip(step, "a newer one is ready")
 
     def give_way(self, job: str) -> bool:
@@ -181,7 +188,7 @@ class Drain(SealListener):
             uploaded = [step for step in waiting if step.held and step.done.issuperset(step.shards)]
             for step in uploaded:
                 self._unhold(step)
-            held = [step for step in waiting if step.held]
+            held = [step for step in waiting if step.held and not step.required]
             if not uploaded and held:
                 trouble = f"; the store: {held[0].error}" if held[0].error else ""
                 self._skip(held[0], f"it gave way to saves in memory{trouble}")
@@ -279,7 +286,7 @@ class Drain(SealListener):
         try:
             catalog = self._places.catalog(step.job)
             if catalog is None:
-                self._settle(step, "skipped", "the job has no durable tier")
+                self._settle(step, "failed" if step.required else "skipped", "the job has no durable tier")
                 return
             committed = step.group not in catalog.listing().manifests
             if committed and not self._make_durable(step, catalog):
@@ -411,6 +418,7 @@ class Drain(SealListener):
         self._leave_torn(step)
         try:
             self._say_quarantined(step.job, catalog)
+            self._say_kept(step.job, catalog)
             if committed:  # one node deletes for all
                 self._retain(step.job, catalog)
         except (TieredCheckpointError, OSError) as error:
@@ -423,7 +431,7 @@ class Drain(SealListener):
                 return
             for step in list(self._steps.values()):
                 older = step.job == newer.job and step.group < newer.group and step.state == "waiting"
-                if older and step.done.issuperset(step.shards):
+                if older and step.done.issuperset(step.shards) and not step.required:
                     self._skip(step, "other nodes left it out, and a newer one is durable")
             self._changed.notify_all()
 
@@ -433,6 +441,21 @@ class Drain(SealListener):
             if group in listing.manifests and group not in listing.quarantined:
                 catalog.quarantine(group, reason)
 
+    def _say_kept(self, job: str, catalog: Catalog) -> None:
+        listing = catalog.listing()
+        for group in (self._store.kept(job) & listing.manifests.keys()) - listing.kept:
+            catalog.keep(group, kept=True)
+
+    def drop(self, job: str, groups: Collection[Group]) -> None:
+        """Their owner gives these steps up: nothing more of them is uploaded."""
+        with self._changed:
+            steps = [self._steps[job, group] for group in groups if (job, group) in self._steps]
+            for step in steps:
+                if step.state == "waiting":
+                    self._skip(step, "it was dropped")
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not any(step.open for step in steps) or self._stop.is_set(), _DROP_S)
+
     def _retain(self, job: str, catalog: Catalog) -> None:
         settings = self._places.durable_settings(job)
         listing = catalog.listing()
@@ -441,6 +464,7 @@ class Drain(SealListener):
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
             quarantined=listing.quarantined,
+            kept=listing.kept,
         ):
             delete_step(catalog, job, group)
             self.totals.deleted += 1
@@ -536,7 +560,7 @@ def delete_step(catalog: Catalog, job: str, group: Group) -> None:
         catalog.store.delete([names.manifest(job, group, entry.base)])
     objects.update(info.name for info in catalog.store.list(names.steps(job, group)))
     catalog.store.delete(sorted(objects))
-    catalog.store.delete([names.quarantine(job, group)])
+    catalog.store.delete([names.quarantine(job, group), names.kept(job, group)])
     catalog.forget()
 
 

@@ -79,6 +79,11 @@ class Lift(msgspec.Struct, frozen=True):
     group: Group
 
 
+class DropSteps(msgspec.Struct, frozen=True):
+    job: str
+    groups: tuple[Group, ...]
+
+
 class Loading(msgspec.Struct, frozen=True):
     job: str
     group: Group

@@ -25,7 +25,7 @@ from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
 from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.crashed_loads import CrashedLoads
-from tieredckpt.agent.drain import Drain
+from tieredckpt.agent.drain import Drain, delete_step
 from tieredckpt.agent.memory_service.names import JOB
 from tieredckpt.agent.messages import (
     DAMAGED,
@@ -46,6 +46,7 @@ from tieredckpt.agent.messages import (
     AskSurvey,
     Configure,
     CutOff,
+    DropSteps,
     Join,
     Lift,
     Loading,
@@ -106,6 +107,7 @@ from tieredckpt.node import (
     described,
 )
 from tieredckpt.resolve import Tier
+from tieredckpt.retention import brought_back
 from tieredckpt.settings import DurableSettings
 
 log = logging.getLogger(__name__)
@@ -193,6 +195,8 @@ class NodeService(SealListener):
         for group, reason in self.quarantined(job).items():
             if group in views and not views[group].quarantined:
                 views[group] = msgspec.structs.replace(views[group], quarantined=reason)
+        for group in self.store.kept(job) & views.keys():
+            views[group] = msgspec.structs.replace(views[group], kept=True)
         settings = self.durable_settings(job)
         known = settings if settings.url else None
         newest = max((group for group in once_whole if group is not None), default=None)
@@ -339,6 +343,39 @@ class NodeService(SealListener):
         stems = [name.removeprefix(QUARANTINE) for name in self.store.blobs(job) if name.startswith(QUARANTINE)]
         found = {group: self._quarantined_here(job, group) for stem in stems if (group := names.parse_stem(stem))}
         return {group: reason for group, reason in found.items() if reason}
+
+    def drop(self, job: str, groups: Sequence[Group]) -> None:
+        survey = self.survey(job, fresh=True)
+        revived = brought_back([view.candidate for view in survey.views], groups)
+        if revived:
+            raise UsageError(
+                f"job {job}: without step {', '.join(str(one.version) for one in groups)} nothing would say that the "
+                f"job left steps {', '.join(str(one.version) for one in revived)} behind when it was restored from an "
+                "older one, and the next restore would take those. Drop those first"
+            )
+        log.info("job %s: steps %s are dropped, as somebody asked", job, sorted(group.version for group in groups))
+        self.drain.drop(job, groups)
+        silent: dict[str, str] = {}
+        team = self.others.team(job) if self.others is not None else None
+        if team is not None:
+            silent |= team.drop(groups)
+        self.store.forget(job, list(groups))
+        for name in self.store.blobs(job):
+            if name.startswith(DAMAGED) and any(name.startswith(DAMAGED + names.stem(group)) for group in groups):
+                self.store.remove_blob(job, name)
+        try:
+            catalog = self.catalog(job)
+            listing = catalog.listing(fresh=True) if catalog is not None else None
+            for group in groups:
+                if catalog is not None and listing is not None and group in listing.manifests:
+                    delete_step(catalog, job, group)
+        except (TierUnavailableError, DurableRefusedError) as error:
+            silent["the durable tier"] = str(error)
+        if silent:
+            said = "; ".join(f"{who}: {why}" for who, why in sorted(silent.items()))
+            raise TierUnavailableError(
+                f"job {job}: what was to be dropped may still be where nobody could be told: {said}"
+            )
 
     def loading(self, job: str, group: Group, rank: int, *, owner: Owner | None = None) -> None:
         self._crashed.begun(owner or myself(), job, group, rank)
@@ -572,6 +609,8 @@ class NodeService(SealListener):
                 views[group] = StepView(group, 0, {}, base=entry.base, durable=True)
             else:
                 views[group] = msgspec.structs.replace(view, durable=True)
+        for group in listing.kept & views.keys():
+            views[group] = msgspec.structs.replace(views[group], kept=True)
         for group in listing.quarantined & views.keys():
             views[group] = msgspec.structs.replace(views[group], quarantined="marked in the durable tier")
         return listing.plain
@@ -662,6 +701,7 @@ def node_operations(node: NodeService) -> dict[str, Operation]:
         ),
         "quarantine": Operation(Quarantine, none, lambda a, _: node.quarantine(a.job, a.group, a.reason)),
         "lift": Operation(Lift, none, lambda a, _: node.lift(a.job, a.group)),
+        "drop_steps": Operation(DropSteps, none, lambda a, _: node.drop(a.job, a.groups)),
         "loading": Operation(Loading, none, lambda a, who: node.loading(a.job, a.group, a.rank, owner=who)),
         "restored": Operation(Restored, none, lambda a, who: node.restored(a.job, a.group, owner=who)),
         "load_over": Operation(LoadOver, none, lambda a, who: node.load_over(a.job, stepped=a.stepped, owner=who)),

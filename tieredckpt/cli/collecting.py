@@ -79,7 +79,7 @@ def gc(
         if not listing.manifests:
             raise CheckpointNotFoundError(f"job {location.job} has no step in {catalog.store.url}")
         bases = {group: entry.base for group, entry in listing.manifests.items()}
-        doomed = victims(bases, keep_last=last, keep_every=every, quarantined=listing.quarantined)
+        doomed = victims(bases, keep_last=last, keep_every=every, quarantined=listing.quarantined, kept=listing.kept)
         sizes = [_size(catalog, group) for group in doomed]
         uploads = 0
         if not dry_run:

@@ -57,6 +57,7 @@ class Line:
     damaged: str
     crashed_loads: int
     """Loads of it that have ended their process on this node lately."""
+    kept: bool
     drain: DrainView | None
 
     @property
@@ -90,6 +91,7 @@ class Line:
             "quarantined": self.quarantined or None,
             "damaged": self.damaged or None,
             "crashed_loads": self.crashed_loads,
+            "kept": self.kept,
             "drain": _drain_json(self.drain) if draining and self.drain is not None else None,
         }
 
@@ -118,6 +120,7 @@ def line_of(view: StepView, manifest: Manifest | None, damaged: str, drain: Drai
         quarantined=view.quarantined,
         damaged=damaged,
         crashed_loads=view.crashed_loads,
+        kept=view.kept,
         drain=drain,
     )
 
@@ -247,7 +250,9 @@ def _note(line: Line) -> str:
         return line.drain.error
     if not line.whole:
         return f"{line.parts - line.in_memory} of {line.parts} parts are not here"
-    return f"{line.crashed_loads} loads of it ended their process here" if line.crashed_loads > 1 else ""
+    if line.crashed_loads > 1:
+        return f"{line.crashed_loads} loads of it ended their process here"
+    return "kept until it is unpinned" if line.kept else ""
 
 
 def _coloured(state: str) -> str:

@@ -111,6 +111,19 @@ class Sight:
                 return msgspec.structs.replace(view, quarantined=data.decode(errors="replace"))
         return view
 
+    def drop(self, job: str, groups: Sequence[Group]) -> None:
+        """Give up these steps in every tier that can be seen from here."""
+        problem: TierUnavailableError | None = None
+        if self.agent is not None:
+            try:
+                self.agent.drop(job, groups)
+            except TierUnavailableError as error:
+                problem = error
+        if self.durable(job).url:
+            self._direct.drop(job, groups)
+        if problem is not None:
+            raise problem
+
     # -- the durable tier -------------------------------------------------------------------------------------
 
     def durable(self, job: str) -> DurableSettings:
@@ -221,7 +234,10 @@ def merged(a: Survey, b: Survey) -> Survey:
             views[other.group] = other
             continue
         views[other.group] = msgspec.structs.replace(
-            one, durable=one.durable or other.durable, quarantined=one.quarantined or other.quarantined
+            one,
+            durable=one.durable or other.durable,
+            quarantined=one.quarantined or other.quarantined,
+            kept=one.kept or other.kept,
         )
     return Survey(
         tuple(views[group] for group in sorted(views)),

@@ -4,6 +4,7 @@
 
     JOB/manifests/000000000120.000003.0.1f2e3d.from-100.manifest      a step is there when this is
     JOB/manifests/000000000120.000003.0.1f2e3d.quarantine             do not load it
+    JOB/manifests/000000000120.000003.0.1f2e3d.kept                   retention does not delete it
     JOB/steps/000000000120/000003.0.1f2e3d/000007.safetensors
     JOB/steps/000000000120/000003.0.1f2e3d/000007.index
     JOB/files/data.step-120@2fstate.json                     a file beside the steps; file.* says when it was written
@@ -21,7 +22,7 @@ from peerstore.jobs import MAX_NUMBER
 from peerstore.records import Group, ShardKey
 
 _STEM = r"([0-9]{12,19})\.([0-9]{6,19})\.([0-9]{1,19})\.([A-Za-z0-9-]{1,64})"
-_ENTRY = re.compile(_STEM + r"\.(?:(?:from-([0-9]{1,19})|(fresh)|unknown)\.manifest|(quarantine))")
+_ENTRY = re.compile(_STEM + r"\.(?:(?:from-([0-9]{1,19})|(fresh)|unknown)\.manifest|(quarantine)|(kept))")
 _SHARD = re.compile(r"([0-9]{12,19})/([0-9]{6,19})\.([0-9]{1,19})\.([A-Za-z0-9-]{1,64})/([0-9]{6,19})\.(.+)")
 
 
@@ -32,6 +33,7 @@ class Entry(NamedTuple):
     quarantine: bool
     base: int | None
     """The step the incarnation began from, -1 for nothing, None when it did not say."""
+    kept: bool = False
 
 
 def stem(group: Group) -> str:
@@ -62,6 +64,10 @@ def quarantine(job: str, group: Group) -> str:
     return f"{manifests(job)}{stem(group)}.quarantine"
 
 
+def kept(job: str, group: Group) -> str:
+    return f"{manifests(job)}{stem(group)}.kept"
+
+
 def parse_entry(name: str, job: str) -> Entry | None:
     """What a name below ``manifests`` stands for; ``None`` for a stranger's object."""
     match = _ENTRY.fullmatch(name.removeprefix(manifests(job)))
@@ -71,7 +77,7 @@ def parse_entry(name: str, job: str) -> Entry | None:
     base = int(match[5]) if match[5] else -1 if match[6] else None
     if group is None or (base is not None and base >= MAX_NUMBER):
         return None
-    return Entry(group, bool(match[7]), base)
+    return Entry(group, bool(match[7]), base, bool(match[8]))
 
 
 def side_file(job: str, name: str) -> str:
