@@ -65,7 +65,7 @@ class Coordinator:
             floor=floor,
             witness=self._recorder.saw,
         )
-        self._epoch_file, self._epoch = epoch_file, floor
+        self._epoch_file, self._epoch, self._silent = epoch_file, floor, False
         self._secret, self._clock, self._farewell_s = secret, clock, farewell_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wires: dict[str, _Wire] = {}
@@ -109,16 +109,26 @@ class Coordinator:
             pass
         now = self._clock()
         self.desk.tick(now)
-        self._note_epoch()
+        if not self._epoch_is_noted():
+            return
         for node in self.desk.due():
             if node in self._wires:
                 self._wires[node].say(for_node(self.desk, node, now))
 
-    def _note_epoch(self) -> None:
+    def _epoch_is_noted(self) -> bool:
         """Before anybody hears of it: whatever happens to everybody, no two worlds have the same number."""
         if self._epoch_file is not None and self.desk.world.epoch > self._epoch:
-            self._epoch = self.desk.world.epoch
-            write_private(self._epoch_file, str(self._epoch).encode())
+            try:
+                write_private(self._epoch_file, str(self.desk.world.epoch).encode())
+            except (
+                OSError
+            ) as error:  # too many open files, a full disk: nodes train on, and hear of it once it is there
+                if not self._silent:
+                    log.error("the world's number cannot be written to %s, so nodes wait: %s", self._epoch_file, error)
+                self._silent = True
+                return False
+            self._epoch, self._silent = self.desk.world.epoch, False
+        return True
 
     # -- on a connection's own thread -----------------------------------------------------------------------------
 
@@ -236,5 +246,9 @@ class _Wire:
                 self._channel.send(_encode(hears))
             except (PeerStoreError, PeerRefusedError) as error:
                 log.info("a node did not take a message: %s", error)
+                self._channel.close()
+                return
+            except Exception:  # who is told nothing any more is to know it, and comes again
+                log.exception("a message to a node could not be sent")
                 self._channel.close()
                 return

@@ -44,6 +44,12 @@ def is_any(host: str) -> bool:
     return host in _ANY
 
 
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine reaches it there."""
+    found = _ip(host.strip("[]"))
+    return host == "localhost" or bool(found and found.is_loopback)
+
+
 def resolve(host: str, port: int, *, within_s: float) -> list[AddressInfo]:
     """The addresses of ``host``, or :class:`PeerUnreachableError`, also when who knows names does not answer."""
     with contextlib.suppress(socket.gaierror):

@@ -13,7 +13,7 @@ import contextlib
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from peerstore.errors import PeerUnreachableError, ProtocolError, RequestError, ShardDamagedError
@@ -62,6 +62,9 @@ class FramedChannel:
         self.max_header_bytes = MAX_HEADER_BYTES
         self.max_payload_bytes = MAX_PAYLOAD_BYTES
         self.timeout_s = timeout_s
+        self.on_proven: Callable[[], None] = lambda: None
+        """Of whoever accepted the channel."""
+        self.is_proven = False
         self._stream = stream
         self._left = 0
         """Bytes of a payload that were announced and not taken yet."""
@@ -125,6 +128,10 @@ class FramedChannel:
             with self._or_over():
                 while cursor.left:
                     cursor.advance(self._some(cursor.window(_WINDOW_BYTES)))
+
+    def proven(self) -> None:
+        self.is_proven = True
+        self.on_proven()
 
     def discard(self) -> None:
         with self._receiving:

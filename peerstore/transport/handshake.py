@@ -166,6 +166,7 @@ def admit(
             f"{channel.peer} could not prove that it belongs to job {job}"
             + (", which is not known here" if known is None else "")
         )
+    channel.proven()
     talk.say(Welcome())
     talk.raise_limits()
     return PeerIdentity(job, node, hello.protocol, hello.version[:_MAX_TEXT])

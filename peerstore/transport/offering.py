@@ -134,6 +134,9 @@ class OfferingChannel:
                 with self._or_over():
                     self._read_pieces(cursor)
 
+    def proven(self) -> None:
+        self._carrier.proven()
+
     def discard(self) -> None:
         with self._receiving:
             self._check()

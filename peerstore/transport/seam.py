@@ -49,6 +49,8 @@ class Channel(Protocol):
       ``max_payload_bytes`` are a :class:`~peerstore.errors.ProtocolError`. The channel is over.
     - :class:`~peerstore.errors.PeerUnreachableError`: the peer is gone, or silent for too long. The channel is over.
     - One thread sends and one receives at a time; ``close`` may come from any thread and ends both.
+    - A channel that was accepted is a stranger's until ``proven`` is called: a listener may end it for want of time or
+      room (:mod:`peerstore.transport.admission`).
     """
 
     peer: str
@@ -63,6 +65,7 @@ class Channel(Protocol):
     def receive(self, *, idle_s: float | None = None, within_s: float | None = None) -> Incoming | None: ...
     def receive_into(self, views: Sequence[memoryview], seen: Seen | None = None) -> None: ...
     def discard(self) -> None: ...
+    def proven(self) -> None: ...
     def close(self) -> None: ...
 
 

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 
 from peerstore.errors import PeerStoreError
+from peerstore.transport.admission import Stranger
+from peerstore.transport.framing import FramedChannel
 from peerstore.transport.seam import Channel
 
 log = logging.getLogger(__name__)
@@ -22,9 +24,9 @@ class Serving:
         self._ended = False
         self._channels: dict[threading.Thread, Channel | None] = {}
 
-    def take(self, accepted: Callable[[], Channel], peer: str) -> bool:
+    def take(self, accepted: Callable[[], FramedChannel], peer: str, stranger: Stranger | None = None) -> bool:
         """Serve one more channel; ``False`` when there are too many, or no more threads."""
-        thread = threading.Thread(target=self._run, args=(accepted, peer), name="peerstore-peer", daemon=True)
+        thread = threading.Thread(target=self._run, args=(accepted, peer, stranger), name="peerstore-peer", daemon=True)
         with self._lock:
             if self._ended or len(self._channels) >= self._most:
                 return False
@@ -49,11 +51,14 @@ class Serving:
             if thread.is_alive():
                 log.warning("a connection's work goes on %g s after the connection was ended", _FAREWELL_S)
 
-    def _run(self, accepted: Callable[[], Channel], peer: str) -> None:
+    def _run(self, accepted: Callable[[], FramedChannel], peer: str, stranger: Stranger | None) -> None:
         me = threading.current_thread()
+        channel: FramedChannel | None = None
         try:
             channel = accepted()
             try:
+                if stranger is not None:
+                    channel.on_proven = stranger.proven
                 with self._lock:
                     self._channels[me] = channel
                     ended = self._ended
@@ -62,9 +67,12 @@ class Serving:
             finally:
                 channel.close()
         except (PeerStoreError, OSError) as error:
-            log.info("the connection of %s ended: %s", peer, error)
+            known = stranger is None or (channel is not None and channel.is_proven)
+            log.log(logging.INFO if known else logging.DEBUG, "the connection of %s ended: %s", peer, error)
         except Exception:  # one connection's trouble is nobody else's
             log.exception("the connection of %s ended unexpectedly", peer)
         finally:
+            if stranger is not None:
+                stranger.leave()
             with self._lock:
                 self._channels.pop(me, None)

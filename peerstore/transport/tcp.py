@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from peerstore.transport.addresses import (
     resolve,
     split_address,
 )
+from peerstore.transport.admission import WITHIN_S, Admission
 from peerstore.transport.certificates import TlsFiles
 from peerstore.transport.framing import FramedChannel
 from peerstore.transport.seam import Channel
@@ -38,18 +40,25 @@ class TcpTransport:
     """Connections are bound to ``interface`` (its name or one of its addresses), or go where the kernel sends them.
 
     ``timeout_s`` is how long a peer may be silent in the middle of a message. ``most`` bounds how many connections a
-    listener has at a time; more are turned away.
+    listener has at a time; more are turned away. Those that have proven nothing within ``proof_s`` are ended.
     """
 
     name = "tcp"
 
     def __init__(
-        self, *, interface: str = "", tls: TlsFiles | None = None, timeout_s: float = 30.0, most: int = 1024
+        self,
+        *,
+        interface: str = "",
+        tls: TlsFiles | None = None,
+        timeout_s: float = 30.0,
+        most: int = 1024,
+        proof_s: float = WITHIN_S,
     ) -> None:
         self._interface = interface
         self._tls = tls
         self._timeout_s = timeout_s
         self._most = most
+        self._proof_s = proof_s
         if interface:
             addresses_of(interface)
         if tls is not None:
@@ -68,7 +77,8 @@ class TcpTransport:
         else:
             found = resolve(host, port, within_s=self._timeout_s)[0]
             sock = socket.create_server(found[4], family=found[0], backlog=_BACKLOG)
-        return TcpListener(sock, host, Serving(partial(self._welcome, serve), most=self._most), self._accepted)
+        serving = Serving(partial(self._welcome, serve), most=self._most)
+        return TcpListener(sock, host, serving, self._accepted, self._proof_s)
 
     def connect(self, address: str, *, timeout_s: float = 5.0) -> Channel:
         deadline = time.monotonic() + timeout_s
@@ -115,7 +125,7 @@ class TcpTransport:
             raise
         return channel
 
-    def _accepted(self, sock: socket.socket, peer: str) -> Channel:
+    def _accepted(self, sock: socket.socket, peer: str) -> FramedChannel:
         with closed_unless_used(sock):
             tune(sock, self._timeout_s)
             if self._tls is None:
@@ -141,18 +151,21 @@ class TcpListener:
         sock: socket.socket,
         host: str,
         serving: Serving,
-        accepted: Callable[[socket.socket, str], Channel],
+        accepted: Callable[[socket.socket, str], FramedChannel],
+        proof_s: float,
     ) -> None:
         self.address = join_address(host, sock.getsockname()[1])
         self._sock = sock
         self._serving = serving
         self._accepted = accepted
+        self._admission = Admission(f"the listener on {self.address}", within_s=proof_s)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._accept_loop, name="peerstore-peers", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._stopping.set()
+        self._admission.close()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._thread:
@@ -161,14 +174,23 @@ class TcpListener:
         self._serving.end()
 
     def _accept_loop(self) -> None:
+        coming = select.poll()
+        coming.register(self._sock, select.POLLIN)
         while not self._stopping.is_set():
+            again_s = self._admission.sweep()
+            if not coming.poll(None if again_s is None else again_s * 1000):
+                continue
             try:
                 sock, where = self._sock.accept()
             except OSError as error:  # too many open files, most likely: they become fewer
                 if not self._stopping.wait(_PAUSE_S):
-                    log.warning("a connection could not be accepted: %s", error)
+                    self._admission.turned_away(f"it could not be accepted: {error}")
                 continue
             peer = join_address(where[0], where[1])
-            if not self._serving.take(partial(self._accepted, sock, peer), peer):
-                log.warning("the connection of %s was turned away: there are too many", peer)
+            stranger = self._admission.enter(sock, where[0])
+            if stranger is None:
+                sock.close()
+            elif not self._serving.take(partial(self._accepted, sock, peer), peer, stranger):
+                self._admission.turned_away("there are too many connections", where[0])
+                stranger.leave()
                 sock.close()

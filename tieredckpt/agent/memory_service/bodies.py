@@ -107,8 +107,8 @@ def body_of(headers: Message, file: BinaryIO) -> Sized | Chunked:
     """What a request brings by its headers. Where they say two things nothing is believed: somebody else on the way
     may have believed the other one.
     """
-    lengths = {value.strip() for value in headers.get_all("Content-Length", [])}
-    encodings = [value.strip().lower() for value in headers.get_all("Transfer-Encoding", [])]
+    lengths = {value.strip(" \t") for value in headers.get_all("Content-Length", [])}
+    encodings = [value.strip(" \t").lower() for value in headers.get_all("Transfer-Encoding", [])]
     if encodings:
         if lengths or encodings != ["chunked"]:
             raise RefusedError(HTTPStatus.BAD_REQUEST, "Content-Length or Transfer-Encoding: chunked, not both")

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from peerstore.errors import PeerStoreError
 from peerstore.pages import Mapping
+from tieredckpt.agent.http_server import REQUEST_S, HttpHandler, HttpServer, refused
 from tieredckpt.agent.memory_service.access import Access
 from tieredckpt.agent.memory_service.answers import RefusedError
 from tieredckpt.agent.memory_service.bodies import Chunked, Sized, body_of
@@ -46,96 +45,43 @@ log = logging.getLogger(__name__)
 _IDLE_S = 75.0
 """How long a connection may be silent: between two requests, and in the middle of a body."""
 _SHAKE_S = 10.0
-_MOST_CONNECTIONS = 1024
 _MOST_HEADER_BYTES = 16 << 10
 _SMALL_BYTES = 16 << 10
 """A body that nobody wants, and that is not worth a new connection."""
 _DISCARDED_S = 10.0
-_FAREWELL_S = 5.0
 
 
 @contextlib.contextmanager
-def serving(service: MemoryService, host: str, port: int, access: Access, tls: ssl.SSLContext | None) -> Iterator[str]:
-    """Serve while the block runs; yields ``host:port``."""
+def serving(
+    service: MemoryService,
+    host: str,
+    port: int,
+    access: Access,
+    tls: ssl.SSLContext | None,
+    *,
+    within_s: float = REQUEST_S,
+) -> Iterator[str]:
+    """Serve while the block runs; yields ``host:port``. Who shows no token within ``within_s`` is hung up on."""
 
     class Handler(_Handler):
         pass
 
     Handler.service, Handler.access = service, access
     try:
-        server = _Server((host, port), Handler, tls)
+        server = HttpServer("the memory service", (host, port), Handler, tls=tls, within_s=within_s)
     except (OSError, OverflowError, UnicodeError) as error:
         raise UsageError(f"agent.memory_service: {host}:{port} cannot be served: {error}") from error
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="memory-service", daemon=True)
-    thread.start()
-    try:
-        bound_host, bound_port = server.server_address[:2]
-        shown = f"[{bound_host!s}]" if ":" in str(bound_host) else str(bound_host)
-        yield f"{shown}:{bound_port}"
-    finally:
-        server.shutdown()
-        server.end()
-        thread.join()
+    with server.running() as bound:
+        yield bound
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 256
-    allow_reuse_address = True
-
-    def __init__(
-        self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None
-    ) -> None:
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        self._tls = tls
-        self._open: set[Any] = set()
-        self._changed = threading.Condition()
-        super().__init__(address, handler)
-
-    def get_request(self) -> tuple[Any, Any]:
-        connection, address = self.socket.accept()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._tls is None:
-            return connection, address
-        return self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        with self._changed:
-            if len(self._open) >= _MOST_CONNECTIONS:
-                log.warning("memory service: %d connections are open, no more are taken", len(self._open))
-                return False
-            self._open.add(request)
-            return True
-
-    def shutdown_request(self, request: Any) -> None:
-        super().shutdown_request(request)
-        with self._changed:
-            self._open.discard(request)
-            self._changed.notify_all()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        log.debug("memory service: a connection ended: %s", sys.exc_info()[1])
-
-    def end(self) -> None:
-        """End all connections; requests in progress end with them."""
-        self.server_close()
-        with self._changed:
-            for one in self._open:
-                with contextlib.suppress(OSError):
-                    socket.socket.shutdown(one, socket.SHUT_RDWR)
-            self._changed.wait_for(lambda: not self._open, _FAREWELL_S)
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(HttpHandler, BaseHTTPRequestHandler):
     service: MemoryService
     access: Access
     protocol_version = "HTTP/1.1"
     timeout = _IDLE_S
-    server_version = "tieredckpt"
-    sys_version = ""
     connection: socket.socket
+    server: HttpServer
     _body: Sized | Chunked | None = None
     _begun = False
 
@@ -191,8 +137,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(RefusedError(HTTPStatus.INTERNAL_SERVER_ERROR, text))
 
     def _answer(self) -> None:
+        problem = None if self.access.asks else refused(self.headers)
+        if problem is not None:
+            raise RefusedError(*problem)
         if self.path.partition("?")[0] != "/health":
             self.access.check(self.headers.get("Authorization"))
+            self.server.proven(self.request)
         want = asked(self.command, self.path)
         self.service.counted[type(want).__name__] += 1
         if isinstance(want, Put):
@@ -319,6 +269,3 @@ class _Handler(BaseHTTPRequestHandler):
             until, buffer = time.monotonic() + _DISCARDED_S, bytearray(1 << 16)
             while time.monotonic() < until and self.connection.recv_into(buffer):
                 pass
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
-        log.debug(format, *args)

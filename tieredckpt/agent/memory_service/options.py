@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 from dataclasses import dataclass
 from typing import Literal
+
+from peerstore.transport.addresses import is_loopback
 
 Auth = Literal["token", "off", "open"]
 AUTHS: tuple[Auth, ...] = ("token", "off", "open")
@@ -58,15 +59,6 @@ class MemoryServiceOptions:
         if not 1 <= self.copies <= 3:
             found.append(("memory_service_copies", f"{self.copies} is not between 1 and 3"))
         return found
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

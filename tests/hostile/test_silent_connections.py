@@ -1,0 +1,314 @@
+"""Connections that prove nothing: silent, dripping or refused, they cost every listener little and keep nobody out."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import logging
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+
+from elastic.control.coordinator import Coordinator
+from elastic.control.desk import DeskSettings
+from elastic.control.link import ask
+from elastic.control.messages import Status
+from elastic.world.policy import ScalingPolicy
+from peerstore.arena import MemfdArena
+from peerstore.cluster.nodes import NodeId
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore
+from peerstore.transport.admission import Admission
+from peerstore.transport.handshake import admit, greet
+from peerstore.transport.tcp import TcpTransport
+from tests.support.memory_servers import our_service
+from tests.support.neighbours import until
+from tests.support.planes import SECRET
+from tests.support.tls import node_files
+from tieredckpt.agent import http as metrics
+from tieredckpt.agent.memory_service.access import Access
+from tieredckpt.agent.memory_service.front import serving
+from tieredckpt.agent.service import NodeService
+
+STRANGERS = 64
+MANY = 130
+TOKEN = b"a token that is long enough"
+
+
+class Served(NamedTuple):
+    """A listener, what somebody who belongs there does, and bytes that a stranger could begin with."""
+
+    address: str
+    use: Callable[[], bool]
+    begin: bytes
+
+
+@contextlib.contextmanager
+def peers(tls=None, **limits) -> Iterator[Served]:
+    transport = TcpTransport(timeout_s=30, tls=tls, **limits)
+
+    def serve(channel):
+        admit(channel, me=NodeId("n2"), secret_of={"job": SECRET}.get)
+        while channel.receive() is not None:
+            channel.send(b"yes")
+
+    listener = transport.listen("127.0.0.1:0", serve)
+
+    def use() -> bool:
+        with contextlib.closing(transport.connect(listener.address)) as channel:
+            greet(channel, job="job", me=NodeId("n1"), secret=SECRET)
+            channel.send(b"are you there")
+            answer = channel.receive(within_s=30)
+            return answer is not None and answer.header == b"yes"
+
+    with contextlib.closing(listener):
+        yield Served(listener.address, use, b"\x16\x03\x01" if tls else b"tPS")
+
+
+@contextlib.contextmanager
+def coordinator(**limits) -> Iterator[Served]:
+    one = Coordinator(DeskSettings("job", ScalingPolicy(max_replicas=2), 1, store="nowhere:1"), SECRET, farewell_s=1.0)
+    thread = threading.Thread(target=one.run)
+    thread.start()
+    yield Served(one.address, lambda: ask(one.address, Status(), job="job", secret=SECRET).job == "job", b"tPS")
+    one.end()
+    thread.join()
+
+
+@contextlib.contextmanager
+def status(**limits) -> Iterator[Served]:
+    limits = {"within_s": limits["proof_s"]} if limits else {}
+    with (
+        contextlib.closing(NodeStore(MemfdArena(), StoreSettings(budget="8MiB"))) as store,
+        contextlib.closing(NodeService(store)) as node,
+        metrics.serving(node, "127.0.0.1:0", **limits) as address,
+    ):
+        yield Served(address, lambda: get(address, "/status") == 200, b"GET /status HTTP/1.1\r\nA: ")
+
+
+@contextlib.contextmanager
+def memory(token=b"", **limits) -> Iterator[Served]:
+    limits = {"within_s": limits["proof_s"]} if limits else {}
+    with (
+        our_service("8MiB") as (service, _),
+        serving(service, "127.0.0.1", 0, Access(token), None, **limits) as address,
+    ):
+        shown = {"Authorization": f"Bearer {token.decode()}"} if token else {}
+        yield Served(
+            address,
+            lambda: get(address, "/v1/cp/namespaces/a", shown) == 404,
+            b"GET /v1/cp/namespaces/a HTTP/1.1\r\nA: ",
+        )
+
+
+def get(address: str, path: str, headers: dict[str, str] | None = None) -> int:
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+        connection.request("GET", path, headers=headers or {})
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+
+
+LISTENERS = {
+    "peers": peers,
+    "peers over TLS": peers,
+    "coordinator": coordinator,
+    "status": status,
+    "memory service": memory,
+    "memory service with a token": lambda **limits: memory(TOKEN, **limits),
+}
+
+
+@pytest.fixture(params=LISTENERS)
+def listener(request, tmp_path):
+    """How to open the listener."""
+    make = LISTENERS[request.param]
+    if "TLS" in request.param:
+        return lambda **limits: make(node_files(tmp_path), **limits)
+    return make
+
+
+@pytest.fixture
+def knock():
+    """Connections of a stranger, from another address of this machine than those who belong here, or from the same."""
+    with contextlib.ExitStack() as stack:
+
+        def connect(address: str, source: str) -> socket.socket:
+            host, _, port = address.rpartition(":")
+            return stack.enter_context(socket.create_connection((host, int(port)), 30, source_address=(source, 0)))
+
+        yield connect
+
+
+def is_open(sock: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    if not poller.poll(0):
+        return True
+    try:
+        return bool(sock.recv(1 << 16))
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("source", ["127.0.0.2", "127.0.0.1"], ids=["from elsewhere", "from the same address"])
+def test_silent_connections_keep_nobody_out_and_are_few(listener, knock, source):
+    with listener() as served:
+        assert served.use()
+        before = threading.active_count()
+        silent = [knock(served.address, source) for _ in range(MANY)]
+        assert served.use()
+        until(lambda: sum(map(is_open, silent)) <= STRANGERS, "the oldest give way")
+        assert threading.active_count() - before <= STRANGERS + 4
+        for sock in silent[-8:]:
+            with contextlib.suppress(OSError):
+                sock.sendall(served.begin)
+        assert served.use()
+
+
+def test_who_drips_is_given_up(listener, knock, request):
+    if request.node.callspec.params["listener"] == "coordinator":
+        pytest.skip("it has the listener of the peers, and nothing of its own to set")
+    with listener(proof_s=0.5) as served:
+        sock = knock(served.address, "127.0.0.2")
+        stop = threading.Event()
+
+        def drip():
+            with contextlib.suppress(OSError):
+                for byte in served.begin + b"x" * 10_000:
+                    sock.sendall(bytes([byte]))
+                    if stop.wait(0.02):
+                        return
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        try:
+            until(lambda: not is_open(sock), "the connection is ended")
+        finally:
+            stop.set()
+            dripping.join()
+        assert served.use()
+
+
+def test_who_has_proven_itself_stays_whatever_strangers_do(knock):
+    with peers(proof_s=0.5) as served:
+        transport = TcpTransport(timeout_s=30)
+        with contextlib.closing(transport.connect(served.address)) as channel:
+            greet(channel, job="job", me=NodeId("n1"), secret=SECRET)
+            silent = [knock(served.address, "127.0.0.1") for _ in range(MANY)]
+            until(lambda: not any(map(is_open, silent)), "all strangers are ended")
+            channel.send(b"are you there")
+            assert channel.receive(within_s=30).header == b"yes"
+
+
+def test_a_client_with_the_token_stays_too(knock):
+    with memory(TOKEN, proof_s=0.5) as served, contextlib.closing(http.client.HTTPConnection(served.address)) as kept:
+        for _ in range(2):
+            kept.request("GET", "/v1/cp/namespaces/a", headers={"Authorization": f"Bearer {TOKEN.decode()}"})
+            answer = kept.getresponse()
+            answer.read()
+            assert answer.status == 404
+            silent = [knock(served.address, "127.0.0.1") for _ in range(100)]
+            until(lambda silent=silent: not any(map(is_open, silent)), "all strangers are ended")
+
+
+def test_the_log_does_not_grow_by_what_strangers_do(listener, knock, caplog):
+    caplog.set_level(logging.INFO)
+    with listener() as served:
+        for _ in range(MANY):
+            sock = knock(served.address, "127.0.0.2")
+            sock.sendall(b"\0" * 64)
+            sock.shutdown(socket.SHUT_WR)
+        assert served.use()
+    assert len(caplog.records) < 20
+
+
+# -- the rule alone ---------------------------------------------------------------------------------------------------
+
+
+class Door:
+    """An admission with a clock that is turned by hand, and pairs of sockets for connections."""
+
+    def __init__(self, stack: contextlib.ExitStack, **options: int) -> None:
+        self.now = 0.0
+        self.rule = Admission("a listener", clock=lambda: self.now, **options)
+        self._stack = stack
+        stack.callback(self.rule.close)
+
+    def enter(self, host):
+        near, far = (self._stack.enter_context(one) for one in socket.socketpair())
+        stranger = self.rule.enter(near, host)
+        near.close()
+        return stranger, far
+
+
+@pytest.fixture
+def door():
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: Door(stack, **options)
+
+
+def test_the_oldest_of_one_address_gives_way_and_others_stay(door):
+    one = door(strangers=10, of_one=3)
+    other = one.enter("b")
+    crowd = [one.enter("a") for _ in range(3)]
+    one.now = 2.0
+    crowd.append(one.enter("a"))
+    assert [is_open(far) for _, far in crowd] == [False, True, True, True]
+    assert is_open(other[1])
+
+
+def test_of_a_full_house_the_address_that_has_most_gives_way(door):
+    one = door(strangers=10, of_one=3)
+    single = one.enter("b")
+    crowd = [one.enter("a") for _ in range(9)]
+    newcomer = one.enter("c")
+    assert [is_open(far) for _, far in crowd] == [False, *[True] * 8]
+    assert is_open(single[1])
+    assert is_open(newcomer[1])
+
+
+def test_who_has_just_come_is_given_a_moment(door):
+    one = door(strangers=2, of_one=1)
+    first, second = one.enter("a"), one.enter("a")
+    entered = []
+    waiting = threading.Thread(target=lambda: entered.append(one.enter("a")))
+    waiting.start()
+    first[0].proven()
+    waiting.join(30)
+    assert len(entered) == 1
+    assert is_open(second[1])
+    assert len(one.rule) == 2
+
+
+def test_who_proves_nothing_in_time_is_ended_and_who_has_is_not(door):
+    one = door(within_s=5)
+    slow, fast = one.enter("a"), one.enter("a")
+    fast[0].proven()
+    one.now = 4.9
+    assert one.rule.sweep() == pytest.approx(0.1)
+    one.now = 5.0
+    assert one.rule.sweep() is None
+    assert (is_open(slow[1]), len(one.rule)) == (False, 0)
+
+
+def test_strangers_have_a_part_of_the_files_a_process_may_open(door):
+    one = door(limit=lambda: 80, of_one=1)
+    for number in range(30):
+        one.now = 2.0 * number
+        one.enter(str(number))
+    assert len(one.rule) == 10
+
+
+def test_one_line_a_minute_says_how_many(door, caplog):
+    one = door(within_s=1)
+    for number in range(100):
+        one.now = number * 1.0
+        one.rule.sweep()
+        one.enter("10.0.0.9")
+    assert len(caplog.records) == 2
+    assert "10.0.0.9" in caplog.text
