@@ -35,7 +35,7 @@ JOBS = {
         "Elastic from 2 to 8 nodes; checkpoints in the memory of the node agents (../node-agent).",
         TrainingJob(
             name="llama",
-            image="training:latest",
+            image="training:1",
             command=RUN,
             policy=POLICY,
             settings=SETTINGS,
@@ -49,7 +49,7 @@ JOBS = {
         "The same without a node agent: one in each pod, 512 GiB of it. Needs no host path; Kubernetes 1.29 or later.",
         TrainingJob(
             name="llama",
-            image="training:latest",
+            image="training:1",
             command=RUN,
             policy=POLICY,
             settings=SETTINGS,

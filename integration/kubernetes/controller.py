@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import click
@@ -26,6 +27,8 @@ from integration.kubernetes.seeing import health_of
 
 _log = logging.getLogger(__name__)
 _Key = tuple[str, str]
+_PASSES = 64
+"""At a time. One waits for its job's agents, so a few jobs with silent ones must not be all that is looked at."""
 
 
 class Controller:
@@ -36,6 +39,7 @@ class Controller:
         self._retry_s = retry_s
         self._wakes: dict[_Key, asyncio.Event] = {}
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
+        self._threads = ThreadPoolExecutor(_PASSES, thread_name_prefix="pass")
 
     def heard_of(self, namespace: str, name: str) -> None:
         """A job, or something about it: it has a pass soon."""
@@ -53,6 +57,7 @@ class Controller:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._threads.shutdown(wait=False)
 
     async def _care(self, key: _Key) -> None:
         wake = self._wakes[key]
@@ -68,7 +73,7 @@ class Controller:
 
     async def _pass(self, key: _Key) -> float | None:
         try:
-            outcome = await asyncio.to_thread(self._passing.once, *key)
+            outcome = await asyncio.get_running_loop().run_in_executor(self._threads, self._passing.once, *key)
         except ConflictError:
             return 0.1  # somebody has written: the next pass reads it
         except ClusterError as error:

@@ -33,6 +33,7 @@ from peerstore.errors import PeerStoreError
 from peerstore.signals import heed
 from tieredckpt.cli.options import printing
 from tieredckpt.cli.screen import Screen
+from tieredckpt.yaml_text import load_yaml
 
 _PROGRAM = "hyperpod-operator-sim"
 _PORTS = range(15_000, 28_000)
@@ -178,7 +179,7 @@ def _read(path: Path, **ours: Any) -> JobSpec:
     import yaml
 
     try:
-        resource = yaml.safe_load(path.read_text())
+        resource = load_yaml(path.read_text())
     except yaml.YAMLError as wrong:
         raise PolicyError(f"{path} is no YAML: {wrong}") from None
     if not isinstance(resource, dict):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -58,7 +57,8 @@ class Answer(msgspec.Struct, frozen=True):
     since: Mapping[str, str] = {}
     """When it came into each state, by the state's name in capitals."""
     progress: Mapping[str, Progress] = {}
-    worker_data: tuple[Mapping[str, Any], ...] = ()
+    worker_data: tuple[msgspec.Raw, ...] = ()
+    """What its workers told it, to be passed on as it is."""
 
 
 class Pod(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +94,13 @@ def read_answer(body: bytes) -> Answer:
     return _answer(msgspec.json.decode(body, type=_Status))
 
 
+_MOST_PREFIXES = 64
+_MOST_NUMBER = 1 << 62
+_MOST_TEXT = 4000
+_STATES = frozenset(state.name for state in AgentState)
+"""They go into the job's status, which the API server keeps."""
+
+
 class _Data(msgspec.Struct, rename={"data": "progressData", "count": "progressCount"}):
     count: int | str
     data: str | None = None
@@ -105,7 +112,7 @@ class _Status(msgspec.Struct):
     reason: str | None = None
     message: str | None = None
     restart_mode: str | None = msgspec.field(default=None, name="restartMode")
-    worker_data: list[dict[str, Any]] | None = None
+    worker_data: list[msgspec.Raw] | None = None
     version: str | None = msgspec.field(default=None, name="ipversion")
     progress: dict[str, _Data] | None = None
     assigned_rank: str | int | None = None
@@ -115,9 +122,11 @@ class _Status(msgspec.Struct):
 def _answer(said: _Status) -> Answer:
     try:
         state = AgentState(said.status.lower())
-        rank = None if said.assigned_rank is None else int(said.assigned_rank)
+        rank = None if said.assigned_rank is None else _number(said.assigned_rank)
+        if len(said.progress or {}) > _MOST_PREFIXES:
+            raise ValueError(f"progress under {len(said.progress or {})} prefixes, at most {_MOST_PREFIXES} are kept")
         progress = {
-            prefix: Progress(one.data, int(one.count))
+            _short(prefix): Progress(_short(one.data), _number(one.count))
             for prefix, one in (said.progress or {}).items()
             if one.data is not None
         }
@@ -125,16 +134,29 @@ def _answer(said: _Status) -> Answer:
         raise msgspec.ValidationError(f"an agent's status: {wrong}") from None
     return Answer(
         state=state,
-        reason=said.reason or "",
-        message=said.message or "",
+        reason=(said.reason or "")[:_MOST_TEXT],
+        message=(said.message or "")[:_MOST_TEXT],
         restart_mode=_mode(said.restart_mode),
-        version=said.version,
+        version=None if said.version is None else said.version[:_MOST_TEXT],
         rank=rank,
         spare=str(said.spare).lower() == "true",
-        since=said.transitions,
+        since={state: moment[:_MOST_TEXT] for state, moment in said.transitions.items() if state in _STATES},
         progress=progress,
         worker_data=tuple(said.worker_data or ()),
     )
+
+
+def _number(said: str | int) -> int:
+    number = int(said)
+    if not -1 <= number < _MOST_NUMBER:
+        raise ValueError(f"{str(number)[:30]} is no number that is counted to here")
+    return number
+
+
+def _short(text: str) -> str:
+    if len(text) > _MOST_TEXT:
+        raise ValueError(f"a text of {len(text)} characters")
+    return text
 
 
 def _mode(said: str | None) -> RestartMode:

@@ -118,7 +118,10 @@ def _policy(
     told = {key: value for key, value in restart.items() if value is not None}
     others: dict[str, Any] = {"job_max_retry_count": retries}
     others |= {name: None for key, name in _UNLIMITED.items() if key not in told}
-    policy = ScalingPolicy.from_elastic_policy(given, told, **others)
+    try:
+        policy = ScalingPolicy.from_elastic_policy(given, told, **others)
+    except (PolicyError, TypeError, ValueError, OverflowError) as error:  # whoever wrote the resource is to be told
+        raise JobSpecError(str(error)) from error
     if policy.max_replicas > most:
         raise JobSpecError(f"maxReplicas is {policy.max_replicas}, but replicaSpecs allow {most} (their maxReplicas)")
     begin = policy.at_most(replicas) or policy.least

@@ -128,5 +128,5 @@ def _said(pod: Pod, rank: int) -> _Found:
 def _seconds(moment: str) -> float:
     try:
         return datetime.fromisoformat(moment).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError, OSError):
         return float("inf")

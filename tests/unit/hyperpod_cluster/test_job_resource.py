@@ -79,7 +79,7 @@ def jobs(draw):
     return TrainingJob(
         name=draw(names),
         namespace=draw(names),
-        image=draw(st.sampled_from(["training:latest", "repo.example/training@sha256:00"])),
+        image=draw(st.sampled_from(["training:1", "repo.example/training@sha256:00"])),
         command=draw(st.sampled_from([RUN, ["sh", "-c", "exec hyperpodrun train.py"]])),
         policy=draw(policies()),
         settings=draw(job_settings(memory is Memory.EMBEDDED)),
@@ -126,7 +126,7 @@ def test_awss_own_command_line_makes_the_same_of_the_same_words(sizes):
     ours = resource(
         TrainingJob(
             name="llama",
-            image="training:latest",
+            image="training:1",
             command=["hyperpodrun", "train.py"],
             policy=policy,
             nproc="8",
@@ -139,7 +139,7 @@ def test_awss_own_command_line_makes_the_same_of_the_same_words(sizes):
     theirs = template.PyTorchJobConfig(
         job_name="llama",
         namespace="default",
-        image="training:latest",
+        image="training:1",
         command=["hyperpodrun", "train.py"],
         node_count=2,
         max_node_count=8,

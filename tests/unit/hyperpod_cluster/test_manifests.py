@@ -187,3 +187,11 @@ def test_the_image_is_made_of_what_is_there_and_runs_as_the_manifests_say():
         for name in line.split():
             assert (repository / name).exists()
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE) == ["10001:10001"]
+
+
+@each_pod
+def test_an_image_is_named_by_a_version(kind, labels, pod):
+    """What ``latest`` is today, nobody knows tomorrow."""
+    for container in containers(pod):
+        tag = container["image"].rpartition("/")[2].partition(":")[2]
+        assert tag not in ("", "latest")

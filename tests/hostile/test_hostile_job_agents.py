@@ -1,0 +1,165 @@
+"""Agents of jobs are run by tenants: whatever they answer, other tenants' jobs go on and the operator stays small."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from integration.hyperpod.operator.client import AgentClient
+
+MIB = 1 << 20
+HEAD = b"HTTP/1.1 200 OK\r\n"
+LIMIT_S = 0.5
+LONG_S = 20.0
+"""Nothing here may take so long, however slow this machine is."""
+
+
+@contextlib.contextmanager
+def agent(*, first: bytes = b"", again: bytes = b"", every_s: float = 0.02) -> Iterator[str]:
+    """Answers with ``first``, and then with ``again`` for ever; silent without both."""
+    stop = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(LONG_S)
+            connection.recv(1 << 16)
+            connection.sendall(first)
+            while again and not stop.wait(every_s):
+                connection.sendall(again)
+            if again or not first:
+                stop.wait(LONG_S)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                thread = threading.Thread(target=serve, args=(listener.accept()[0],))
+                threads.append(thread)
+                thread.start()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        threads = [threading.Thread(target=accept)]
+        threads[0].start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            stop.set()
+            listener.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join(LONG_S)
+
+
+def answer(body: bytes) -> bytes:
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+GOOD = answer(b'{"status": "running"}')
+
+SLOW = {
+    "dripped status line": {"again": b"H"},
+    "dripped headers": {"first": HEAD + b"A: ", "again": b"a"},
+    "endless 100 Continue": {"first": b"", "again": b"HTTP/1.1 100 Continue\r\n\r\n"},
+    "dripped chunks": {"first": HEAD + b"Transfer-Encoding: chunked\r\n\r\n", "again": b"1\r\n \r\n"},
+    "dripped chunk length": {"first": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1;", "again": b"a"},
+    "dripped body": {"first": HEAD + b"Content-Length: 100000\r\n\r\n", "again": b" "},
+    "dripped trailers": {"first": HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", "again": b"A: a\r\n"},
+    "silence": {},
+}
+
+
+@pytest.mark.parametrize("how", SLOW.values(), ids=SLOW)
+def test_a_call_is_over_at_its_deadline_whatever_arrives(how):
+    with agent(**how) as address, AgentClient(timeout_s=LIMIT_S) as client:
+        before = time.monotonic()
+        heard = client.ask_all({"a": address})["a"]
+        assert time.monotonic() - before < LONG_S / 2
+    assert heard.answer is None
+    assert address in heard.problem
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"first": HEAD + b"Content-Length: 10000000\r\n\r\n" + b" " * 10_000_000},
+        {"first": HEAD + b"Connection: close\r\n\r\n" + b" " * 10_000_000},
+        {"first": (b"HTTP/1.1 100 Continue\r\n" + b"A: a\r\n" * 90 + b"\r\n") * 10_000},
+        {"first": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1;%s\r\n \r\n" % (b"x" * 1000) * 5000},
+    ],
+    ids=["a long body", "a body without length", "interim answers", "chunk extensions"],
+)
+def test_no_answer_is_read_further_than_a_mebibyte(how):
+    with agent(**how) as address, AgentClient(timeout_s=LONG_S) as client:
+        heard = client.ask_all({"a": address})["a"]
+    assert heard.answer is None
+    assert f"more than {MIB} bytes" in heard.problem
+
+
+def test_what_is_kept_of_an_answer_is_not_larger_than_it():
+    """Worker data is passed on, not looked into; what nobody uses is not kept."""
+    data = b"[" + b",".join([b'{"":[]}'] * 100_000) + b"]"
+    body = b'{"status": "running", "transitions": {%s}, "something": %s, "worker_data": %s}' % (
+        b",".join(b'"s%d": "x"' % number for number in range(1000)),
+        b"[[[[[[]]]]]]",
+        data,
+    )
+    assert len(body) < MIB
+    with agent(first=answer(body)) as address, AgentClient(timeout_s=LONG_S) as client:
+        client.ask_all({"a": address})
+        tracemalloc.start()
+        try:
+            heard = client.ask_all({"a": address})["a"]
+            kept, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert heard.answer is not None
+    assert heard.answer.since == {}
+    assert len(heard.answer.worker_data) == 100_000
+    assert peak < 24 * MIB
+    assert kept < 16 * MIB
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"progress": {f"p{number}": {"progressData": "x", "progressCount": 1} for number in range(1000)}},
+        {"progress": {"p": {"progressData": "x" * 100_000, "progressCount": 1}}},
+        {"progress": {"p": {"progressData": "x", "progressCount": 1 << 62}}},
+        {"progress": {"p": {"progressData": "x", "progressCount": "9" * 5000}}},
+        {"assigned_rank": str(1 << 62)},
+    ],
+    ids=["many prefixes", "a long text", "a large number", "a long number", "a large rank"],
+)
+def test_what_would_go_into_the_jobs_status_is_bounded(said):
+    first = answer(json.dumps({"status": "running", **said}).encode())
+    with agent(first=first) as address, AgentClient(timeout_s=LONG_S) as client:
+        heard = client.ask_all({"a": address})["a"]
+    assert heard.answer is None
+    assert "is no agent" in heard.problem
+
+
+def test_one_jobs_silent_agents_leave_threads_for_the_next_job():
+    with agent(first=GOOD) as good, AgentClient(timeout_s=LONG_S) as client:
+        with agent() as silent:
+            addresses = {str(number): silent for number in range(64)}
+            many = threading.Thread(target=client.ask_all, args=(addresses,))
+            many.start()
+            before = time.monotonic()
+            heard = client.ask_all({"a": good})["a"]
+            assert heard.answer is not None
+            assert time.monotonic() - before < LONG_S / 2
+        many.join()
+
+
+def test_the_answers_of_one_job_have_a_bound_together(monkeypatch):
+    monkeypatch.setattr("integration.hyperpod.operator.client._JOB_BYTES", 10 * len(GOOD))
+    with agent(first=GOOD) as address, AgentClient(timeout_s=LONG_S) as client:
+        heard = client.ask_all({str(number): address for number in range(100)})
+    refused = [one for one in heard.values() if "together" in one.problem]
+    assert 0 < len(refused) < 100
+    assert all(one.answer is not None for one in heard.values() if one not in refused)
