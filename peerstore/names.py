@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import NewType
+from typing import Annotated, NewType
+
+import msgspec
 
 from peerstore.errors import InvalidNameError
 
@@ -11,6 +13,15 @@ JobName = NewType("JobName", str)
 Epoch = NewType("Epoch", int)
 Version = NewType("Version", int)
 Part = NewType("Part", int)
+
+MAX_NUMBER = 1 << 62
+Number = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
+"""Whatever is counted and comes from outside: what is larger fits no message, and nothing can follow it."""
+Counted = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_NUMBER)]
+"""The same, with -1 before the first one."""
+AHEAD = 1 << 32
+"""So far beyond what is known here an incarnation can be that somebody else tells of; one a second for a century. A
+number that is nearly the largest would be the last one, and nobody could save any more."""
 
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _BLOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,239}")

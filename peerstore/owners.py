@@ -37,7 +37,7 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def trusted_users(directory: Path, *, named: bool = False) -> frozenset[int]:
+def trusted_users(directory: Path, *, named: bool = False, setting: str = "agent.directory") -> frozenset[int]:
     """The users whose processes may serve this one from ``directory``: this one and root, and no other can change it.
 
     ``named``: an operator has named the directory. Then root also trusts the user it belongs to: that is whose agent
@@ -55,7 +55,7 @@ def trusted_users(directory: Path, *, named: bool = False) -> frozenset[int]:
         what = f"a directory with mode {mode:04o}" if folder else "no directory (a link is none)"
         raise PermissionError(
             f"{directory} is {what} that belongs to user {found.st_uid}: it must be a directory of user {os.getuid()} "
-            "or root that nobody else can write to. Remove it, or choose another directory (agent.directory)"
+            f"or root that nobody else can write to. Remove it, or choose another directory ({setting})"
         )
     return frozenset(trusted)
 

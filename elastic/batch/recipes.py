@@ -17,6 +17,7 @@ import yaml
 
 from elastic.batch.plan import BatchPlan
 from elastic.errors import PolicyError
+from tieredckpt.yaml_text import load_yaml
 
 _ARGS = ("training_config", "training_args")
 _Number = TypeVar("_Number", int, float)
@@ -133,7 +134,7 @@ def read_scale_config(recipe: str | Path | Mapping[Any, Any]) -> ScaleConfig:
         return _scale_config("recipe", recipe)
     path = Path(recipe)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as wrong:
         raise PolicyError(f"{path} is not YAML: {wrong}") from wrong
     if not isinstance(content, Mapping):

@@ -15,7 +15,6 @@ from elastic.control.link import ask
 from elastic.control.messages import Answer, Leave, Question, Resize, Status, Stop
 from elastic.control.runs import Run, RunPlace, runs, secret_of
 from elastic.errors import ControlLostError, PolicyError
-from peerstore.transport.secret import read_secret
 from tieredckpt.cli.screen import show_age, table
 
 
@@ -35,10 +34,10 @@ def the_run(job: str | None) -> tuple[RunPlace, Run]:
 
 def ask_job(job: str | None, coordinator: str, secret: str, question: Question) -> Answer:
     if coordinator:
-        given = secret or names.secret_in()
-        if not given or job is None:
-            raise PolicyError("a job elsewhere needs --job, --coordinator and --secret")
-        return ask(coordinator, question, job=RunPlace(names.run_directory(), job).job, secret=read_secret(given))
+        known = names.secret_from(secret)
+        if known is None or job is None:
+            raise PolicyError("a job elsewhere needs --job, --coordinator and --secret file:/path")
+        return ask(coordinator, question, job=RunPlace(names.run_directory(), job).job, secret=known)
     _, run = the_run(job)
     return ask(run.coordinator, question, job=run.job, secret=secret_of(run))
 

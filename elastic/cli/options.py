@@ -22,7 +22,7 @@ def asking(command: F) -> F:
         "--coordinator", default="", metavar="HOST:PORT", help="The coordinator of a job elsewhere; needs --secret."
     )
     secret = click.option(
-        "--secret", default="", metavar="SECRET|file:PATH", help="What the nodes of that job know. [$ELASTIC_SECRET]"
+        "--secret", default="", metavar="file:PATH", help="What the nodes of that job know. [$ELASTIC_SECRET]"
     )
     job = click.option("--job", default=None, metavar="NAME", help="Which job. [default: the only one here]")
     return job(address(secret(printing(command))))

@@ -14,6 +14,7 @@ from elastic.control.movement import HangLimits
 from elastic.errors import PolicyError
 from elastic.world import foreign
 from elastic.world.policy import ScalingPolicy
+from tieredckpt.yaml_text import load_yaml
 
 _FOREIGN = ("elasticPolicy", "restartPolicy")
 _NODES = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?", re.ASCII)
@@ -83,7 +84,7 @@ def _foreign(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(file.read_text())
+        tree = load_yaml(file.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise PolicyError(f"the policy cannot be read from {file}: {error}") from error
     if not isinstance(tree, dict):

@@ -25,12 +25,20 @@ from elastic.errors import PolicyError
 from elastic.inject.record import Record
 from elastic.rootless.placement import ROOTLESS
 from peerstore.cluster.nodes import node_id
-from peerstore.transport.addresses import is_any, join_address, local_address_for, outward_address, split_address
-from peerstore.transport.secret import read_secret
+from peerstore.transport.addresses import (
+    is_any,
+    is_loopback,
+    join_address,
+    local_address_for,
+    outward_address,
+    split_address,
+)
 from tieredckpt.ledger import LEDGER
+from tieredckpt.settings import load_settings
 
 _GRACE_S = 30.0
 _LOCAL = "127.0.0.1:0"
+GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def _elasticity(command: Any) -> Any:
@@ -101,7 +109,7 @@ def _policy(options: dict[str, Any]) -> Any:
 @click.option("--coordinator", default="", metavar="HOST:PORT", help="Several machines: where the coordinator is.")
 @click.option("--coordinator-here", is_flag=True, help="Start the coordinator on this machine, on that port.")
 @click.option(
-    "--secret", default="", metavar="SECRET|file:PATH", help="Several machines: what they all know. [$ELASTIC_SECRET]"
+    "--secret", default="", metavar="file:PATH", help="Several machines: what they all know. [$ELASTIC_SECRET]"
 )
 @click.option("--grace", type=float, default=_GRACE_S, show_default=True, help="Seconds after SIGTERM or SIGINT.")
 @click.option(
@@ -128,10 +136,9 @@ def run(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options:
         raise PolicyError("--coordinator-here needs --coordinator HOST:PORT, where the other machines find it")
     place = RunPlace(names.run_directory(), options["job"] or _job_of(script))
     leads = not several or options["coordinator_here"]
-    given = options["secret"] or names.secret_in()
-    if several and not given:
+    secret = names.secret_from(options["secret"])
+    if several and secret is None:
         raise PolicyError("several machines need a secret they all know: --secret file:/path, or $ELASTIC_SECRET")
-    secret = read_secret(given) if given else None
     first = _node_names(options)[0]
     command, _ = _command(script, args, options), _policy(options)
     logs = (options["log_dir"] or Path("elastic-logs") / place.job).absolute()
@@ -181,7 +188,7 @@ def join(screen: ElasticScreen, /, job: str | None, node: str, **options: Any) -
 @_elasticity
 @click.option("--listen", required=True, metavar="HOST:PORT", help="Where nodes reach it; no host: on every address.")
 @click.option("--job", required=True, metavar="NAME", help="The job's name.")
-@click.option("--secret", default="", metavar="SECRET|file:PATH", help="What all nodes know. [$ELASTIC_SECRET]")
+@click.option("--secret", default="", metavar="file:PATH", help="What all nodes know. [$ELASTIC_SECRET]")
 @click.option("-v", "--verbose", count=True, help="Say what is decided, and why.")
 @pass_screen
 def coordinator(screen: ElasticScreen, /, listen: str, job: str, secret: str, verbose: int, **options: Any) -> int:
@@ -192,8 +199,8 @@ def coordinator(screen: ElasticScreen, /, listen: str, job: str, secret: str, ve
     import logging
 
     split_address(listen)
-    given = secret or names.secret_in()
-    if not given:
+    known = names.secret_from(secret)
+    if known is None:
         raise PolicyError("a coordinator needs the secret of its nodes: --secret file:/path, or $ELASTIC_SECRET")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="elastic: %(message)s")
     task = CoordinatorTask(
@@ -206,7 +213,7 @@ def coordinator(screen: ElasticScreen, /, listen: str, job: str, secret: str, ve
         store=_store(options["store"]),
         hang=hang_limits(options["hang_timeout"], options["first_step_timeout"]),
     )
-    over, reason = coordinate(task, read_secret(given))
+    over, reason = coordinate(task, known)
     screen.note(f"{over.value}: {reason}")
     return STATUS[over]
 
@@ -273,8 +280,12 @@ def _coordinator_task(place: RunPlace, record: Run, options: dict[str, Any]) -> 
 
 
 def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any]) -> NodeTask:
-    directory = place.node(name)
+    directory, host = place.node(name), _host(record.coordinator)
     mine = {LEDGER: record.ledger} if record.ledger else {}
+    if not is_loopback(host):
+        mine |= _peer_secret(record)
+    elif "lo" in (known for _, known in socket.if_nameindex()):
+        mine |= {GLOO: os.environ.get(GLOO, "lo")}  # else it listens where the host's name leads, and asks nobody
     if (options["simulate_nodes"] or 1) > 1:  # the peer tier is to see several nodes, too
         mine |= {"TIEREDCKPT_AGENT_DIRECTORY": str(directory / "agent"), "TIEREDCKPT_AGENT_NODE": name}
     return NodeTask(
@@ -287,13 +298,20 @@ def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any])
         logs=record.logs,
         nproc=record.nproc,
         spares=record.spares,
-        host=_host(options["coordinator"]),
+        host=host,
         grace_s=record.grace_s,
         agent=options["agent"],
         environ=mine,
         beside=options["coordinator_here"] or not options["coordinator"],
         verbose=options["verbose"],
     )
+
+
+def _peer_secret(record: Run) -> dict[str, str]:
+    """The nodes' agents prove to each other that they know the job's secret, too, where no other is configured."""
+    if load_settings(os.environ).peer.secret:
+        return {}
+    return {"TIEREDCKPT_PEER_SECRET": f"file:{record.secret_file}"}
 
 
 def _store(said: str) -> str:

@@ -37,6 +37,7 @@ from elastic.world import events as happen
 from elastic.world.decide import begun, decide, rebuilt
 from elastic.world.members import Phase, World
 from elastic.world.policy import ScalingPolicy
+from peerstore.names import AHEAD
 
 log = logging.getLogger(__name__)
 replace = msgspec.structs.replace
@@ -118,6 +119,8 @@ class Desk:
 
     def said(self, says: NodeSays, now: float) -> str:
         """A node's report. The answer is why it is refused, or ""."""
+        if self._epoch_of(says) > max(self.world.epoch, 0) + AHEAD:
+            return f"it speaks of world {self._epoch_of(says)}, and this job is in world {self.world.epoch}"
         seen = self.nodes.get(says.node)
         if seen is not None and seen.says.life > says.life:
             return f"a newer supervisor runs as node {says.node}"

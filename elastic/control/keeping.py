@@ -7,10 +7,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from elastic.control.processes import Running
+from elastic.control.processes import Running, importable, module
 
 MODULE = "elastic.storing"
 _AGAIN_S = 1.0
@@ -34,11 +33,9 @@ class StoreKeeper:
         if not wanted:
             self.close()
         elif self._running is None and (self._ended_at is None or time.monotonic() - self._ended_at > _AGAIN_S):
-            root = str(Path(__file__).resolve().parents[2])
-            known = os.environ.get("PYTHONPATH", "")
             self._running = self._spawn(
-                [sys.executable, "-m", MODULE, self._host],
-                environ={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root},
+                module(MODULE, self._host),
+                environ=importable(os.environ),
                 sink=self._printed,
                 ended=lambda _: None,
                 name="store",

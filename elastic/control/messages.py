@@ -21,6 +21,7 @@ import msgspec
 from elastic.control.plane import Assignment, Notice, Progress, Want
 from elastic.inject.plan import Injection
 from elastic.world.members import Phase
+from peerstore.names import Counted, Number
 
 PROTOCOL = 1
 MAX_RANK_BYTES = 64 << 10
@@ -39,7 +40,7 @@ class Stand(enum.Enum):
 class Request(msgspec.Struct, frozen=True):
     """A rank asks for a change."""
 
-    number: int
+    number: Number
     want: Want
     reason: str
     deadline_s: float | None = None
@@ -55,12 +56,12 @@ class RankGreeting(msgspec.Struct, frozen=True):
 
 
 class RankSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    number: int
+    number: Number
     stand: Stand
-    epoch: int = -1
+    epoch: Counted = -1
     """The newest world this process has been in."""
-    paused: int | None = None
-    sealed: int | None = None
+    paused: Counted | None = None
+    sealed: Counted | None = None
     fault: str | None = None
     final: bool = False
     """The fault is one that another attempt does not mend."""
@@ -80,25 +81,25 @@ class Over(enum.Enum):
 
 
 class RankHears(msgspec.Struct, frozen=True):
-    heard: int = 0
+    heard: Number = 0
     """Number of the newest :class:`RankSays` this takes into account."""
     assignment: Assignment | None = None
     notice: Notice | None = None
-    target: int | None = None
+    target: Counted | None = None
     over: Over | None = None
     reason: str = ""
     cut_off: bool = False
     """The coordinator does not answer: what it wants is unknown."""
     injections: tuple[Injection, ...] = ()
     """Faults that somebody wants here; which of them have happened is seen elsewhere."""
-    cuts: int = 0
+    cuts: Number = 0
     """How often this node was cut off on purpose: its ranks lose their connections each time."""
 
 
 class Lost(msgspec.Struct, frozen=True):
     """A rank whose process has ended and was not to, or that says that its world is broken."""
 
-    local_rank: int
+    local_rank: Number
     reason: str
     final: bool = False
     """Another attempt would end the same way."""
@@ -109,7 +110,7 @@ class Lost(msgspec.Struct, frozen=True):
 class Pausing(msgspec.Struct, frozen=True):
     """What :class:`~elastic.world.actions.Pause` says, on no particular clock."""
 
-    epoch: int
+    epoch: Counted
     reason: str
     within_s: float
     stop: bool = False
@@ -118,7 +119,7 @@ class Pausing(msgspec.Struct, frozen=True):
 class Wish(msgspec.Struct, frozen=True):
     """What somebody asked for last; supervisors keep it for a coordinator that starts again."""
 
-    number: int
+    number: Number
     reason: str
     nodes: int | None = None
 
@@ -126,9 +127,9 @@ class Wish(msgspec.Struct, frozen=True):
 class Formed(msgspec.Struct, frozen=True):
     """A world."""
 
-    epoch: int
+    epoch: Counted
     places: tuple[str, ...]
-    restarts: int
+    restarts: Number
     reason: str
     store: str = ""
     """"" while it is not known yet: the ranks have to wait for it."""
@@ -137,12 +138,12 @@ class Formed(msgspec.Struct, frozen=True):
 
 
 class NodeSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="node"):
-    number: int
+    number: Number
     node: str
-    life: int
-    seats: int
-    births: int = 0
-    spares: int = 0
+    life: Number
+    seats: Number
+    births: Number = 0
+    spares: Number = 0
     formed: Formed | None = None
     """The newest world it was told of."""
     broken: str | None = None
@@ -150,9 +151,9 @@ class NodeSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="nod
     pausing: Pausing | None = None
     wish: Wish | None = None
     ready: bool = False
-    paused: int | None = None
+    paused: Counted | None = None
     """The greatest step its ranks said, once all have said one."""
-    sealed: int | None = None
+    sealed: Counted | None = None
     finished: bool = False
     behind: tuple[int, ...] = ()
     """Local ranks that were asked to stop and have not said a step, or once all have: have not sealed."""
@@ -170,7 +171,7 @@ class NodeSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="nod
     goodbye: str = ""
     """It goes now; why."""
     coordinator: str = ""
-    done: int = 0
+    done: Number = 0
     """Number of the newest command of that coordinator that was carried out."""
     store: str = ""
     """Where a store that this node keeps is reached."""
@@ -184,7 +185,7 @@ class Do(enum.Enum):
 
 
 class Command(msgspec.Struct, frozen=True):
-    number: int
+    number: Number
     do: Do
     local_ranks: tuple[int, ...] = ()
     injection: Injection | None = None
@@ -193,13 +194,13 @@ class Command(msgspec.Struct, frozen=True):
 class NodeHears(msgspec.Struct, frozen=True):
     coordinator: str
     """Which start of the coordinator says this."""
-    life: int
-    heard: int = 0
+    life: Number
+    heard: Number = 0
     formed: Formed | None = None
     """The newest world this coordinator knows; ``None``: none, or one that the node is not in."""
     broken: str | None = None
     pausing: Pausing | None = None
-    target: int | None = None
+    target: Counted | None = None
     wish: Wish | None = None
     commands: tuple[Command, ...] = ()
     keep_store: bool = False
@@ -260,9 +261,9 @@ class NodeStatus(msgspec.Struct, frozen=True):
     rank: int | None
     """Its place in the world."""
     state: str
-    seats: int
-    spares: int
-    births: int
+    seats: Number
+    spares: Number
+    births: Number
     step: int
     """The least its ranks have completed, -1 for none."""
     sealed: int
@@ -275,12 +276,12 @@ class Answer(msgspec.Struct, frozen=True):
 
     job: str
     phase: Phase
-    epoch: int
+    epoch: Counted
     nodes: tuple[NodeStatus, ...]
     nproc: int
     goal: int
     cap: int | None
-    restarts: int
+    restarts: Number
     reason: str
     step: int
     sealed: int

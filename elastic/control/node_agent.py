@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from elastic.control.processes import importable
 from peerstore.client import Client, connect
 from peerstore.errors import PeerStoreError
 from peerstore.launch import connect_or_launch
@@ -47,7 +48,7 @@ class NodeAgent:
                 return
             except PeerStoreError:
                 pass
-            launch = partial(connect_or_launch, place, agent_command(settings), environ=_importable(self._environ))
+            launch = partial(connect_or_launch, place, agent_command(settings), environ=importable(self._environ))
             self._needing = Client(launch, retry_s=0.0)
             self._mine = place
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
@@ -83,9 +84,3 @@ class NodeAgent:
     def stays(self) -> Path | None:
         """Where an agent that was started here keeps what it has."""
         return None if self._mine is None else self._mine.directory
-
-
-def _importable(environ: Mapping[str, str]) -> dict[str, str]:
-    """The agent runs from ``/``, so it must find the packages where this process found them."""
-    root, known = str(Path(__file__).resolve().parents[2]), environ.get("PYTHONPATH", "")
-    return {**environ, "PYTHONPATH": f"{root}{os.pathsep}{known}" if known else root}

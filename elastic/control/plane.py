@@ -17,6 +17,8 @@ from typing import Protocol
 
 import msgspec
 
+from peerstore.names import Counted
+
 
 class Want(enum.Enum):
     """What is wanted of a rank."""
@@ -65,9 +67,9 @@ class Assignment(msgspec.Struct, frozen=True):
 class Progress(msgspec.Struct, frozen=True):
     """What a rank says of itself now and then; the last one said is the one that counts."""
 
-    step: int
+    step: Counted
     """Steps completed."""
-    sealed: int = -1
+    sealed: Counted = -1
     """Newest step known to be sealed by this rank, or -1."""
     free: bool = False
     """It is in no step, and not about to begin one: how long that takes says nothing."""

@@ -17,6 +17,24 @@ from elastic.control import leash
 _LINE_BYTES = 64 << 10
 _LAST_WORDS_S = 5.0
 _LEASH = Path(leash.__file__)
+_BY_HAND = (
+    "import sys; sys.path.remove(''); import runpy; del sys.argv[0]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
+
+def module(name: str, *args: str) -> list[str]:
+    """``python -m NAME`` that imports nothing from the folder it is run in: others may write there."""
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-m", name, *args]
+    return [sys.executable, "-c", _BY_HAND, name, *args]
+
+
+def importable(environ: Mapping[str, str]) -> dict[str, str]:
+    """With these packages where this process found them. An empty entry would be the folder it is run in."""
+    root = str(Path(__file__).resolve().parents[2])
+    known = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {**environ, "PYTHONPATH": os.pathsep.join([root, *known])}
 
 
 def leashed(command: Sequence[str]) -> list[str]:

@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +20,13 @@ import msgspec
 from elastic.errors import ControlLostError, PolicyError, RefusedError
 from peerstore.errors import PeerStoreError
 from peerstore.names import JobName, job_name
+from peerstore.owners import trusted_users
 from peerstore.server import private_directory
 from peerstore.transport.secret import new_secret, read_secret
 
 _LONGEST_SOCKET = 100
+_MOST_BYTES = 1 << 20
+_SETTING = "$ELASTIC_RUN_DIRECTORY"
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -99,7 +104,7 @@ class RunPlace:
     def last_words(self) -> str:
         """How the job ended, where it did not just finish."""
         with contextlib.suppress(OSError):
-            return self.end_file.read_text()
+            return _read(self.end_file).decode(errors="replace")
         return ""
 
     def remove(self) -> None:
@@ -107,8 +112,11 @@ class RunPlace:
             path.unlink(missing_ok=True)
 
     def read(self) -> Run:
+        """Only where nobody but this user can have written it: it says which files are secrets, and what is asked."""
         try:
-            return msgspec.json.decode(self.file.read_bytes(), type=Run)
+            for folder in (self.root, self.directory):
+                trusted_users(folder, setting=_SETTING)
+            return msgspec.json.decode(_read(self.file), type=Run)
         except FileNotFoundError:
             raise ControlLostError(f"no job {self.job} was started on this machine (looked in {self.root})") from None
         except (OSError, msgspec.MsgspecError) as error:
@@ -118,6 +126,12 @@ class RunPlace:
 def runs(root: Path) -> list[Run]:
     """All jobs that were started on this machine by this user, and have not been ended."""
     found = []
+    try:
+        trusted_users(root, setting=_SETTING)
+    except FileNotFoundError:
+        return []
+    except PermissionError as error:
+        raise ControlLostError(str(error)) from None
     for path in sorted(root.glob("*/run.json")):
         with contextlib.suppress(ControlLostError, PeerStoreError):
             found.append(RunPlace(root, path.parent.name).read())
@@ -126,6 +140,15 @@ def runs(root: Path) -> list[Run]:
 
 def secret_of(run: Run) -> bytes:
     return read_secret(Path(run.secret_file))
+
+
+def _read(path: Path) -> bytes:
+    """A file that a process of this job has written; nothing else that may have its name is waited for."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is not a file")
+        return file.read(_MOST_BYTES)
 
 
 def write_private(path: Path, data: bytes) -> None:

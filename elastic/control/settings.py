@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastic.errors import ControlLostError, PolicyError
+from peerstore.transport.secret import read_secret
 from tieredckpt.ledger import LEDGER
 
 SOCKET = "ELASTIC_SOCKET"
@@ -51,6 +52,18 @@ def ledger_directory(logs: Path, environ: Mapping[str, str] = os.environ) -> Pat
 def secret_in(environ: Mapping[str, str] = os.environ) -> str:
     """``$ELASTIC_SECRET``: the secret, or ``file:/path``; "" where it is not set."""
     return environ.get(SECRET, "")
+
+
+def secret_from(option: str, environ: Mapping[str, str] = os.environ) -> bytes | None:
+    """What all nodes of a job know, as ``--secret`` or the environment says; ``None`` where neither does."""
+    if option and not option.startswith("file:"):
+        raise PolicyError(
+            "--secret: write file:/path. Everybody on the machine can read a command line, so a secret that was there "
+            "is none any more. Make a new one: (umask 077; python -c 'import secrets; "
+            "print(secrets.token_urlsafe(32))' > /path)"
+        )
+    given = option or secret_in(environ)
+    return read_secret(given) if given else None
 
 
 def is_rootless(environ: Mapping[str, str] = os.environ) -> bool:

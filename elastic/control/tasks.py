@@ -16,8 +16,10 @@ import msgspec
 
 from elastic.control.messages import Over
 from elastic.control.movement import HangLimits
+from elastic.control.processes import importable, module
 from elastic.control.runs import write_private
 from elastic.world.policy import ScalingPolicy
+from peerstore.descriptors import raise_limit
 from peerstore.signals import heed
 from peerstore.transport.secret import read_secret
 
@@ -74,14 +76,11 @@ class NodeTask(msgspec.Struct, frozen=True, tag="node"):
 
 
 def command_of(task: CoordinatorTask | NodeTask) -> list[str]:
-    return [sys.executable, "-m", "elastic.control", msgspec.json.encode(task).decode()]
+    return module("elastic.control", msgspec.json.encode(task).decode())
 
 
 def environ_for(more: dict[str, str] | None = None) -> dict[str, str]:
-    """With this package where this process found it."""
-    root, known = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")
-    here = f"{root}{os.pathsep}{known}" if known else root
-    return {**os.environ, "PYTHONPATH": here, **(more or {})}
+    return {**importable(os.environ), **(more or {})}
 
 
 def main(text: str) -> int:
@@ -106,6 +105,7 @@ def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
     from elastic.control.recording import WHO
     from tieredckpt.ledger import LedgerWriter, ledger_from_environ
 
+    raise_limit()
     settings = DeskSettings(
         task.job, task.policy, task.nproc, task.store, task.dead_after_s, task.return_s, task.gather_s, task.hang
     )

@@ -37,7 +37,7 @@ _PASSED = ("simulate_nodes", "spares", "node", "coordinator", "secret", "log_dir
 @click.option("--node", metavar="NAME", help="This node's name.")
 @click.option("--coordinator", metavar="HOST:PORT", help="Several machines: where the coordinator is.")
 @click.option("--coordinator-here", is_flag=True, help="Start the coordinator on this machine, on that port.")
-@click.option("--secret", metavar="SECRET|file:PATH", help="Several machines: what they all know.")
+@click.option("--secret", metavar="file:PATH", help="Several machines: what they all know.")
 @click.option("--grow-after", type=float, metavar="S", help="Collect nodes that come so long before growing.")
 @click.option("--max-restarts", type=int, metavar="N", help="Give up after so many faults.")
 @click.option("--log-dir", type=click.Path(path_type=Path), help="What ranks print. [OUTPUT/logs]")

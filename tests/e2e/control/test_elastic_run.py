@@ -228,7 +228,10 @@ def test_several_machines_and_one_of_them_is_asked_back(job: Job) -> None:
     after = job.world(1, after=before[0]["epoch"])
     assert (after[0]["node"], after[0]["restarts"]) == ("m1", 0)
     assert after[0]["epoch"] > before[0]["epoch"]
-    refused = job.run("--coordinator", address, "--node", "m3", "--secret", "quite another secret of others")
+    other = job.folder / "other"
+    other.write_text("quite another secret of others")
+    other.chmod(0o600)
+    refused = job.run("--coordinator", address, "--node", "m3", "--secret", f"file:{other}")
     assert job.ended(refused) == 6
     job.finish()
     assert [job.ended(one), job.ended(leader)] == [0, 0]

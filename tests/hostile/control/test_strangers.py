@@ -13,7 +13,7 @@ import pytest
 from elastic.control.coordinator import Coordinator
 from elastic.control.desk import DeskSettings
 from elastic.control.link import ask, open_channel
-from elastic.control.messages import PROTOCOL, NodeHears, NodeSays, Over, RankGreeting, RankHears, Stand, Status
+from elastic.control.messages import PROTOCOL, Formed, NodeHears, NodeSays, Over, RankGreeting, RankHears, Stand, Status
 from elastic.control.plane import Want
 from elastic.control.settings import RankSeat
 from elastic.control.supervised import SupervisorPlane
@@ -119,6 +119,58 @@ def test_of_two_supervisors_of_one_node_the_older_one_goes(coordinator):
     for channel in (first, second, third):
         channel.close()
     assert lives(coordinator)
+
+
+@pytest.mark.parametrize(
+    "formed",
+    [
+        {"epoch": 1 << 62, "places": [], "restarts": 0, "reason": ""},
+        {"epoch": 1, "places": [], "restarts": (1 << 64) - 1, "reason": ""},
+    ],
+    ids=["epoch", "restarts"],
+)
+def test_a_number_that_nobody_counts_to_ends_its_own_connection(coordinator, formed):
+    said = {"type": "node", "number": 1, "node": "n1", "life": 1, "seats": 1, "formed": formed}
+    channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel.send(encode(said))
+    with contextlib.suppress(PeerStoreError):
+        assert channel.receive(within_s=10) is None
+    channel.close()
+    assert lives(coordinator)
+    assert coordinator.desk.nodes == {}
+
+
+def test_a_world_that_cannot_have_been_is_refused(coordinator):
+    """Its number would be the last one, and no world could follow it."""
+    channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    formed = Formed((1 << 62) - 1, ("n1",), 0, "")
+    channel.send(encode(NodeSays(1, "n1", 1, 1, births=1, formed=formed)))
+    heard = decode(channel.receive(within_s=10).header, NodeHears)
+    assert (heard.over, "speaks of world" in heard.reason) == (Over.REFUSED, True)
+    channel.close()
+    assert lives(coordinator)
+    assert coordinator.desk.world.epoch < 10
+
+
+def test_a_coordinator_that_cannot_note_a_world_waits_and_goes_on(tmp_path):
+    """Its disk is full, or it has too many open files: nobody hears of a world whose number could come again."""
+    note = tmp_path / "later" / "epoch"
+    settings = DeskSettings("job", ScalingPolicy(max_replicas=1), 1, store="nowhere:1")
+    one = Coordinator(settings, SECRET, farewell_s=1.0, epoch_file=note)
+    thread = threading.Thread(target=one.run)
+    thread.start()
+    channel = open_channel(one.address, job="job", me=NodeId("n1"), secret=SECRET)
+    try:
+        channel.send(encode(NodeSays(1, "n1", 1, 1, births=1, ready=True)))
+        until(lambda: one._silent)
+        assert lives(one)
+        note.parent.mkdir()
+        until(note.exists)
+        assert decode(channel.receive(within_s=10).header, NodeHears).formed is not None
+    finally:
+        channel.close()
+        one.end()
+        thread.join()
 
 
 # -- at a supervisor's door ---------------------------------------------------------------------------------------
