@@ -81,6 +81,8 @@ class Copies:
         back = base is not None and key.epoch < base.before and key.group not in (base.group, known.settled)
         if base is not None and back and not self._kept(key):
             raise FencedError(f"{key}: job {key.job} went on from version {base.group.version}, and does not need this")
+        if not self._jobs.is_near(key.job, key.epoch):
+            raise RequestError(f"{key}: job {key.job} cannot have come so far, it is in epoch {known.epoch}")
         if (key.epoch, key.incarnation) > (known.epoch, known.incarnation):
             self._jobs.fence(key.job, key.epoch, key.incarnation)
         elif (key.epoch, key.incarnation) != (known.epoch, known.incarnation) and not (

@@ -18,7 +18,7 @@ from peerstore.errors import (
     ShardDamagedError,
 )
 from peerstore.ledger import kept_groups, newest_whole, whole_groups
-from peerstore.names import incarnation_name, job_name
+from peerstore.names import AHEAD, MAX_NUMBER, incarnation_name, job_name
 from peerstore.notes import CLAIM, FORGOTTEN, ClaimNote, Mark, OwnerNote
 from peerstore.owners import Owner
 from peerstore.records import Base, Forgotten, Group, JobStatus, Kept, ShardKey
@@ -26,7 +26,6 @@ from peerstore.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
-MAX_NUMBER = 1 << 62
 _DAMAGED_REMEMBERED = 256
 _FORGOTTEN_REMEMBERED = 1000
 MOST_KEPT = 64
@@ -69,6 +68,7 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self._started = shelf.clock()
         self._permits: dict[str, Callable[[], None]] = {}
+        self._warned: set[str] = set()
         self.gone: dict[Owner, float] = {}
         """Processes without a connection, and since when."""
         self.managed: set[str] = set()
@@ -135,8 +135,20 @@ class Jobs:
     def fence(self, job: str, epoch: int, incarnation: str) -> None:
         """Another node says who owns the job: writers of the past are refused from here on."""
         known = self.of(job)
+        if not self.is_near(job, epoch):
+            return
         if (epoch, incarnation) > (known.epoch, known.incarnation):
             self._own(job, epoch, incarnation)
+
+    def is_near(self, job: str, epoch: int) -> bool:
+        """Whether the job can have come so far since this node heard of it."""
+        known = self.of(job)
+        if epoch <= known.epoch + AHEAD:
+            return True
+        if job not in self._warned:
+            self._warned.add(job)
+            log.warning("job %s is in epoch %d: what somebody says of epoch %d is ignored", job, known.epoch, epoch)
+        return False
 
     def _begin(self, job: str, epoch: int, incarnation: str) -> None:
         """An incarnation of which processes of this node are part begins: it says what it goes on from."""
@@ -393,6 +405,8 @@ class Jobs:
     def learn(self, job: str, base: Base) -> None:
         """Another node says what the job went on from."""
         known = self.of(job)
+        if not self.is_near(job, max(base.epoch, base.group.epoch)):
+            return
         if known.base is None or base.order > known.base.order:
             self._go_on_from(job, base)
             self._save(job)

@@ -12,7 +12,7 @@ import msgspec
 
 from peerstore.crashpoints import reach
 from peerstore.errors import ArenaBusyError, ArenaFullError, LeaseLostError, RequestError
-from peerstore.jobs import MAX_NUMBER, Jobs
+from peerstore.jobs import Jobs
 from peerstore.ledger import (
     Busy,
     CreateSlot,
@@ -25,7 +25,7 @@ from peerstore.ledger import (
     make_room,
     size_class,
 )
-from peerstore.names import incarnation_name, job_name
+from peerstore.names import MAX_NUMBER, incarnation_name, job_name
 from peerstore.notes import LEASE
 from peerstore.owners import Owner
 from peerstore.pages import closing, copy_file

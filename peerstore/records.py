@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from peerstore.names import Number
+
 CHUNK_BYTES = 1 << 20
 """How much one checksum covers: small enough to verify a slice, large enough to hash at memory speed."""
 
@@ -16,9 +18,9 @@ CHUNK_BYTES = 1 << 20
 class Group(NamedTuple):
     """All shards of one attempt to write one version; whole when every part is there."""
 
-    epoch: int
-    version: int
-    attempt: int
+    epoch: Number
+    version: Number
+    attempt: Number
     incarnation: str
 
 
@@ -26,14 +28,14 @@ class ShardKey(msgspec.Struct, frozen=True, order=True, omit_defaults=True):
     """What one writer wrote for one version of one job."""
 
     job: str
-    version: int
-    epoch: int
+    version: Number
+    epoch: Number
     """The job's incarnation, counted: a higher one fences all lower ones."""
     incarnation: str
     """The same incarnation's own name: two that were given one number stay apart."""
-    attempt: int
+    attempt: Number
     """Which try at this version, counted by the incarnation."""
-    part: int
+    part: Number
     kind: str = ""
     """Empty for a writer's shard. What agents themselves make of shards, a parity, says here what it is made of: it is
     no part of the version, and nobody who counts parts is shown it."""
@@ -75,9 +77,9 @@ class Base(msgspec.Struct, frozen=True, array_like=True):
     incarnation that they become says it again when it begins (turn 0).
     """
 
-    epoch: int
+    epoch: Number
     incarnation: str
-    turn: int
+    turn: Number
     group: Group
 
     @property

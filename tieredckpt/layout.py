@@ -231,6 +231,22 @@ def encode(layout: Layout) -> bytes:
     )
 
 
+def check_paths(paths: Mapping[str, tuple[str | int, ...]]) -> None:
+    """Raises :class:`CheckpointDamagedError` where lists would be longer than what is in them.
+
+    One name that says that it is the thousand-millionth of a list has that list made.
+    """
+    lengths: dict[tuple[str | int, ...], int] = {}
+    for name, path in paths.items():
+        for at, key in enumerate(path):
+            if isinstance(key, int):
+                if key < 0:
+                    raise CheckpointDamagedError(f"{name} is in place {key} of a list")
+                lengths[path[:at]] = max(lengths.get(path[:at], 0), key + 1)
+    if sum(lengths.values()) > sum(map(len, paths.values())):
+        raise CheckpointDamagedError("the lists of this state would be longer than all that is in them")
+
+
 def decode(data: bytes) -> Layout:
     """The layout in ``data``, or :class:`CheckpointDamagedError`; everything in it is checked before it is used."""
     columns = LayoutColumns(data)

@@ -47,6 +47,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.fetch import PinnedShards, ShardCheck
+from tieredckpt.layout import check_paths
 from tieredckpt.location import Location, parse_location
 from tieredckpt.node import StateNames
 from tieredckpt.plain import plain_reader, plain_steps
@@ -540,7 +541,9 @@ def _paths(names: StateNames) -> dict[str, tuple[str | int, ...]] | None:
     if not names.split:
         return None
     given = names.paths or {}
-    return {name: given.get(name) or tuple(name.split(".")) for name in (*names.names, *names.objects)}
+    paths = {name: given.get(name) or tuple(name.split(".")) for name in (*names.names, *names.objects)}
+    check_paths(paths)
+    return paths
 
 
 class StateMetadata(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):

@@ -27,6 +27,7 @@ from tieredckpt.errors import SettingsError
 from tieredckpt.ledger.said import SAY
 from tieredckpt.ledger.writer import LEDGER
 from tieredckpt.platforms import settings_at
+from tieredckpt.yaml_text import load_yaml
 
 Busy = Literal["wait", "skip"]
 TCP, NIXL = TRANSPORTS = ("tcp", "nixl")
@@ -266,7 +267,7 @@ def override(settings: Settings, **sections: Mapping[str, Any]) -> Settings:
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"TIEREDCKPT_CONFIG={path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from peerstore.records import Group
 from tieredckpt.boxes import Box, Tiling
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, PeersLostError, TierUnavailableError
-from tieredckpt.layout import ItemEntry, Layout, TensorEntry
+from tieredckpt.layout import ItemEntry, Layout, TensorEntry, check_paths
 from tieredckpt.manifest import Manifest, ShardIndex
 from tieredckpt.node import Described, ItemAt, Node, Source
 from tieredckpt.resolve import Tier
@@ -94,6 +94,7 @@ class StoredStep:
         merged: dict[str, tuple[str | int, ...]] = {}
         for paths in known:
             merged.update(paths)
+        check_paths(merged)
         return merged
 
     def chunks(self, fqn: str) -> list[TensorEntry]:

@@ -11,7 +11,7 @@ import io
 import sys
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,24 +59,22 @@ def _names() -> frozenset[Name]:
 def read_tensor(data: memoryview, sizes: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
     """The tensor in ``data``, which has to be of these sizes and this type, or :class:`CheckpointDamagedError`."""
     try:
-        found = _read(data)
+        return _read(data, sizes, dtype, name)
     except (RefusedPickleError, zipfile.BadZipFile, NotImplementedError, ValueError, LookupError) as error:
         raise CheckpointDamagedError(f"{name} is no plain tensor's archive: {error}") from error
-    if tuple(found.shape) != sizes or found.dtype != dtype:
-        raise CheckpointDamagedError(
-            f"{name} should be {dtype_name(dtype)} {sizes} and is {dtype_name(found.dtype)} {tuple(found.shape)}"
-        )
-    return found
 
 
-def _read(data: memoryview) -> torch.Tensor:
+def _read(data: memoryview, sizes: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
     members = _members(data)
     if bytes(members.get("byteorder", sys.byteorder.encode())).decode("ascii") != sys.byteorder:
         raise ValueError("it was written by a machine of the other byte order")
     pickle = members["data.pkl"]
     if len(pickle) > _MOST_PICKLE_BYTES:
         raise ValueError(f"the description of the tensor has {len(pickle)} bytes")
-    return _rebuilt(parse(pickle, _names(), most_values=_MOST_VALUES), members)
+    size, found, tensor = _rebuilt(parse(pickle, _names(), most_values=_MOST_VALUES), members)
+    if size != sizes or found != dtype:  # before there is a tensor: a few bytes can say that they are very many
+        raise CheckpointDamagedError(f"{name} should be {dtype_name(dtype)} {sizes} and is {dtype_name(found)} {size}")
+    return tensor()
 
 
 def _members(data: memoryview) -> dict[str, memoryview]:
@@ -102,7 +100,10 @@ def _members(data: memoryview) -> dict[str, memoryview]:
     return found
 
 
-def _rebuilt(value: Any, members: Mapping[str, memoryview]) -> torch.Tensor:
+def _rebuilt(
+    value: Any, members: Mapping[str, memoryview]
+) -> tuple[tuple[int, ...], torch.dtype, Callable[[], torch.Tensor]]:
+    """What the tensor says it is, and how it is made."""
     if type(value) is not Made or value.kind not in (_REBUILD, _REBUILD_NEW) or len(value.args) < 6:
         raise ValueError("it holds something else")
     storage, offset, size, stride, _, _, *more = value.args
@@ -112,6 +113,13 @@ def _rebuilt(value: Any, members: Mapping[str, memoryview]) -> torch.Tensor:
     if dtype is None:
         raise ValueError("its element type is not known")
     _check_view(offset, size, stride, len(data) // dtype.itemsize)
+    return size, dtype, functools.partial(_made, data, dtype, (size, stride, offset), more)
+
+
+def _made(
+    data: memoryview, dtype: torch.dtype, view: tuple[tuple[int, ...], tuple[int, ...], int], more: list[Any]
+) -> torch.Tensor:
+    size, stride, offset = view
     if not data:
         return torch.empty(size, dtype=dtype)
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)

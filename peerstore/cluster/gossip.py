@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
-from typing import Annotated
 
 import msgspec
 
 from peerstore.cluster.nodes import Node, NodeId
 from peerstore.cluster.roster import RosterMark
+from peerstore.names import Number
 
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-
-Fence = tuple[_Count, str]
+Fence = tuple[Number, str]
 """Epoch and incarnation of a job. What is below the highest one anybody has heard of is of the past."""
 
 
@@ -32,7 +30,7 @@ class Rumour(msgspec.Struct, frozen=True, array_like=True):
     """What one node says of another."""
 
     node: Node
-    number: _Count
+    number: Number
     """The subject's own count of its lives and refutations. Only the subject raises it."""
     standing: Standing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,6 @@ from peerstore.errors import (
     ShardNotFoundError,
     UnavailableError,
 )
-from peerstore.names import blob_name
 from peerstore.peers.lending import Lending
 from peerstore.peers.messages import (
     Abort,
@@ -44,7 +44,7 @@ from peerstore.peers.messages import (
     Striped,
     Suspect,
 )
-from peerstore.peers.plan import TEAM
+from peerstore.peers.plan import SharedNames
 from peerstore.peers.receiving import Receiving
 from peerstore.peers.team import Team
 from peerstore.store import MAX_BLOB_BYTES, NodeStore
@@ -68,12 +68,14 @@ class Desk:
         *,
         team_of: Callable[[str], Team | None],
         version: str = "",
+        shared: SharedNames = SharedNames(),  # noqa: B008 - it is never changed
         verified: Callable[[PeerIdentity], None] = lambda _peer: None,
     ) -> None:
         self._store = store
         self._me = me
         self._team_of = team_of
         self._version = version
+        self.shared = shared
         self._verified = verified
         self.receiving = Receiving(store, me)
         self.lending = Lending(store)
@@ -131,7 +133,7 @@ class _Conversation:
             "look_for": (LookFor, self._look_for),
             "records": (AskRecords, self._records),
             "blobs": (AskBlobs, self._blobs),
-            "blob": (AskBlob, lambda a: self._store.get_blob(team.job, _shared(a.name))),
+            "blob": (AskBlob, lambda a: self._store.get_blob(team.job, self._desk.shared.readable(a.name))),
             "suspect": (Suspect, lambda a: desk.lending.suspected(self._mine(a.key), a.chunks)),
             "striped": (Striped, lambda a: team.sharing.striped(who.node, a)),
             "stake": (Stake, lambda a: team.sharing.staked(who.node, a)),
@@ -224,13 +226,17 @@ class _Conversation:
         self._offered.discard(abort.transfer)
 
     def _put_blob(self, blob: PutBlob) -> None:
-        size = self._payload_bytes
+        name, size = self._desk.shared.writable(blob.name, self._who.node), self._payload_bytes
         if size > MAX_BLOB_BYTES:
             raise RequestError(f"blob {blob.name} has {size} bytes, at most {MAX_BLOB_BYTES} are kept")
         data = bytearray(size)
         self._payload_bytes = 0
         self._channel.receive_into([memoryview(data)])
-        self._store.put_blob(self._team.job, _shared(blob.name), bytes(data))
+        if self._desk.shared.is_common(name):  # named by what is in it: what is there is not replaced
+            with contextlib.suppress(ShardNotFoundError, ShardDamagedError):
+                self._store.get_blob(self._team.job, name)
+                return
+        self._store.put_blob(self._team.job, name, bytes(data))
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -269,7 +275,7 @@ class _Conversation:
         room = _MOST_BLOB_BYTES
         for name in asked.names:
             try:
-                data = self._store.get_blob(self._team.job, _shared(name))
+                data = self._store.get_blob(self._team.job, self._desk.shared.readable(name))
             except (ShardNotFoundError, ShardDamagedError):  # who asks looks elsewhere
                 continue
             room -= len(data)
@@ -286,13 +292,6 @@ class _Conversation:
         if roster is None:
             raise UnavailableError(f"{self._desk._me} does not know who belongs to job {self._team.job}")
         return roster
-
-
-def _shared(name: str) -> str:
-    """The name of something small that nodes may ask of each other."""
-    if name == TEAM:
-        raise RequestError(f"blob {name} is this node's own")
-    return blob_name(name)
 
 
 def _chunks(read: Read, chunk_bytes: int) -> list[tuple[int, int]]:

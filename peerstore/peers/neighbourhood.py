@@ -19,7 +19,7 @@ from peerstore.errors import ArenaFullError, PeerStoreError, ShardNotFoundError
 from peerstore.listening import SealListener
 from peerstore.peers.calling import Pass
 from peerstore.peers.desk import Desk
-from peerstore.peers.plan import TEAM, TeamPlan
+from peerstore.peers.plan import TEAM, SharedNames, TeamPlan
 from peerstore.peers.team import Team
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore
@@ -66,6 +66,7 @@ class Neighbourhood(SealListener):
         *,
         version: str = "",
         blobs_of: Callable[[ShardFact], tuple[str, ...]] = lambda _fact: (),
+        shared: SharedNames = SharedNames(),  # noqa: B008 - it is never changed
     ) -> None:
         self._store = store
         self._identity = identity
@@ -75,7 +76,7 @@ class Neighbourhood(SealListener):
         self._teams: dict[str, Team] = {}
         self._plans: dict[str, TeamPlan] = {}
         self._listener: Listener | None = None
-        self.desk = Desk(store, identity.node, team_of=self.team, version=version)
+        self.desk = Desk(store, identity.node, team_of=self.team, version=version, shared=shared)
 
     def start(self) -> None:
         """Go on for the jobs that a killed agent took part in."""

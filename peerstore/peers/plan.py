@@ -9,6 +9,7 @@ import msgspec
 from peerstore.cluster.lookouts import SPLIT_FROM
 from peerstore.cluster.roster import Roster
 from peerstore.errors import RequestError
+from peerstore.names import blob_name
 
 MOST_IN_GROUP = 31
 """Where domains do not work out, a group may have nearly twice as many nodes; a parity takes 64."""
@@ -16,6 +17,34 @@ MOST_IN_GROUP = 31
 
 TEAM = "peers"
 """The blob that remembers a job's team across a restart of the agent; no other node reads or writes it."""
+
+
+class SharedNames(msgspec.Struct, frozen=True):
+    """Which of the small things beside a job's shards nodes may ask of each other and give each other: no others."""
+
+    common: tuple[str, ...] = ()
+    """Their names begin so and say what is in them: they are the same everywhere, and stay as they are."""
+    own: tuple[str, ...] = ()
+    """Their names begin so and end with a node's: that node alone changes them."""
+
+    def is_common(self, name: str) -> bool:
+        return name.startswith(self.common)
+
+    def readable(self, name: str) -> str:
+        """``name``, or :class:`RequestError`."""
+        if not blob_name(name).startswith((*self.common, *self.own)):
+            raise RequestError(f"blob {name} is this node's own: nodes share {self._shown}")
+        return name
+
+    def writable(self, name: str, by: str) -> str:
+        """``name`` where node ``by`` may put it, or :class:`RequestError`."""
+        if not self.is_common(blob_name(name)) and name not in {first + by for first in self.own}:
+            raise RequestError(f"blob {name} is not for node {by} to change: nodes share {self._shown}")
+        return name
+
+    @property
+    def _shown(self) -> str:
+        return ", ".join(f"{first}*" for first in (*self.common, *self.own)) or "none"
 
 
 class TeamSettings(msgspec.Struct, frozen=True):

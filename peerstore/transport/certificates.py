@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from peerstore.errors import RequestError
+from peerstore.transport.secret import exposed
 
 if TYPE_CHECKING:
     import ssl  # imported where it is used: most agents do without it, and it costs them 10 ms
@@ -28,6 +29,7 @@ class TlsFiles(NamedTuple):
     def context(self, *, server: bool) -> ssl.SSLContext:
         import ssl
 
+        check_key(self.key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.check_hostname = self.check_names and not server
@@ -42,3 +44,16 @@ class TlsFiles(NamedTuple):
                 f"certificate {self.certificate}, key {self.key} and authority {self.authority} cannot be used: {error}"
             ) from error
         return context
+
+
+def check_key(path: Path) -> None:
+    """Raises :class:`RequestError` where others than this user and root could have read a certificate's key."""
+    try:
+        problem = exposed(path.stat())
+    except OSError as error:
+        raise RequestError(f"key {path} cannot be used: {error.strerror}") from error
+    if problem:
+        raise RequestError(
+            f"key {path} {problem}: chmod 0400 it (a Kubernetes secret: defaultMode 0400, or 0440 with an fsGroup), "
+            "and have a new one made if others have accounts here"
+        )

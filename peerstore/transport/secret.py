@@ -50,7 +50,7 @@ def _read(path: Path) -> bytes:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise RequestError(f"the secret cannot be read from {path}: it is not a file")
-        if problem := _exposed(found.st_mode, found.st_uid, os.getuid()):
+        if problem := exposed(found):
             raise RequestError(
                 f"the secret in {path} {problem}: chmod 0400 it, or for a Kubernetes secret set the volume's "
                 "defaultMode to 0400 (0440 with an fsGroup)"
@@ -60,8 +60,9 @@ def _read(path: Path) -> bytes:
         os.close(fd)
 
 
-def _exposed(mode: int, owner: int, me: int) -> str:
+def exposed(found: os.stat_result) -> str:
     """What is wrong with who may read or write it. A group is fine where root chose it: that is Kubernetes' fsGroup."""
+    mode, owner, me = found.st_mode, found.st_uid, os.getuid()
     if owner not in (me, 0):
         return f"belongs to user {owner}, not to user {me} or root"
     allowed = 0o740 if owner == 0 else 0o700

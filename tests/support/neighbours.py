@@ -36,6 +36,7 @@ from peerstore.store import NodeStore
 from peerstore.transport.memory import MemoryNetwork
 from peerstore.transport.seam import Transport
 from tests.support.stores import MIB, content, load, save, store_directory
+from tieredckpt.agent.others import SHARED
 
 JOB = "job"
 SECRET = b"a secret of the tests, long enough"
@@ -81,7 +82,7 @@ class Neighbour:
         """Start its agent, with what lies in its directory."""
         self.store = NodeStore(TmpfsArena(self.directory), StoreSettings(budget=self.budget), threads=1)
         identity = Identity(NodeId(self.name), self._listen, parse_labels(self.labels), membership=self._membership)
-        self.neighbourhood = Neighbourhood(self.store, identity, self.transport, version="test")
+        self.neighbourhood = Neighbourhood(self.store, identity, self.transport, version="test", shared=SHARED)
         self.neighbourhood.start()
         self.is_open = True
 

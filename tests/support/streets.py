@@ -28,6 +28,7 @@ from peerstore.store import NodeStore
 from peerstore.transport.memory import MemoryNetwork
 from tests.support.leaks import own_name
 from tests.support.stores import load
+from tieredckpt.agent.others import SHARED
 
 JOB = "job"
 QUICK = MembershipSettings(heartbeat_s=0.2, ping_timeout_s=1.0, suspect_after=2, dead_after_s=0.3)
@@ -48,7 +49,7 @@ class Neighbour:
     def start(self) -> None:
         self.store = NodeStore(TmpfsArena(self.directory), StoreSettings(budget=self.budget))
         identity = Identity(NodeId(self.name), f"{self.name}:7070", parse_labels(self.labels), membership=QUICK)
-        self.hood = Neighbourhood(self.store, identity, self.network.transport(self.name, timeout_s=5.0))
+        self.hood = Neighbourhood(self.store, identity, self.network.transport(self.name, timeout_s=5.0), shared=SHARED)
         self.up = True
         self.hood.start()
 

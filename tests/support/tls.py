@@ -64,6 +64,7 @@ class Authority:
         chain.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
         encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
         private.write_bytes(key.private_bytes(encoding, form, serialization.NoEncryption()))
+        private.chmod(0o600)
         return chain, private
 
     def _builder(self, subject: x509.Name, public_key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:

@@ -24,7 +24,7 @@ from tieredckpt.agent.memory_service.configured import memory_service
 from tieredckpt.agent.memory_service.names import EPOCH, INCARNATION, JOB
 from tieredckpt.agent.memory_service.options import add_arguments as add_memory_service
 from tieredckpt.agent.memory_service.options import options_of
-from tieredckpt.agent.others import blobs_of
+from tieredckpt.agent.others import SHARED, blobs_of
 from tieredckpt.agent.service import NodeService, node_operations
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.platforms import settings_at
@@ -82,7 +82,7 @@ def _neighbourhood(store: NodeStore, args: argparse.Namespace) -> Neighbourhood 
         port_file=args.dir / "peers.port",
     )
     transport = transport_of(args.interface, args.tls, args.transport)
-    return Neighbourhood(store, identity, transport, version=version(), blobs_of=blobs_of)
+    return Neighbourhood(store, identity, transport, version=version(), blobs_of=blobs_of, shared=SHARED)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

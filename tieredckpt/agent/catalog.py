@@ -71,16 +71,16 @@ class Catalog:
             return listing
 
     def _list(self) -> Listing:
-        found: dict[Group, Entry] = {}
-        bad, kept = set[Group](), set[Group]()
+        entries: list[Entry] = []
         for info in self.store.list(names.manifests(self._job), patience_s=_PATIENCE_S):
             entry = names.parse_entry(info.name, self._job)
-            if entry is not None and entry.quarantine:
-                bad.add(entry.group)
-            elif entry is not None and entry.kept:
-                kept.add(entry.group)
-            elif entry is not None:
-                found[entry.group] = entry
+            if entry is not None:
+                entries.append(entry)
+        newest = names.newest_epoch(entry.group.epoch for entry in entries)
+        entries = [entry for entry in entries if entry.group.epoch <= newest]
+        bad = {entry.group for entry in entries if entry.quarantine}
+        kept = {entry.group for entry in entries if entry.kept}
+        found = {entry.group: entry for entry in entries if not (entry.quarantine or entry.kept)}
         objects = self.store.list(names.plain(self._job), patience_s=_PATIENCE_S)
         plain = {names.parse_plain(info.name, self._job) for info in objects} - {None}
         return Listing(

@@ -12,9 +12,11 @@ from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.errors import PeerStoreError, ShardDamagedError
 from peerstore.peers.looking import Sight
 from peerstore.peers.neighbourhood import Neighbourhood
+from peerstore.peers.plan import SharedNames
 from peerstore.peers.team import Team
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
-from tieredckpt.agent.messages import LAYOUT, TABLE
+from tieredckpt.agent.memory_service.names import REGISTRY
+from tieredckpt.agent.messages import LAYOUT, PLAIN_LAYOUT, PLAIN_TABLE, TABLE
 from tieredckpt.agent.views import Facts, elsewhere
 from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.manifest import decode_meta
@@ -25,6 +27,10 @@ log = logging.getLogger(__name__)
 _ASKED_AT_ONCE = 16
 _STRANGERS = 32
 """Nodes that are asked for a layout although they hold no shard that goes with it."""
+
+
+SHARED = SharedNames(common=(LAYOUT, TABLE, PLAIN_LAYOUT, PLAIN_TABLE), own=(REGISTRY,))
+"""What agents may ask of each other beside shards. Settings, marks and notes of the drain are each agent's own."""
 
 
 def blobs_of(fact: ShardFact) -> tuple[str, ...]:

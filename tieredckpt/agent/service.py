@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -108,7 +109,7 @@ from tieredckpt.node import (
 )
 from tieredckpt.resolve import Tier
 from tieredckpt.retention import brought_back
-from tieredckpt.settings import DurableSettings
+from tieredckpt.settings import DurableSettings, Settings, override
 
 log = logging.getLogger(__name__)
 
@@ -667,6 +668,7 @@ def node_operations(node: NodeService) -> dict[str, Operation]:
     def configure(args: Configure, _: object) -> None:
         if args.durable.url.startswith("memory:"):
             raise UsageError("a memory:// durable tier would end with the agent: it is for tests in one process")
+        override(Settings(), durable=dataclasses.asdict(args.durable))  # a size or a number that cannot be is refused
         node.configure(args.job, args.durable)
 
     def survey(args: AskSurvey, _: object) -> Survey:

@@ -10,14 +10,20 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.segment import Segment
 from rich.table import Table
 
 from tieredckpt.cli.exits import Exit, advice_for, exit_for
 
 _PIPE_WIDTH = 400
+
+_UNSEEN = {number: f"\\x{number:02x}" for number in (*range(0x20), *range(0x7F, 0xA0)) if chr(number) not in "\n\t"} | {
+    number: f"\\u{number:04x}" for number in (0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+"""What a terminal obeys, or shows in another order than it is. Names and reasons come from whoever wrote a job."""
 
 Advance = Callable[[int], None]
 """Called with the number of bytes just done."""
@@ -34,6 +40,8 @@ class Screen:
         # A pipe has no width: a program that reads it wants whole values.
         self.out = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=True)
         self.err = Console(stderr=True, highlight=False, soft_wrap=True)
+        for console in (self.out, self.err):
+            console.push_render_hook(_Plainly())
 
     def result(self, value: Mapping[str, Any], show: Callable[[Console], None]) -> None:
         """The command's answer: ``value`` as JSON, or whatever ``show`` prints."""
@@ -86,6 +94,22 @@ class Screen:
             return
         with self.err.status(escape(what)):
             yield
+
+
+class _Plainly(RenderHook):
+    """Shows what a terminal would obey instead of sending it there; what rich itself has to say to it passes."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Plain(one) for one in renderables]
+
+
+class _Plain:
+    def __init__(self, shown: ConsoleRenderable) -> None:
+        self._shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._shown, options):
+            yield segment if segment.control else segment._replace(text=segment.text.translate(_UNSEEN))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> Table:

@@ -14,11 +14,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import xxhash
 
-from peerstore.jobs import MAX_NUMBER
+from peerstore.names import AHEAD, MAX_NUMBER
 from peerstore.records import Group, ShardKey
 
 _STEM = r"([0-9]{12,19})\.([0-9]{6,19})\.([0-9]{1,19})\.([A-Za-z0-9-]{1,64})"
@@ -83,6 +84,20 @@ def parse_entry(name: str, job: str) -> Entry | None:
 def side_file(job: str, name: str) -> str:
     """Where a file is that lies beside the steps, or what describes it."""
     return f"{job}/files/{name}"
+
+
+def newest_epoch(epochs: Iterable[int]) -> int:
+    """The newest incarnation there can have been, by the names that are there.
+
+    They count one by one. What stands alone far above all others was put there by somebody else: taken for an
+    incarnation it would be the last one, because nothing can be saved after the largest number there is.
+    """
+    newest = 0
+    for epoch in sorted(epochs):
+        if epoch > newest + AHEAD:
+            break
+        newest = epoch
+    return newest
 
 
 def steps(job: str, group: Group | None = None) -> str:

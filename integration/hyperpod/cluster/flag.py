@@ -15,6 +15,7 @@ import msgspec
 import yaml
 
 from tieredckpt.errors import SettingsError, TierUnavailableError
+from tieredckpt.yaml_text import load_yaml
 
 KEY = "TieredStorageConfig"
 LEAST_ADVISED_PERCENT = 20
@@ -115,7 +116,7 @@ def settings_from(where: str) -> dict[str, Any]:
 def _parsed(path: Path) -> Any:
     text = _text(path)
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:
         raise SettingsError(f"{path} is neither JSON nor YAML: {error}") from error
 

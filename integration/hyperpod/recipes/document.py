@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from elastic.errors import PolicyError
+from tieredckpt.yaml_text import Loader
 
 _WHOLE = re.compile(r"\$\{(?:recipes\.)?([A-Za-z0-9_.]+)\}")
 _MISSING = "???"
@@ -19,7 +20,7 @@ _DEEPEST = 64
 _UNREADABLE = (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(Loader):
     """One that refuses a key that is there twice: YAML's readers keep the last, and the first is lost unseen."""
 
 

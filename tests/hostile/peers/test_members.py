@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from peerstore import checksum, frames
+from peerstore.cluster.gossip import Gossip
 from peerstore.errors import (
     ArenaFullError,
     FencedError,
@@ -23,6 +24,7 @@ from peerstore.peers.calling import Line
 from peerstore.peers.messages import (
     Abort,
     AskBlob,
+    AskBlobs,
     AskRecords,
     Chunk,
     Commit,
@@ -30,6 +32,7 @@ from peerstore.peers.messages import (
     Look,
     Looked,
     Offer,
+    Ping,
     PutBlob,
     Read,
     Relist,
@@ -38,10 +41,12 @@ from peerstore.peers.messages import (
     Suspect,
     Wanted,
 )
-from peerstore.records import CHUNK_BYTES, ShardRecord
+from peerstore.records import CHUNK_BYTES, Base, Group, ShardRecord
 from peerstore.transport.handshake import greet
 from tests.support.neighbours import JOB, SECRET, Neighbours, until
 from tests.support.stores import MIB, content, key, load
+from tieredckpt.agent.memory_service.names import REGISTRY
+from tieredckpt.agent.messages import DAMAGED, DURABLE, LAYOUT, QUARANTINE
 
 SIZE = 3 * MIB + 17
 CHUNKS = 4
@@ -424,8 +429,8 @@ def test_bytes_that_belong_to_nothing_end_the_connection(nodes, line):
 
 def test_something_small_that_is_not_small_is_refused(nodes, line):
     with pytest.raises(RequestError):
-        line.ask("put_blob", PutBlob("big"), type(None), payload=[memoryview(bytes(49 * MIB))])
-    assert "big" not in nodes["n2"].store.blobs(JOB)
+        line.ask("put_blob", PutBlob(LAYOUT + "b16"), type(None), payload=[memoryview(bytes(49 * MIB))])
+    assert LAYOUT + "b16" not in nodes["n2"].store.blobs(JOB)
     lives_on(nodes)
 
 
@@ -440,10 +445,62 @@ def test_requests_are_frames_of_this_protocol():
     assert frames.decode(frames.encode(Request("look", frames.encode_raw(Look()))), Request).op == "look"
 
 
-def test_the_plan_of_a_node_is_neither_read_nor_written_by_others(nodes, line):
-    """It has the job's secret in it, and says who belongs to the job."""
+@pytest.mark.parametrize("name", [DURABLE, QUARANTINE + "s", DAMAGED + "s.0", "drained.s", "journal.s", "peers", "new"])
+def test_what_an_agent_keeps_for_itself_is_neither_read_nor_replaced_by_others(nodes, line, name):
+    """The durable tier's URL and its options, marks of quarantine, notes of the drain; and whatever comes later."""
+    store = nodes["n2"].store
+    if name != "peers":
+        store.put_blob(JOB, name, b"mine")
+    before = store.get_blob(JOB, name)
     with pytest.raises(RequestError, match="own"):
-        line.ask("put_blob", PutBlob("peers"), type(None), payload=[memoryview(b"anything")])
+        line.ask("blob", AskBlob(name), bytes)
     with pytest.raises(RequestError, match="own"):
-        line.ask("blob", AskBlob("peers"), bytes)
+        line.ask("blobs", AskBlobs((name,)), dict[str, bytes])
+    with pytest.raises(RequestError, match="not for node n1 to change"):
+        line.ask("put_blob", PutBlob(name), type(None), payload=[memoryview(b"theirs")])
+    assert store.get_blob(JOB, name) == before
+    lives_on(nodes)
+
+
+def test_a_layout_that_is_there_is_not_replaced(nodes, line):
+    store = nodes["n2"].store
+    for data in (b"first", b"other"):
+        line.ask("put_blob", PutBlob(LAYOUT + "abc"), type(None), payload=[memoryview(data)])
+    assert store.get_blob(JOB, LAYOUT + "abc") == b"first"
+    assert line.ask("blob", AskBlob(LAYOUT + "abc"), bytes) == b"first"
+
+
+def test_a_registry_is_changed_by_its_own_node_alone(nodes, line):
+    store = nodes["n2"].store
+    for data in (b"first", b"second"):
+        line.ask("put_blob", PutBlob(REGISTRY + "n1"), type(None), payload=[memoryview(data)])
+    assert store.get_blob(JOB, REGISTRY + "n1") == b"second"
+    with pytest.raises(RequestError, match="not for node n1"):
+        line.ask("put_blob", PutBlob(REGISTRY + "n2"), type(None), payload=[memoryview(b"not mine")])
+    assert REGISTRY + "n2" not in store.blobs(JOB)
+
+
+# -- numbers that nobody counts to ------------------------------------------------------------------------------------
+
+LAST = (1 << 62) - 1
+
+
+def test_an_incarnation_that_cannot_be_takes_no_job_over(nodes, line):
+    """It would be the last one: nothing could be saved after it."""
+    store = nodes["n2"].store
+    before = store.claim(JOB, "a")
+    with pytest.raises(RequestError, match="cannot have come so far"):
+        offer(line, record_of(key(9, epoch=LAST, name="z")))
+    base = Base(LAST, "z", 0, Group(1, 1, 0, "z"))
+    line.ask("ping", Ping(Gossip((), None, (LAST, "z")), base=base), Ping)
+    assert store.copies.base(JOB) is None
+    assert store.copies.owner_of(JOB) == (before, "a")
+    assert store.claim(JOB, "b") == before + 1
+    assert store.lease(key(10, epoch=before + 1, name="b"), MIB, 1).size_bytes == MIB
+
+
+@pytest.mark.parametrize("number", [1 << 62, (1 << 64) - 1, -1])
+def test_a_number_that_is_too_large_is_no_message(nodes, line, number):
+    with pytest.raises((ProtocolError, PeerUnreachableError)):
+        line.ask("records", {"group": [number, 1, 0, "a"], "parts": []}, object)
     lives_on(nodes)

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import resource
 import struct
 import zipfile
 
@@ -124,6 +125,17 @@ HOSTILE = {
     "nothing": b"",
     "torch's old form": b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.",
 }
+
+
+def test_what_is_not_expected_is_refused_before_it_has_memory():
+    """One element with strides of zero says that it is a gibibyte, and marks have every element written."""
+    one = torch.zeros(1).as_strided((1 << 28,), (0,))
+    data = archive_of(torch._neg_view(one))
+    assert len(data) < 2000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointDamagedError, match="should be"):
+        read_tensor(memoryview(data), (4,), torch.float32, "w")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 
 @pytest.mark.parametrize("what", HOSTILE)

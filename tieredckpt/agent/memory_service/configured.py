@@ -14,6 +14,7 @@ from peerstore.peers.neighbourhood import Neighbourhood
 from peerstore.peers.plan import TeamPlan, TeamSettings
 from peerstore.peers.team import Team
 from peerstore.store import NodeStore
+from peerstore.transport.certificates import check_key
 from peerstore.transport.secret import read_secret
 from tieredckpt.agent.memory_service.access import access_for
 from tieredckpt.agent.memory_service.front import serving
@@ -79,10 +80,11 @@ def _tls(directory: str) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
+        check_key(folder / "tls.key")
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
         if (folder / "ca.crt").exists():
             context.load_verify_locations(folder / "ca.crt")
             context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
+    except (OSError, ssl.SSLError, RequestError) as error:
         raise UsageError(f"agent.memory_service_tls: what is in {folder} cannot be used: {error}") from error
     return context

@@ -9,6 +9,8 @@ from tieredckpt.agent.memory_service.answers import Invalid, Problem
 JOB = "memory-service"
 """The job under which every namespace's shards are kept, on every node. A trainer's job should not be called so."""
 EPOCH, INCARNATION = 1, "memory-service"
+REGISTRY = "registry."
+"""With a node's name: what that node knows of all namespaces."""
 PARTS = 1 << 20
 """More than any namespace has, so that nothing ever takes a shard for a whole version."""
 MOST_STEP = (1 << 62) - 1

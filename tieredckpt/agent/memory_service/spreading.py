@@ -15,12 +15,11 @@ from peerstore.errors import PeerStoreError, ShardNotFoundError
 from peerstore.peers.messages import AskBlob, PutBlob
 from peerstore.peers.team import Team
 from peerstore.store import NodeStore
-from tieredckpt.agent.memory_service.names import JOB
+from tieredckpt.agent.memory_service.names import JOB, REGISTRY
 from tieredckpt.agent.memory_service.registry import Registry, decode, encode, merged
 
 log = logging.getLogger(__name__)
 
-_BLOB = "registry."
 _TOLD_S = 5.0
 
 
@@ -29,7 +28,7 @@ class Spreading:
 
     def __init__(self, store: NodeStore, me: str, clock_ns: Callable[[], int]) -> None:
         self._store = store
-        self._mine = _BLOB + me
+        self._mine = REGISTRY + me
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
         """Guards what was read last; never held while another node is spoken to."""
@@ -57,7 +56,7 @@ class Spreading:
             return self._read[1]
 
     def _blob(self, name: str) -> bytes | None:
-        if not name.startswith(_BLOB):
+        if not name.startswith(REGISTRY):
             return None
         with contextlib.suppress(ShardNotFoundError):
             return self._store.get_blob(JOB, name)
@@ -119,7 +118,7 @@ class Spreading:
         team = self._team
         try:
             if team is not None:
-                data: bytes = team.tending.peer(node).call("blob", AskBlob(_BLOB + node), bytes, within_s=_TOLD_S)
+                data: bytes = team.tending.peer(node).call("blob", AskBlob(REGISTRY + node), bytes, within_s=_TOLD_S)
                 return data
         except ShardNotFoundError:
             return b""

@@ -90,7 +90,8 @@ def throughput(one: Analysis) -> Markup:
     picture = chart.drawn(box, f"{unit} per second", chart.grid(box, amount, 3), shapes, chart.time_axis(box, seconds))
     note = f"Steps that count, {unit} a second; dashed: {amount(mean)} a second over all of the time"
     best = max(rates)
-    return section("throughput", "Throughput", picture, note=f"{note}, {percent(mean / best)} of the best moment.")
+    share = f", {percent(mean / best)} of the best moment" if best else ""
+    return section("throughput", "Throughput", picture, note=f"{note}{share}.")
 
 
 def _columns(box: chart.Frame, rates: Sequence[float], width: float) -> list[Markup]:

@@ -82,7 +82,7 @@ def _by_kind(pairs: Sequence[_Pair]) -> Markup:
                 f"{len(nodes):,}",
                 lasting(quantile(took, 0.5)),
                 lasting(quantile(took, 0.99)),
-                percent(cost / total),
+                percent(cost / total if total else 0.0),
                 tag("span", usual[:160], class_="sub"),
             )
         )

@@ -1,0 +1,249 @@
+"""What comes with a checkpoint, a request or a file of somebody else's: numbers, places, names and lines that lie."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import socket
+import stat
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from peerstore.errors import RequestError
+from peerstore.names import AHEAD
+from peerstore.transport.certificates import TlsFiles
+from tests.support.memory_servers import ask, our_service, ours
+from tests.support.tls import node_files
+from tieredckpt.agent.catalog import Catalog
+from tieredckpt.agent.http_server import is_foreign
+from tieredckpt.agent.memory_service.access import Access
+from tieredckpt.agent.memory_service.configured import memory_service
+from tieredckpt.agent.memory_service.options import MemoryServiceOptions
+from tieredckpt.agent.messages import Configure
+from tieredckpt.agent.service import NodeService, node_operations
+from tieredckpt.cli.screen import Screen, table
+from tieredckpt.durable import names
+from tieredckpt.errors import CheckpointDamagedError, SettingsError, UsageError
+from tieredckpt.goodput.page import curves
+from tieredckpt.layout import check_paths
+from tieredckpt.settings import DurableSettings
+from tieredckpt.yaml_text import load_yaml
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("epochs", "newest"),
+    [
+        ((), 0),
+        ((1, 2, 5), 5),
+        ((1, 2, (1 << 62) - 1), 2),
+        (((1 << 62) - 1,), 0),
+        ((7, 7 + AHEAD), 7 + AHEAD),
+        ((7, 8 + AHEAD), 7),
+    ],
+)
+def test_the_newest_incarnation_is_one_there_can_have_been(epochs, newest):
+    assert names.newest_epoch(epochs) == newest
+
+
+def test_one_name_with_the_largest_number_neither_ends_saving_nor_is_restored(tmp_path):
+    """Nothing could follow it: whoever went on from it would be refused every number there is."""
+    from tieredckpt.durable.open import open_store
+
+    with contextlib.closing(open_store(f"file://{tmp_path}", DurableSettings())) as store:
+        for epoch in (3, (1 << 62) - 1):
+            store.put(names.manifest("job", names.Group(epoch, 10, 0, "a"), None), b"not read here")
+        found = Catalog(store, "job").listing()
+    assert [group.epoch for group in found.manifests] == [3]
+
+
+@pytest.mark.parametrize("changes", [{"part_size": "0"}, {"concurrency": 0}, {"every": 0}, {"retry_s": -1.0}])
+def test_an_agent_takes_no_settings_that_cannot_be(store, changes):
+    with contextlib.closing(NodeService(store)) as node:
+        configure = node_operations(node)["configure"]
+        with pytest.raises(SettingsError):
+            configure.answer(Configure("job", DurableSettings(url="file:///nowhere", **changes)), None)
+        assert store.blobs("job") == []
+
+
+@pytest.fixture
+def store():
+    with our_service("8MiB") as (_, store):
+        yield store
+
+
+# -- places in lists --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"a": ("a", 10**9)},
+        {"a": ("a", -1)},
+        {"a": ("a", 10**6), "b": ("b", 10**6)},
+        {f"a.{number}": ("a", number * 1000) for number in range(100)},
+    ],
+)
+def test_lists_that_would_be_longer_than_what_is_in_them_are_damage(paths):
+    with pytest.raises(CheckpointDamagedError, match="list"):
+        check_paths(paths)
+
+
+def test_lists_as_long_as_what_is_in_them_are_none():
+    check_paths({f"a.{row}.{column}.w": ("a", row, column, "w") for row in range(30) for column in range(30)})
+    check_paths({"a": ("a", 0), "b": ("b", "1000000000")})
+
+
+# -- what is shown ----------------------------------------------------------------------------------------------------
+
+EVIL = "layer\x1b]0;owned\x07\x1b[2J\x9b31m\u202eexe.gpj\r[bold]x[/bold]"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_nothing_that_a_terminal_obeys_gets_there(terminal, monkeypatch):
+    screen, out = Screen(), io.StringIO()
+    screen.out.file = screen.err.file = out
+    monkeypatch.setattr(Console, "is_terminal", property(lambda _: terminal))
+    screen.out.print(escape(EVIL))
+    screen.out.print(table(["name", "size"], [[escape(EVIL), "[bold]1[/bold]"]]))
+    screen.note(EVIL)
+    screen.failed(CheckpointDamagedError(EVIL))
+    said = out.getvalue()
+    assert "\\x1b]0;owned" in said
+    assert "[bold]x" in said
+    for bad in ("\x1b]", "\x1b[2J", "\x9b", "\u202e", "\x07", "\r"):
+        assert bad not in said
+
+
+def test_a_page_of_steps_that_took_no_time_is_a_page():
+    step = SimpleNamespace(counts=True, start_us=5, end_us=5, samples=None, tokens=None)
+    one = SimpleNamespace(tokens=None, samples=None, start_us=0, end_us=10, step_views=[step], faults=[], recoveries=[])
+    assert "Throughput" in str(curves.throughput(one))
+
+
+# -- YAML -------------------------------------------------------------------------------------------------------------
+
+
+def test_aliases_of_aliases_are_refused_before_anybody_counts_them():
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    with pytest.raises(yaml.YAMLError, match="aliases included"):
+        load_yaml("\n".join(lines))
+    merged = ["a0: &a0 {k: 1}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 12))]
+    with pytest.raises(yaml.YAMLError, match="aliases included"):
+        load_yaml("\n".join(merged))
+
+
+def test_what_recipes_have_of_aliases_is_read():
+    assert load_yaml("base: &b {x: 1}\none: *b\ntwo: {<<: *b, y: 2}") == {
+        "base": {"x": 1},
+        "one": {"x": 1},
+        "two": {"x": 1, "y": 2},
+    }
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
+def test_a_key_that_others_can_read_is_refused(tmp_path, mode, store):
+    files = node_files(tmp_path)
+    assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
+    files.context(server=True)
+    import os
+
+    if os.getuid() == 0 and mode == 0o640:
+        os.chown(files.key, 54321, -1)
+    files.key.chmod(mode)
+    with pytest.raises(RequestError, match="chmod 0400"):
+        TlsFiles(*files).context(server=True)
+    for made, called in ((files.certificate, "tls.crt"), (files.key, "tls.key")):
+        made.rename(tmp_path / called)
+    options = MemoryServiceOptions("127.0.0.1:0", tls=str(tmp_path))
+    with pytest.raises(UsageError, match="chmod 0400"), memory_service(store, options, "n1", tmp_path, None):
+        pass
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+DELETE = "/v1/cp/namespaces/a"
+
+
+@pytest.fixture
+def address():
+    with ours("8MiB") as one:
+        assert ask(one, "POST", f"{DELETE}?num_ranks=1").status == 200
+        yield one
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Host": "rebound.evil.example"},
+        {"Host": "rebound.evil.example:8080"},
+        {"Host": "127.0.0.1.evil.example"},
+        {"Host": "[evil"},
+    ],
+)
+@pytest.mark.parametrize(("method", "path"), [("DELETE", DELETE), ("POST", "/v1/cp/cluster/reset"), ("GET", DELETE)])
+def test_a_web_page_can_do_nothing(address, headers, method, path):
+    assert ask(address, method, path, headers=headers).status in (403, 421)
+    assert ask(address, "GET", DELETE).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.0.0.1:80", "[::1]:80", "localhost", "localhost:1", "node7", "node7:7070", socket.gethostname(),
+     "memory.training.svc", "node7.cluster.local:80", "ip-10-0-0-1.ec2.internal", "10.1.2.3", "node7."],
+)  # fmt: skip
+def test_names_of_this_machine_are_served(address, host):
+    assert not is_foreign(host)
+    assert ask(address, "GET", DELETE, headers={"Host": host}).status == 200
+
+
+def test_where_a_token_is_asked_for_any_name_is_served():
+    """A page does not have the token, whatever name it uses."""
+    with ours("8MiB", Access(b"a token that is long enough")) as address:
+        shown = {"Host": "memory.example.com", "Authorization": "Bearer a token that is long enough"}
+        assert ask(address, "GET", DELETE, headers=shown).status == 404
+        assert ask(address, "GET", DELETE, headers={"Host": "memory.example.com"}).status == 401
+
+
+def test_status_and_metrics_are_not_for_web_pages_either(store):
+    from tieredckpt.agent.http import serving
+
+    with contextlib.closing(NodeService(store)) as node, serving(node, "127.0.0.1:0") as address:
+        for path in ("/status", "/metrics"):
+            assert ask(address, "GET", path).status == 200
+            assert ask(address, "GET", path, headers={"Host": "rebound.evil.example"}).status == 421
+            assert ask(address, "GET", path, headers={"Origin": "http://evil.example"}).status == 403
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"GET /v1/cp/namespaces/a HTTP/1.1\r\nHost: a\r\nX: y\rContent-Length: 5\r\n\r\nabcde",
+        b"GET /v1/cp/namespaces/a HTTP/1.1\r\nHost: a\r\nContent-Length: \x0b5\r\n\r\nabcde",
+        b"GET /v1/cp/namespaces/a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: \x0bchunked\r\n\r\n0\r\n\r\n",
+        b"GET\x0b/v1/cp/namespaces/a\x0bHTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /v1/cp/namespaces/a HTTP/1.1\rHost: a\r\n\r\n",
+        b"GET /v1/cp/namespaces/a HTTP/1.1\r\nHost: a\r\nX: a\0b\r\n\r\n",
+    ],
+)
+def test_lines_that_mean_two_things_are_refused(address, wire):
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        sock.sendall(wire)
+        sock.shutdown(socket.SHUT_WR)
+        answer = http.client.HTTPResponse(sock)
+        answer.begin()
+        assert answer.status == 400
