@@ -119,8 +119,13 @@ class FileSpace:
             self._begun[step] = _Attempt(Group(epoch, step, last + 1, incarnation), saving)
 
     def has_begun(self, step: int) -> bool:
+        """Whether this process writes it, for the agent there is now."""
         with self._lock:
-            return step in self._begun
+            known = step in self._begun
+        if known:
+            _ = self.session  # forgets what was begun with another agent
+        with self._lock:
+            return known and step in self._begun
 
     def writer(self, step: int, name: str) -> SlotWriter:
         """A file to write; it takes its place when it is closed, or renamed when its name ends in ``.tmp``."""

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tests.support.agents import end_agent
+from tests.support.agents import agent_directory, end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
 from tests.support.models import build, full, put_back, state_of, train
@@ -250,6 +250,15 @@ def test_as_a_file_system(agent_dir, durable):
         fs.open("tiered://job/step-2/x", "ab")
     assert fs.modified("tiered://job/step-2").year > 2000
     load(2)
+
+
+def test_what_was_begun_with_another_agent_is_not_there(agent_dir, monkeypatch):
+    fs = fsspec.filesystem("tiered")
+    fs.makedirs("tiered://job/step-1")
+    assert fs.exists("tiered://job/step-1")
+    with agent_directory() as other:
+        monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(other))
+        assert not fs.exists("tiered://job/step-1")
 
 
 def test_the_command_line_sees_them(agent_dir, durable, capsys):
