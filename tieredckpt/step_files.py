@@ -36,8 +36,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from peerstore.records import Group
-from tieredckpt.agent.catalog import Catalog
-from tieredckpt.agent.drain import delete_step
 from tieredckpt.agreement import ranks_of_call
 from tieredckpt.errors import CheckpointNotFoundError, SaveFailedError
 from tieredckpt.export.source import StepSource, quiet
@@ -227,18 +225,12 @@ class JobSteps:
         return files.open(name, StepSource(described, session.node.store, session.durable_store), read)
 
     def remove(self, step: int) -> bool:
-        """Delete a step in all tiers; False where there is none."""
-        session, job = self.session, self.job
-        with told(f"step {step} of {job} cannot be deleted"):
-            views = [view for view in self._survey().views if view.group.version == step]
-            if any(view.durable for view in views):
-                catalog = Catalog(session.durable_store(), job)
-                for view in views:
-                    if view.durable:
-                        delete_step(catalog, job, view.group)
-            session.node.store.forget(job, [view.group for view in views])
-            self._survey()
-        return bool(views)
+        """Delete a step in all tiers and on all nodes; False where there is none."""
+        groups = [view.group for view in self._survey().views if view.group.version == step]
+        with told(f"step {step} of {self.job} cannot be deleted"):
+            if groups:
+                self.session.dropped(groups)
+        return bool(groups)
 
     def _group(self, step: int, name: str, *, loading: bool) -> Group:
         with self._lock:

@@ -122,6 +122,9 @@ def test_how_a_framework_looks_for_its_newest_step(way):
     fs.rm(f"{folder}/step-2", recursive=True)
     assert fs.ls(folder, detail=False) == [f"{job}/step-10"]
     load(way, job, 10)
+    save(way, job, 11)
+    fs.rm(f"{folder}/step-11", recursive=True)
+    assert newest(job) == 10
 
 
 @pytest.mark.parametrize("order", [("files", "url"), ("url", "files")])
