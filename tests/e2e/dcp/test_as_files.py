@@ -332,8 +332,11 @@ def test_strided_shards(ranks, tmp_path):
     not hasattr(dcp, "CheckpointableTensor"), reason="this torch does not ask tensors which slices they are"
 )
 @pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_tensors_that_say_which_slices_they_are(storage, how):
     """A plain tensor with two slices of a larger one, and padding between them."""
+    if how == "async_save" and isinstance(storage, Files):
+        pytest.skip("what torch stages for its own files does not say which slices it is")
 
     def sliced(values, at):
         values.global_shape = (8, 2)
