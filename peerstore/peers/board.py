@@ -6,8 +6,9 @@ import heapq
 import itertools
 import logging
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +20,12 @@ log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 4 << 20
 _PIECE_RANGES = 512
+_LATE_S = 2.0
+"""A piece is nobody's fault before it has been on its way for so long."""
+_TIMES = 4.0
+"""A source that takes so many times as long as another one for a piece is slow."""
+_UNMEASURED_BYTES_PER_S = 4 << 20
+"""What a source that has sent nothing yet is expected to do."""
 
 
 class Sealed(Protocol):
@@ -64,12 +71,29 @@ class Piece:
     done: bool = False
     doubted: set[str] = field(default_factory=set)
     """Sources whose answer was not what they hold: they are asked once more."""
+    holder: str = ""
+    """Who was asked for it last."""
+    asked_at: float = 0.0
+    arrived_bytes: int = 0
+    cut: Callable[[], object] = lambda: None
+    """Ends the connection that it is to come on."""
 
 
 class Board:
-    """The pieces of one pull, and who may still serve them. Any thread may call."""
+    """The pieces of one pull, and who may still serve them. Any thread may call.
 
-    def __init__(self, wishes: Iterable[Wish]) -> None:
+    A source that keeps a piece much longer than another one would need for it is slow: the connection is cut, so that
+    nothing of it can arrive any more, and the piece is the other one's. What nobody else has still comes from it.
+    """
+
+    def __init__(self, wishes: Iterable[Wish], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._slow: set[str] = set()
+        self._byte_s: dict[str, float] = {}
+        """How long the last piece of each source took, by byte."""
+        self._serving = 0
+        self._away: dict[int, Piece] = {}
+        """Those that somebody was asked for."""
         self._pieces = [piece for wish in wishes for piece in _pieces(wish)]
         self._left: dict[str, int] = defaultdict(int)
         """How many pieces that have not come yet each source could serve."""
@@ -79,6 +103,7 @@ class Board:
         self._changed = threading.Condition()
         self.report = Pulled()
         self.crash: BaseException | None = None
+        self._undone = len(self._pieces)
         for piece in self._pieces:
             self._offer(piece)
             for source in piece.sources:
@@ -93,30 +118,96 @@ class Board:
             return self.report.bytes_from.get(source, 0)
 
     def wants(self, source: str) -> bool:
-        """Whether there is still something that ``source`` could serve."""
+        """Once there is something that ``source`` may serve; False when there never will be."""
         with self._changed:
-            return self.crash is None and self._left[source] > 0
+            while self.crash is None and self._left[source]:
+                if self._top(source) is not None:
+                    return True
+                self._changed.wait()
+            return False
 
-    def next(self, source: str, *, wait: bool) -> Piece | None:
+    def next(self, source: str, *, wait: bool, cut: Callable[[], object] = lambda: None) -> Piece | None:
         """A piece for ``source``: first what fewest others can serve, and what prefers it. May ``wait`` while some of
-        its pieces are in other hands and may come back.
+        its pieces are in other hands and may come back. ``cut`` ends the connection that it is to come on.
         """
         with self._changed:
             while self.crash is None and self._left[source]:
-                free = self._free[source]
-                while free:
-                    *_, piece = heapq.heappop(free)
-                    if not (piece.done or piece.busy) and source in piece.sources:
-                        piece.busy = True
-                        return piece
+                piece = self._top(source)
+                if piece is not None:
+                    heapq.heappop(self._free[source])
+                    piece.busy, piece.holder, piece.cut = True, source, cut
+                    piece.asked_at, piece.arrived_bytes = self._clock(), 0
+                    self._away[id(piece)] = piece
+                    return piece
                 if not wait:
                     return None
-                self._changed.wait()
+                self._changed.wait(self._look_after(source))
             return None
+
+    def _top(self, source: str) -> Piece | None:
+        """What ``source`` is to take next, and stays where it is."""
+        free = self._free[source]
+        while free:
+            piece = free[0][-1]
+            if not (piece.done or piece.busy) and source in piece.sources and not self._passed_over(source, piece):
+                return piece
+            heapq.heappop(free)  # whatever makes it this source's after all offers it again
+        return None
+
+    def _passed_over(self, source: str, piece: Piece) -> bool:
+        return source in self._slow and any(other not in self._slow for other in piece.sources)
+
+    def _look_after(self, source: str) -> float | None:
+        """``source`` has nothing to do: take from slow ones what it would be done with sooner. When to look again."""
+        if source in self._slow:
+            return None
+        now, again = self._clock(), []
+        for piece in list(self._away.values()):
+            if piece.holder == source or source not in piece.sources:
+                continue
+            own_s = piece.size_bytes * self._byte_s.get(source, 1 / _UNMEASURED_BYTES_PER_S)
+            since = now - piece.asked_at
+            if since < _LATE_S + _TIMES * own_s:
+                again.append(_LATE_S + _TIMES * own_s - since)
+            elif piece.arrived_bytes * (since + _TIMES * own_s) < piece.size_bytes * since:  # at its pace it needs more
+                self._take_from(piece)
+            else:
+                again.append(own_s)
+        return min(again, default=None)
+
+    def _take_from(self, piece: Piece) -> None:
+        log.warning(
+            "%s is slow: %d of %d bytes in %.1f s; others are asked",
+            *(piece.holder, piece.arrived_bytes, piece.size_bytes, self._clock() - piece.asked_at),
+        )
+        self._slow.add(piece.holder)
+        piece.asked_at = self._clock()  # it is free once its connection has ended
+        for other in self._pieces:  # some may have only slow sources now
+            if not (other.done or other.busy):
+                self._offer(other)
+        piece.cut()
+
+    def begin(self, streams: int) -> None:
+        self._serving = streams
+
+    def end(self) -> None:
+        """A stream takes nothing any more."""
+        with self._changed:
+            self._serving -= 1
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Until everything has come, or no stream is left. Who still tries to connect then is not waited for."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._serving or (self.crash is None and not self._undone))
 
     def done(self, source: str, piece: Piece) -> None:
         with self._changed:
-            piece.busy, piece.done = False, True
+            took = self._clock() - piece.asked_at
+            self._byte_s[source] = took / max(1, piece.size_bytes)
+            piece.done = True
+            self._came_back(piece)
+            self._undone -= 1
             self.report.bytes_from[source] += piece.size_bytes
             for other in piece.sources:
                 self._left[other] -= 1
@@ -124,7 +215,7 @@ class Board:
 
     def put_back(self, piece: Piece, *, without: str = "", because: PeerStoreError | None = None) -> None:
         with self._changed:
-            piece.busy = False
+            self._came_back(piece)
             if because is not None:
                 self.report.failed[piece.wish.record.key] = because
             self._strike(without, piece)
@@ -138,7 +229,7 @@ class Board:
             key = piece.wish.record.key
             self.report.refused.append((source, key, str(error)))
             self.report.failed[key] = error
-            piece.busy = False
+            self._came_back(piece)
             for other in self._pieces:
                 if other.wish.record.key == key:
                     self._strike(source, other)
@@ -164,6 +255,10 @@ class Board:
         left = {piece.wish.record.key for piece in self._pieces if not piece.done}
         nobody = PeerUnreachableError("no node that is reached has it")
         self.report.failed = {key: self.report.failed.get(key, nobody) for key in left}
+
+    def _came_back(self, piece: Piece) -> None:
+        piece.busy = False
+        del self._away[id(piece)]
 
     def _offer(self, piece: Piece) -> None:
         """Whoever can serve it may take it."""

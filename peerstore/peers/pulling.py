@@ -50,10 +50,10 @@ class Puller:
             for source, count in board.load().items()
             for _ in range(min(self._streams, count))
         ]
+        board.begin(len(threads))
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        board.wait()
         board.give_up()
         if board.crash is not None:
             raise board.crash
@@ -64,6 +64,12 @@ class Puller:
 
         A connection that breaks says little about the node behind it: as long as a new one gets anywhere, it goes on.
         """
+        try:
+            self._serve_all(board, source)
+        finally:
+            board.end()
+
+    def _serve_all(self, board: Board, source: str) -> None:
         fresh = False
         try:
             while True:
@@ -113,7 +119,7 @@ class _Stream:
 
     def _ask(self) -> None:
         while len(self._asked) < _AHEAD and not self._doubtful:
-            piece = self._board.next(self._source, wait=not self._asked)
+            piece = self._board.next(self._source, wait=not self._asked, cut=self._line.close)
             if piece is None:
                 return
             self._asked.append(piece)
@@ -181,11 +187,13 @@ class _Comparison:
     """
 
     def __init__(self, piece: Piece, sent: Sent) -> None:
+        self._piece = piece
         self._expected = _expected(piece, sent)
         self._next = next(self._expected, None)
         self.problem = ""
 
     def __call__(self, size_bytes: int) -> None:
+        self._piece.arrived_bytes = size_bytes
         while self._next is not None and self._next.end <= size_bytes:
             if not self.problem and digest(self._next.span) != self._next.digest:
                 self.problem = self._next.problem

@@ -26,6 +26,8 @@ PREFIX = struct.Struct(">3sBIQ")
 
 _WINDOW_BYTES = 256 << 10
 """Most bytes in one call to the kernel: what has just been copied is still in the cache when it is copied again."""
+_SLOWEST_BYTES_PER_S = 64 << 10
+"""A payload that comes more slowly than this is given up, however steadily its bytes trickle in."""
 _STEP_BYTES = 1 << 20
 
 
@@ -125,9 +127,10 @@ class FramedChannel:
                 raise RequestError(f"{cursor.left} bytes were given to fill, the payload has {self._left}")
             if any(view.readonly for view in views):
                 raise RequestError("a view that is to be filled is read-only")
+            deadline = self._stream.now() + self.timeout_s + cursor.left / _SLOWEST_BYTES_PER_S
             with self._or_over():
                 while cursor.left:
-                    cursor.advance(self._some(cursor.window(_WINDOW_BYTES)))
+                    cursor.advance(self._some(cursor.window(_WINDOW_BYTES), deadline))
 
     def proven(self) -> None:
         self.is_proven = True
@@ -136,10 +139,11 @@ class FramedChannel:
     def discard(self) -> None:
         with self._receiving:
             self._check()
+            deadline = self._stream.now() + self.timeout_s + self._left / _SLOWEST_BYTES_PER_S
             with self._or_over(), memoryview(bytearray(min(self._left, _WINDOW_BYTES))) as scratch:
                 while self._left:
                     with scratch[: self._left] as room:
-                        self._some([room])
+                        self._some([room], deadline)
 
     def close(self) -> None:
         """Whoever waits in ``send`` or ``receive`` is woken first: what they use is given back only after them."""
@@ -224,8 +228,13 @@ class FramedChannel:
                 raise PeerUnreachableError("the connection ended in the middle of a header")
             filled += count
 
-    def _some(self, window: list[memoryview]) -> int:
-        count = self._stream.receive(window, within_s=self.timeout_s)
+    def _some(self, window: list[memoryview], deadline: float) -> int:
+        left_s = deadline - self._stream.now()
+        if left_s <= 0:
+            raise PeerUnreachableError(
+                f"{self._left} bytes of a payload are missing, at less than {_SLOWEST_BYTES_PER_S >> 10} KiB/s"
+            )
+        count = self._stream.receive(window, within_s=min(self.timeout_s, left_s))
         if count == 0:
             raise PeerUnreachableError(f"the connection ended {self._left} bytes before the end of a payload")
         self._left -= count

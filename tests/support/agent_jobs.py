@@ -153,10 +153,12 @@ class AgentJob:
             record = next(record for record in records if record.key == of)
 
             def read() -> tuple[bytes, Pulled]:
+                """From whatever is in ``peers`` by then."""
                 data = bytearray(record.size_bytes)
                 pulled = puller.pull([Wish(record, [Target(0, len(data), memoryview(data))], list(sources))])
                 return bytes(data), pulled
 
+            read.peers = peers  # type: ignore[attr-defined]
             yield read
 
 

@@ -1,4 +1,4 @@
-"""A line to a server that can be cut, with all that passes on it, and mended again at the same address."""
+"""A line to a server that can be cut, with all that passes on it, and mended again at the same address; or be slow."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class CutLine:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._is_cut = self._ended = False
+        self._trickles_after: int | None = None
+        self._over = threading.Event()
         self.refused = threading.Event()
         """Somebody has come while it was cut."""
         self._threads = [threading.Thread(target=self._accept, name="cut-line")]
@@ -30,6 +32,7 @@ class CutLine:
             yield self
         finally:
             self._ended = True
+            self._over.set()
             self.cut()
             for thread in self._threads:
                 thread.join()
@@ -47,6 +50,10 @@ class CutLine:
         with self._lock:
             self._is_cut = False
 
+    def trickle(self, *, after_bytes: int) -> None:
+        """Of what the server says on each connection, only so much passes at once, and then a byte now and then."""
+        self._trickles_after = after_bytes
+
     def _accept(self) -> None:
         while not self._ended:
             try:
@@ -60,10 +67,20 @@ class CutLine:
                     continue
                 server = socket.create_connection(self._target)
                 self._open |= {client, server}
-            for source, sink in ((client, server), (server, client)):
-                thread = threading.Thread(target=self._pump, args=(source, sink), name="cut-line")
+            for source, sink, pump in ((client, server, self._pump), (server, client, self._pump_back)):
+                thread = threading.Thread(target=pump, args=(source, sink), name="cut-line")
                 self._threads.append(thread)
                 thread.start()
+
+    def _pump_back(self, source: socket.socket, sink: socket.socket) -> None:
+        if (left := self._trickles_after) is not None:
+            with contextlib.suppress(OSError):
+                while left > 0 and (data := source.recv(min(65536, left))):
+                    sink.sendall(data)
+                    left -= len(data)
+                while not self._over.wait(_LOOK_S) and (data := source.recv(1)):
+                    sink.sendall(data)
+        self._pump(source, sink)
 
     def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):

@@ -1,13 +1,19 @@
 """An agent that is there and answers nobody: the others say what is missing, find somebody else, and take it back."""
 
+import contextlib
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from peerstore.cluster.nodes import Node, node_id
 from peerstore.cluster.placement import place
+from peerstore.peers.calling import Peer
+from peerstore.transport.tcp import TcpTransport
 from tests.support.agent_jobs import agent_job
+from tests.support.cut_line import CutLine
 from tests.support.neighbours import until
+from tests.support.stores import MIB, content
 
 pytestmark = pytest.mark.e2e
 
@@ -43,3 +49,22 @@ def test_a_frozen_partner_is_missed_replaced_where_that_can_be_and_taken_back(na
         with job["n1"].agent(job.job) as agent:
             found = agent.durability(newer)
             assert (found.copies, found.lacking, found.settled) == (2, 0, True)
+
+
+@pytest.mark.parametrize("size", [3 * MIB + 17, 64 * MIB + 5], ids=["one piece", "many pieces"])
+def test_a_source_that_sends_a_byte_now_and_then_costs_its_share_and_the_other_one_serves_the_rest(size):
+    with agent_job("n1", "n2") as job, contextlib.ExitStack() as undo:
+        (large,) = job.save(1, "n1", parts=1, size_bytes=size)
+        job.settle(1)
+        with job["n2"].agent() as agent:
+            line = CutLine(int(agent.me().address.rpartition(":")[2]))
+        reads = undo.enter_context(ThreadPoolExecutor(1))
+        undo.enter_context(line.started())
+        line.trickle(after_bytes=size // 8)
+        with job.reading(large, ["n2", "n1"]) as read:
+            read.peers["n2"].close()
+            read.peers["n2"] = Peer(TcpTransport(), f"127.0.0.1:{line.port}", read.peers["n1"]._pass)
+            data, pulled = reads.submit(read).result(120)  # at its pace it would take days
+        assert data == content(large, size)
+        assert pulled.failed == {}
+        assert pulled.bytes_from["n1"] > 0.75 * size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -89,3 +90,81 @@ def test_every_piece_comes_once_or_is_named_as_missing(held, mebibytes, steps):
 def test_what_fewest_others_have_is_taken_first_and_then_what_a_source_is_preferred_for():
     board = Board([wish(0, MIB, ["n1", "n2"]), wish(1, MIB, ["n2", "n1"]), wish(2, MIB, ["n2"])])
     assert [board.next("n2", wait=False).wish.record.key.part for _ in range(3)] == [2, 1, 0]
+
+
+class Hand:
+    """A source's stream: what it has been asked for, and a connection that can be cut."""
+
+    def __init__(self, board, source):
+        self.board, self.source, self.pieces, self.cuts = board, source, [], 0
+
+    def take(self, *, wait=False):
+        piece = self.board.next(self.source, wait=wait, cut=self.cut)
+        self.pieces += [piece] if piece else []
+        return piece
+
+    def cut(self):
+        """As a connection that is closed: whoever reads from it finds out on a thread of its own."""
+        self.cuts += 1
+        threading.Thread(target=self.put_back).start()
+
+    def put_back(self):
+        while self.pieces:
+            self.board.put_back(self.pieces.pop())
+
+    def done(self):
+        self.board.done(self.source, self.pieces.pop())
+
+
+def slow_and_quick(sizes, *, clock):
+    board = Board((wish(part, size, ["slow", "quick"]) for part, size in enumerate(sizes)), clock=clock)
+    return board, Hand(board, "slow"), Hand(board, "quick")
+
+
+def test_what_a_slow_source_keeps_is_taken_from_it_and_given_to_one_that_has_nothing_to_do():
+    now = [0.0]
+    board, slow, quick = slow_and_quick([MIB, MIB, MIB], clock=lambda: now[0])
+    kept = slow.take()
+    quick.take()
+    now[0] = 1.0
+    quick.done()
+    now[0] = 20.0
+    kept.arrived_bytes = MIB // 100
+    quick.take()  # there is still something else to do
+    quick.done()
+    assert slow.cuts == 0
+    assert quick.take(wait=True) is kept
+    assert slow.cuts == 1
+    quick.done()
+    assert slow.take(wait=True) is None
+    assert board.report.bytes_from == {"quick": 3 * MIB}
+
+
+def test_one_that_is_about_to_be_done_keeps_what_it_has():
+    now = [0.0]
+    board, slow, quick = slow_and_quick([MIB, MIB], clock=lambda: now[0])
+    kept = slow.take()
+    quick.take()
+    now[0] = 8.0
+    quick.done()
+    now[0] = 40.0
+    kept.arrived_bytes = MIB * 9 // 10
+    assert board._look_after("quick") is not None
+    assert slow.cuts == 0
+
+
+def test_what_only_the_slow_source_has_left_still_comes_from_it():
+    now = [0.0]
+    board, slow, quick = slow_and_quick([MIB, MIB], clock=lambda: now[0])
+    kept = slow.take()
+    quick.take()
+    now[0] = 1.0
+    quick.done()
+    now[0] = 60.0
+    assert quick.take(wait=True) is kept
+    assert slow.take() is None  # it is passed over while there is another one
+    quick.put_back()
+    board.lose("quick", LOST)
+    assert slow.take(wait=True) is kept
+    slow.done()
+    assert not board.wants("slow")
