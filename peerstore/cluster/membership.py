@@ -3,7 +3,7 @@
 ::
 
     not seen ──it, or somebody, says so──> ALIVE ──3 pings without an answer──> SUSPECT ──5 s──> DEAD
-                                             ^                                     │               │
+                                             ^     (nor reached by two others)     │               │
                                              └──────── its own higher number ──────┴───────────────┘
 
 Each node pings its few neighbours on a ring of the living and one random node of the whole roster every period, so
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from peerstore.cluster.gossip import Fence, Gossip, News, Rumour, Standing
@@ -29,6 +30,7 @@ _LEAP_PERIODS = 5
 _SAMPLE = 12
 _SAMPLE_PERIODS = 16
 _PATIENCE = 16
+_HELPERS = 2
 
 
 class Ping(NamedTuple):
@@ -36,6 +38,13 @@ class Ping(NamedTuple):
 
     node: Node
     gossip: Gossip
+
+
+class AskAnother(NamedTuple):
+    """Have ``helper`` ping ``node``, which has not answered this one. Then, where it did answer: ``vouched``."""
+
+    helper: Node
+    node: NodeId
 
 
 class _Sent(NamedTuple):
@@ -72,6 +81,8 @@ class Membership:
         self._ring: tuple[NodeId, ...] = ()
         self._news = News(())
         self._sent: dict[NodeId, _Sent] = {}
+        self._missing: set[NodeId] = set()
+        """Who was missed since others were asked last."""
         self._suspects: set[NodeId] = set()
         self._came_of: dict[NodeId, tuple[float, bool]] = {}
         """Of the last nodes that were believed alive and pinged: when, and whether they answered."""
@@ -110,6 +121,42 @@ class Membership:
             self._sent[name] = _Sent(now, believed=False)
             pings.append(Ping(self._members[name].node, self.gossip_for(name)))
         return tuple(pings)
+
+    def queued(self, nodes: Iterable[NodeId]) -> None:
+        """The pings to these are not on their way yet: until :meth:`sending` they cannot be late."""
+        for name in nodes:
+            if name in self._sent:
+                self._sent[name] = self._sent[name]._replace(at=math.inf)
+
+    def sending(self, now: float, node: NodeId) -> None:
+        """The ping to ``node`` goes out now."""
+        now = self._arrive(now)
+        if node in self._sent:
+            self._sent[node] = self._sent[node]._replace(at=now)
+
+    def indirect(self) -> tuple[AskAnother, ...]:
+        """Whom others are to ping, because it did not answer this node: it may be the way there that is bad."""
+        missing = [name for name in self._missing if name in self._members]
+        self._missing.clear()
+        helpers = [
+            name
+            for name in self._ring
+            if self._members[name].standing is Standing.ALIVE and not self._members[name].misses
+        ]
+        asked = []
+        for name in missing:
+            if self._members[name].standing is Standing.ALIVE and self._members[name].misses:
+                some = self._random.sample(helpers, min(_HELPERS, len(helpers)))
+                asked += [AskAnother(self._members[helper].node, name) for helper in some]
+        return tuple(asked)
+
+    def vouched(self, now: float, node: NodeId) -> None:
+        """Another one has reached ``node``, which did not answer this one."""
+        now = self._arrive(now)
+        member = self._members.get(node)
+        if member is not None and member.standing is Standing.ALIVE:
+            member.misses = 0
+            self._sample(now, node, answered=True)
 
     def gossip_for(self, node: NodeId) -> Gossip:
         """What to tell ``node``: about this node, what is said about itself, and the latest."""
@@ -336,6 +383,7 @@ class Membership:
         if sent.believed:
             self._sample(now, name, answered=False)
         member.misses += 1
+        self._missing.add(name)
         if member.misses >= member.patience and member.rumour is not None and member.standing is Standing.ALIVE:
             member.misses, member.accused = 0, True
             self._believe(now, Rumour(member.rumour.node, member.rumour.number, Standing.SUSPECT))

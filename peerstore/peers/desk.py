@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from peerstore import frames
+from peerstore.cluster.nodes import NodeId
 from peerstore.crashpoints import reach
 from peerstore.errors import (
     PeerStoreError,
@@ -34,6 +35,7 @@ from peerstore.peers.messages import (
     LookFor,
     Offer,
     Ping,
+    PingFor,
     PutBlob,
     Read,
     Relist,
@@ -139,6 +141,7 @@ class _Conversation:
             "stake": (Stake, lambda a: team.sharing.staked(who.node, a)),
             "parities": (AskParities, self._parities),
             "ping": (Ping, lambda a: team.tending.pinged(who.node, a)),
+            "ping_for": (PingFor, lambda a: team.tending.reaches(NodeId(a.node))),
             "roster": (AskRoster, self._roster),
             "settling": (Settling, team.protecting.settlement.settling),
             "dropped": (Dropped, lambda a: self._store.forget(team.job, list(a.groups)) and None),

@@ -232,6 +232,12 @@ class Dropped(msgspec.Struct, frozen=True):
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=1024)]
 
 
+class PingFor(msgspec.Struct, frozen=True):
+    """Whether who is asked reaches ``node``, which did not answer who asks: a bool."""
+
+    node: str
+
+
 class AskRoster(msgspec.Struct, frozen=True):
     """Who belongs to the job, as far as the other node knows?"""
 

@@ -12,21 +12,23 @@ from concurrent.futures import ThreadPoolExecutor
 from peerstore.cluster.discovery import Discovery
 from peerstore.cluster.gossip import Gossip
 from peerstore.cluster.members import MembershipSettings
-from peerstore.cluster.membership import Membership
+from peerstore.cluster.membership import AskAnother, Membership
 from peerstore.cluster.membership import Ping as PingOut
 from peerstore.cluster.nodes import Node, NodeId
 from peerstore.cluster.roster import Roster
 from peerstore.copies import Copies
 from peerstore.errors import NoQuorumError, PeerStoreError
 from peerstore.peers.calling import Pass, Peer
-from peerstore.peers.messages import AskRoster, Ping
+from peerstore.peers.messages import AskRoster, Ping, PingFor
 from peerstore.peers.newcomers import Newcomers
 from peerstore.transport.seam import Transport
 
 log = logging.getLogger(__name__)
 
 _DISCOVER_S = 10.0
-_PINGERS = 8
+_PINGERS = 24
+_CONNECT_S = 5.0
+"""How long one ping may take, a connection that is made for it included; its answer has less."""
 
 
 class Tending:
@@ -57,6 +59,8 @@ class Tending:
         self._newcomers = Newcomers(self._members.settings)
         self._peers: dict[str, Peer] = {}
         self._lived: set[str] = set()
+        self._flying: set[str] = set()
+        """Nodes that a ping is on its way to."""
         self._living: tuple[int, Mapping[str, Node]] = (-1, {})
         self._waited = False
         self._stop = threading.Event()
@@ -222,7 +226,9 @@ class Tending:
             before = self._members.changes
             with self._lock:
                 pings = self._members.tick(self._clock())
+                indirect = self._members.indirect()
             self._send(pings)
+            self._ask_others(indirect)
             waited, self._waited = self._waited, self._newcomers.met(self._clock(), self._members.living)
             if self._members.changes != before or waited != self._waited:
                 self._noticed()
@@ -243,26 +249,78 @@ class Tending:
             log.warning("job %s: who belongs to it could not be found out: %s", self._pass.job, error)
 
     def _send(self, pings: Iterable[PingOut]) -> None:
+        """Each counts from when its turn comes: one that waits behind others is not late. One at a time per node."""
+        with self._lock:
+            due = [ping for ping in pings if ping.node.id not in self._flying]
+            self._flying |= {ping.node.id for ping in due}
+            self._members.queued([ping.node.id for ping in due])
         with contextlib.suppress(RuntimeError):  # it is closed meanwhile, and nobody waits for an answer any more
-            for ping in pings:
+            for ping in due:
                 self._pool.submit(self._ping, ping)
 
     def _ping(self, ping: PingOut) -> None:
         node, before = ping.node.id, self._members.changes
-        timeout_s = self._members.settings.ping_timeout_s
         try:
-            answer = self.peer(node).call("ping", self._ping_with(ping.gossip), Ping, timeout_s=timeout_s)
+            with self._lock:
+                self._members.sending(self._clock(), node)
+            answer = self._asked(node, ping.gossip)
         except (PeerStoreError, OSError) as error:
             log.debug("job %s: %s did not answer: %s", self._pass.job, node, error)
             with self._lock:
                 self._members.failed(self._clock(), node)
         else:
+            self._came(node, answer)
+        finally:
             with self._lock:
-                self._members.answered(self._clock(), node)
-                self._members.heard(self._clock(), node, answer.gossip)
-            self._take_over(answer)
+                self._flying.discard(node)
         if self._members.changes != before:
             self._noticed()
+
+    def _asked(self, node: NodeId, gossip: Gossip) -> Ping:
+        timeout_s = self._members.settings.ping_timeout_s
+        within_s = max(_CONNECT_S, timeout_s)
+        answer: Ping = self.peer(node).call(
+            "ping", self._ping_with(gossip), Ping, timeout_s=timeout_s, within_s=within_s
+        )
+        return answer
+
+    def _came(self, node: NodeId, answer: Ping) -> None:
+        with self._lock:
+            self._members.answered(self._clock(), node)
+            self._members.heard(self._clock(), node, answer.gossip)
+        self._take_over(answer)
+
+    def _ask_others(self, asked: Iterable[AskAnother]) -> None:
+        with contextlib.suppress(RuntimeError):
+            for one in asked:
+                self._pool.submit(self._ask_another, one)
+
+    def _ask_another(self, asked: AskAnother) -> None:
+        helper, node = asked.helper.id, asked.node
+        within_s = _CONNECT_S + self._members.settings.ping_timeout_s
+        try:
+            reached = self.peer(helper).call("ping_for", PingFor(node), bool, timeout_s=within_s, within_s=within_s)
+        except (PeerStoreError, OSError) as error:  # of another release, or gone: nothing is known by it
+            log.debug("job %s: %s did not say whether %s lives: %s", self._pass.job, helper, node, error)
+            return
+        if reached:
+            with self._lock:
+                self._members.vouched(self._clock(), node)
+
+    def reaches(self, node: NodeId) -> bool:
+        """Whether a node that did not answer another one answers this one."""
+        with self._lock:
+            if node == self.me.id or self.standing(node) in ("stranger", "dead"):
+                return node == self.me.id
+            gossip = self._members.gossip_for(node)
+        before = self._members.changes
+        try:
+            self._came(node, self._asked(node, gossip))
+        except (PeerStoreError, OSError):
+            return False
+        if self._members.changes != before:
+            self._noticed()
+        return True
 
     def _fetch_roster(self, node: NodeId) -> None:
         try:

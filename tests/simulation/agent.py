@@ -62,6 +62,7 @@ class Agent:
         self._repairs: list[ShardRecord] = []
         self._handlers: dict[str, Callable[[str, Any], Any]] = {
             "ping": self._pinged,
+            "ping_for": lambda _, node: self.world.reaches(self.name, node, self.members.settings.ping_timeout_s),
             "roster": lambda *_: self.members.roster,
             "settling": lambda _, note: self.settling(note),
             "settled": lambda _, group: self._settled(group),
@@ -137,6 +138,8 @@ class Agent:
                 partial(self._unpinged, node),
                 self.members.settings.ping_timeout_s,
             )
+        for asked in self.members.indirect():
+            self.call(asked.helper.id, "ping_for", asked.node, partial(self._heard_of, asked.node))
         self._noticed(before)
         if self.members.wanted is not None:
             self.call(self.members.wanted, "roster", None, self.set_roster)
@@ -160,6 +163,10 @@ class Agent:
         self.members.heard(self.clock(), node, answer.gossip)
         tending.take_over(self.copies, JOB, self.members.fence, answer)
         self._noticed(before)
+
+    def _heard_of(self, node: Any, reached: bool) -> None:
+        if reached:
+            self.members.vouched(self.clock(), node)
 
     def _unpinged(self, node: Any, _error: PeerStoreError) -> None:
         before = self.members.changes

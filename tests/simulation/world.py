@@ -162,6 +162,13 @@ class World:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
+    def reaches(self, source: str, target: str, within_s: float) -> bool:
+        """Whether a ping there is answered in time."""
+        machine = self.machines.get(target)
+        ways = [self.network.delay_s(source, target), self.network.delay_s(target, source)]
+        answers = machine is not None and machine.agent is not None
+        return answers and None not in ways and sum(way or 0.0 for way in ways) <= within_s
+
     def call(
         self,
         source: Agent,

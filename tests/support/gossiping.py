@@ -147,7 +147,23 @@ class Network:
             return
         for ping in member.tick(self._time(name)):
             self._send(name, ping.node.id, ping.gossip, answer=True)
+        for asked in member.indirect():
+            self._ask_another(name, asked.helper.id, asked.node)
         self._at(self.now + self.settings.heartbeat_s, lambda: self._tick(name, member))
+
+    def _ask_another(self, a: NodeId, helper: NodeId, node: NodeId) -> None:
+        """Four messages on two ways; the answer is only worth something where none of them is lost."""
+        self.messages[a] += 1
+        ways = [(a, helper), (helper, node), (node, helper), (helper, a)]
+        when = self.now + sum(self.random.uniform(*self.delay_s) for _ in ways)
+
+        def answered() -> None:
+            member = self.up.get(a)
+            if member is not None and {helper, node} <= self.up.keys() and not any(self.cut(*way) for way in ways):
+                member.vouched(self._time(a), node)
+
+        if not any(self.random.random() < self.loss for _ in ways):
+            self._at(when, answered)
 
     def _send(self, a: NodeId, b: NodeId, gossip: Gossip, *, answer: bool) -> None:
         self.messages[a] += 1

@@ -118,3 +118,27 @@ def test_a_partner_that_asks_for_chunks_that_do_not_exist_stops_no_other_copy():
         assert n1.settled == -1
         assert n1.team.protecting.totals.errors >= 1
         assert n1.is_good(key(1))
+
+
+def test_neighbours_in_a_black_hole_make_nobody_suspect_and_cost_no_quorum():
+    """They take connections and say nothing: what waits for them holds up no ping to anybody else."""
+    names = [f"n{number}" for number in range(1, 8)]
+    with neighbours(*names) as nodes:
+        first, *others = nodes
+
+        def standings():
+            return {(node.name, other): node.team.tending.standing(other) for node in nodes for other in names}
+
+        until(lambda: {*standings().values()} == {"alive"}, "all have met")
+        for silent in others[:3]:
+            nodes.network.stall(first.name, silent.name)
+            nodes.network.stall(silent.name, first.name)
+        seen = []
+
+        def looked_often():
+            seen.append(standings())
+            seen.append({(node.name, ""): "alive" if node.team.tending.quorum else "no quorum" for node in nodes})
+            return len(seen) > 1000
+
+        until(looked_often)
+        assert {(who, standing) for one in seen for who, standing in one.items() if standing != "alive"} == set()

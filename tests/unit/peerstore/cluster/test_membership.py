@@ -125,6 +125,39 @@ def test_an_answer_however_late_ends_the_count():
     assert member.standing(N2.id) is ALIVE
 
 
+def test_a_ping_that_waits_for_its_turn_is_not_late():
+    member = view(roster=roster_of(1, [N1, N2]), sees=[N2])
+    for ping in member.tick(0.0):
+        member.queued([ping.node.id])
+    for second in range(1, 10):
+        assert member.tick(float(second)) == ()
+    member.sending(10.0, N2.id)
+    member.tick(10.5)
+    assert member.indirect() == ()
+    member.tick(11.0)
+    assert member.indirect() == ()  # it was missed, and there is nobody else to ask
+    periods(member, 3, start=12.0)
+    assert member.standing(N2.id) is SUSPECT
+
+
+def test_who_does_not_answer_is_pinged_by_two_others_too_and_lives_where_they_reach_it():
+    member = view(sees=[N2, N3, N4, N5])
+    for second in range(12):
+        for ping in member.tick(float(second)):
+            if ping.node.id != N2.id:
+                member.answered(float(second), ping.node.id)
+        asked = member.indirect()
+        assert len(asked) == 2 * bool(second)
+        assert {one.node for one in asked} <= {N2.id}
+        assert not {one.helper.id for one in asked} & {N1.id, N2.id}
+        for one in asked:
+            member.vouched(second + 0.5, one.node)
+    assert (member.standing(N2.id), member.quorum) == (ALIVE, True)
+    # Once the others do not reach it either it is suspected as before.
+    periods(member, 4, start=12.0, answers={N3.id, N4.id, N5.id})
+    assert member.standing(N2.id) is SUSPECT
+
+
 def test_a_suspected_node_raises_its_number_and_that_refutes_it():
     accused, other = view(N2, number=7), view(N3, sees=[N1])
     other.heard(0.0, N1.id, says(Rumour(N2, 7, SUSPECT)))
