@@ -101,7 +101,9 @@ class Client:
         errors: Mapping[str, type[Exception]] | None = None,
         replace: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``replace`` is asked when the agent says nothing: it ends one that hangs, so that there can be another."""
+        """``replace`` is asked when the agent says nothing: it ends one that hangs, so that there can be another; where
+        that is not this process's business it raises :class:`AgentUnreachableError`, and nobody waits any longer.
+        """
         self._connector = connector
         self._replace = replace
         self._job = job
@@ -197,6 +199,10 @@ class Client:
     def status(self) -> StoreStatus:
         return self.call("status", operations.Status(), StoreStatus)
 
+    def answers(self, *, timeout_s: float) -> None:
+        """Nothing, once the agent has said anything."""
+        self.call("epoch", operations.EpochOf("nobody"), int, timeout_s=timeout_s)
+
     def close(self) -> None:
         """Close the connections; one in the middle of a call is closed when the call ends."""
         with self._lock:
@@ -272,14 +278,17 @@ class Client:
             raise
 
     def _await_answer(self, sock: socket.socket, timeout_s: float) -> None:
-        """Until something comes. An agent that is at work may say nothing for long; one that hangs is replaced."""
+        """Until something comes. An agent that is at work may say nothing for long; one that hangs is replaced, where
+        there is time to prove that.
+        """
         until = time.monotonic() + timeout_s
         waiting = select.poll()
         waiting.register(sock, select.POLLIN)
         while not waiting.poll(1000 * min(_SILENT_S, max(0.0, until - time.monotonic()))):
             if time.monotonic() >= until:
                 raise TimeoutError
-            self._replace()
+            if until - time.monotonic() > _SILENT_S:
+                self._replace()
 
     def tell(self, op: str, body: object, *, timeout_s: float) -> None:
         """Say something the agent may miss, on a connection that is open: nothing is opened, started or repeated."""
@@ -330,7 +339,7 @@ class Client:
                 self._given_up = False
                 return sock
             except (AgentUnreachableError, OSError) as error:
-                in_time = until is None or time.monotonic() < until
+                in_time = until is None or until - time.monotonic() > _SILENT_S
                 replaced = isinstance(error, TimeoutError) and in_time and self._replace()
                 if not replaced and (self._given_up or time.monotonic() + pause >= deadline):
                     self._given_up = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -10,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from peerstore import frames
@@ -59,23 +60,45 @@ def replace_hung(place: AgentPlace, *, within_s: float = _PROBE_S) -> bool:
     The proof: it accepts nobody's greeting for ``within_s``, holds the lock of its directory, and meanwhile none of its
     threads ran, was about to, or waited for a disk. One that is only slow on a busy machine is left alone.
     """
-    try:
-        with connect(place.socket, named=place.named) as sock:
+    with _hung(place, within_s) as (pid, agent):
+        if not pid:
+            return False
+        log.warning("the agent in %s (process %d) hangs: it is ended, and another one takes over", place.directory, pid)
+        try:
+            signal.pidfd_send_signal(agent, signal.SIGKILL)
+            return bool(select.select([agent], [], [], _END_S)[0])
+        except OSError:  # it is gone
+            return False
+
+
+def refuse_hung(place: AgentPlace, *, within_s: float = _PROBE_S) -> bool:
+    """Raise :class:`AgentUnreachableError` if the agent hangs: whoever manages it has to end it. Else false."""
+    with _hung(place, within_s) as (pid, _):
+        if pid:
+            raise AgentUnreachableError(
+                f"the agent in {place.directory} (process {pid}) hangs, or was stopped, and this process may not "
+                f"replace it: have it go on (kill -CONT {pid}), or end it and start another one"
+            )
+    return False
+
+
+@contextlib.contextmanager
+def _hung(place: AgentPlace, within_s: float) -> Iterator[tuple[int, int]]:
+    """The agent's process and an open descriptor of it, where it hangs; else (0, -1)."""
+    with contextlib.ExitStack() as cleanup:
+        found = (0, -1)
+        try:
+            sock = cleanup.enter_context(connect(place.socket, named=place.named))
             pid = peer_of(sock)[0]
             agent = os.pidfd_open(pid)
-            try:
-                before = _stands_still(pid)
-                if before < 0 or _greets(sock, within_s) or _stands_still(pid) != before or not _holds(place, pid):
-                    return False
-                log.warning(
-                    "the agent in %s (process %d) hangs: it is ended, and another one takes over", place.directory, pid
-                )
-                signal.pidfd_send_signal(agent, signal.SIGKILL)
-                return bool(select.select([agent], [], [], _END_S)[0])
-            finally:
-                os.close(agent)
-    except (PeerStoreError, OSError, ValueError):  # it is gone, or somebody else's
-        return False
+            cleanup.callback(os.close, agent)
+            before = _stands_still(pid)
+            still = before >= 0 and not _greets(sock, within_s) and _stands_still(pid) == before
+            if still and _holds(place, pid):
+                found = pid, agent
+        except (PeerStoreError, OSError, ValueError):  # it is gone, or somebody else's
+            pass
+        yield found
 
 
 def _greets(sock: socket.socket, within_s: float) -> bool:

@@ -7,13 +7,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from peerstore import frames
+from peerstore.agent_watch import AgentWatch
 from peerstore.client import Client, Connector, connect
 from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.errors import AgentUnreachableError
-from peerstore.launch import connect_or_launch, replace_hung
+from peerstore.launch import connect_or_launch, refuse_hung, replace_hung
 from peerstore.peers.plan import TeamPlan
 from peerstore.records import Group, ShardKey
 from peerstore.settings import AgentPlace
@@ -77,14 +79,20 @@ class AgentNode:
         place = settings.agent_place
         self.place = place
         command, environ = agent_command(settings), _agent_environment()
-        self.store = _client(
-            place,
+        self._embedded = settings.agent.embedded
+        self._connector: Connector = (
             (lambda: connect_or_launch(place, command, environ=environ))
-            if settings.agent.embedded
-            else (lambda: connect(place.socket, named=place.named)),
-            job,
-            (lambda: replace_hung(place)) if settings.agent.embedded else (lambda: False),
+            if self._embedded
+            else (lambda: connect(place.socket, named=place.named))
         )
+        self._replace = partial(replace_hung if self._embedded else refuse_hung, place)
+        self._watch: AgentWatch | None = None
+        self.store = _client(place, self._connector, job, self._replace)
+
+    def look_after(self) -> None:
+        """From now on the agent is started again, or replaced, also while nobody calls it."""
+        if self._embedded and self._watch is None:
+            self._watch = AgentWatch(self._connector, self._replace)
 
     def configure(self, job: str, durable: DurableSettings) -> None:
         self.store.call("configure", Configure(job, durable), type(None))
@@ -184,6 +192,8 @@ class AgentNode:
         self.store.call("observe", Observe(job, dict(values)), type(None))
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         self.store.close()
 
 

@@ -156,6 +156,8 @@ class TieredReader(StorageReader):
         """Prefixes of entries of which the state itself says which it takes."""
         self.unfinished = False
         """Whether :meth:`check` found parts of steps that are not whole."""
+        self.awaited = False
+        """Whether :meth:`check` found less than there was, and nodes that may have it do not answer just now."""
         self.error: TieredCheckpointError | None = None
         """Why the last load failed on this rank."""
         self.report: RestoreReport | None = None
@@ -275,6 +277,9 @@ class TieredReader(StorageReader):
         """What would be loaded, in words; raises what a load would raise when there is nothing."""
         resolution, plain = self._survey()
         self.unfinished = bool(resolution.incomplete)
+        chosen, known = resolution.chosen, resolution.once_whole
+        found_all = chosen is not None and (known is None or chosen.group >= known)
+        self.awaited = not found_all and resolution.unreachable == (Tier.PEER,)
         if plain is not None:
             return f"step {plain} (plain)"
         if resolution.chosen is None:

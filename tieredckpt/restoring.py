@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -37,6 +39,8 @@ from tieredckpt.together import Together
 log = logging.getLogger(__name__)
 
 _MAX_FALLBACKS = 8
+_TRIES = 15
+_LOOK_AGAIN_S = 1.0
 State = dict[str, Any]
 OnLost = Literal["raise", "begin"]
 
@@ -66,7 +70,7 @@ class Restoring:
             reader.fresh, reader.strict = fresh, strict
             reader.choosing = tuple(f"{name}." for name, value in state.items() if _chooses(value))
             try:
-                if not self._anything(reader, step):
+                if not self._anything_in_time(reader, step):
                     return -1, None
             except (CheckpointDamagedError, CheckpointLostError) as nothing:
                 if on_lost == "raise" or step is not None:
@@ -126,6 +130,26 @@ class Restoring:
         for what, names in (("saved and not restored", reader.unused), ("not in the checkpoint, left as is", missing)):
             if names:
                 log.warning("%s step %d: %d entries %s: %s", self._job, step, len(names), what, some(names))
+
+    def _anything_in_time(self, reader: TieredReader, step: int | None) -> bool:
+        """:meth:`_anything`, once nodes answer whose agents are being started again."""
+        for tries in itertools.count(1):
+            unknown: TierUnavailableError | None = None
+            found = False
+            try:
+                found = self._anything(reader, step)
+            except TierUnavailableError as error:
+                unknown = error
+            awaited = any(self._together.from_all("awaited" if reader.awaited else ""))
+            if not awaited or tries >= _TRIES:
+                break
+            if tries == 1:
+                log.warning("%s: nodes that may have newer steps do not answer; they are waited for", self._job)
+            time.sleep(_LOOK_AGAIN_S)
+            reader.fresh = True
+        if unknown is not None:
+            raise unknown
+        return found
 
     def _anything(self, reader: TieredReader, step: int | None) -> bool:
         """Whether there is something to load: one answer for all ranks, absent and unknown kept apart."""

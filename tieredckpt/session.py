@@ -396,6 +396,8 @@ class Session:
     def stage(self, key: ShardKey, parts: int, layout: Layout, item_bytes: int, *, wait_s: float) -> Staged:
         """A slot for ``layout`` and ``item_bytes`` more, mapped."""
         self.came_further()
+        if isinstance(self.node, AgentNode) and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            self.node.look_after()
         size = layout.header_bytes + layout.tensor_bytes + item_bytes
         size = round_up(size, _SLOT_STEP if size > _SMALL else 1 << 16)
         self._notice_new_agent()

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from elastic.control.processes import importable
+from peerstore.agent_watch import AgentWatch
 from peerstore.client import Client, connect
 from peerstore.errors import PeerStoreError
-from peerstore.launch import connect_or_launch
+from peerstore.launch import connect_or_launch, replace_hung
 from peerstore.owners import started_at
 from peerstore.settings import AgentPlace
 from tieredckpt.agent.messages import CutOff
@@ -28,13 +29,14 @@ class NodeAgent:
     """An agent that answers already is used. One that was started here outlives the supervisor that is killed.
 
     While this is open, a connection tells the agent that it is needed: a node that waits outside the world has nobody
-    else who does, and an agent that nobody needs leaves after a while.
+    else who does, and an agent that nobody needs leaves after a while. Nor would anybody else notice that it died.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self._mine: AgentPlace | None = None
         self._needing: Client | None = None
+        self._watch: AgentWatch | None = None
 
     def start(self) -> None:
         """Training goes on without: the first rank tries again, and says what is wrong."""
@@ -43,14 +45,13 @@ class NodeAgent:
             if not (settings.enabled and settings.agent.embedded):
                 return
             place = settings.agent_place
+            launch = partial(connect_or_launch, place, agent_command(settings), environ=importable(self._environ))
             try:
                 self._needing = Client(partial(connect, place.socket, named=place.named), retry_s=0.0)
-                return
             except PeerStoreError:
-                pass
-            launch = partial(connect_or_launch, place, agent_command(settings), environ=importable(self._environ))
-            self._needing = Client(launch, retry_s=0.0)
-            self._mine = place
+                self._needing = Client(launch, retry_s=0.0)
+                self._mine = place
+            self._watch = AgentWatch(launch, partial(replace_hung, place))
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.warning("the node agent was not started: %s", error)
 
@@ -66,6 +67,7 @@ class NodeAgent:
 
     def end(self) -> None:
         """The job has succeeded: nobody will ask for its memory again."""
+        self._leave_alone()
         if self._mine is not None:
             with contextlib.suppress(OSError, ValueError):
                 pid = int(self._mine.lock.read_text())
@@ -76,9 +78,15 @@ class NodeAgent:
 
     def close(self) -> None:
         """Whoever else needs the agent says so."""
+        self._leave_alone()
         needing, self._needing = self._needing, None
         if needing is not None:
             needing.close()
+
+    def _leave_alone(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     @property
     def stays(self) -> Path | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 
 import pytest
 
 from elastic.control.node_agent import NodeAgent
 from peerstore.owners import started_at
 from tests.support.agents import agent_directory, agent_pid, wait_gone
+from tests.support.neighbours import until
 
 pytestmark = pytest.mark.e2e
 
@@ -55,3 +58,13 @@ def test_an_agent_that_was_there_stays_for_a_second_supervisor():
         assert second.stays is None
         second.end()  # it is not the second one's to end: it leaves because nobody needs it
         wait_gone(pid)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
+def test_an_agent_that_nobody_calls_is_replaced(end):
+    with started() as (agent, pid):
+        os.kill(pid, end)
+        directory = agent.stays
+        until(lambda: agent_pid(directory) not in (None, pid), "there is another one")
+        wait_gone(pid)
+        agent.end()

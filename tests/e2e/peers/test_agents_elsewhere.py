@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from peerstore.errors import PeerStoreError
 from tests.e2e.peers.test_node_lost import restore, sharded
 from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import zeroed
 from tests.support.clusters import cluster_of
+from tests.support.neighbours import until
 from tieredckpt import Checkpointer
+from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.saved import SaveState
 
 pytestmark = pytest.mark.e2e
@@ -52,7 +56,78 @@ def save_while_the_agent_hangs(job):
         return state, agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"])) != pid
 
 
+def save_and_wait_for_another_agent(job, end):
+    directory = Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"])
+    with Checkpointer(job, on_sigterm="ignore") as ckpt:
+        ckpt.restore(zeroed(sharded(0)))
+        ckpt.save(sharded(5), 5).wait(timeout_s=60)
+        pid = agent_pid(directory)
+        os.kill(pid, end)
+        until(lambda: agent_pid(directory) not in (None, pid), "there is another one, and nobody called it")
+        return ckpt.save(sharded(6), 6).wait(timeout_s=60)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
+def test_an_agent_that_nobody_calls_is_replaced_while_its_ranks_train(ranks, end):
+    with cluster_of(ranks, "n1") as cluster:
+        assert cluster.run(["n1"], save_and_wait_for_another_agent, end) == [SaveState.SEALED]
+        cluster.run(["n1"], restore, 6)
+
+
 def test_an_agent_that_hangs_is_replaced_and_costs_a_save_at_most(ranks):
     with cluster_of(ranks, "n1") as cluster:
         assert cluster.run(["n1"], save_while_the_agent_hangs) == [(SaveState.SEALED, True)]
         cluster.run(["n1"], restore, 7)
+
+
+def wait_for_a_stopped_agent(job, url):
+    """What each wait of the public surface says while the agent, which is not this process's, is stopped."""
+    from tieredckpt.session import open_session
+
+    with Checkpointer(job, durable=url, on_sigterm="ignore") as ckpt:
+        ckpt.restore(zeroed(sharded(0)))
+        saved = ckpt.save(sharded(5), 5)
+        saved.wait("durable", timeout_s=60)
+        node = open_session(job, ckpt.settings).node
+        (view,) = node.survey(job).views
+        key = ckpt._last
+        pid = agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]))
+        os.kill(pid, signal.SIGSTOP)
+        said = {}
+        try:
+            waits = {
+                "copies": lambda: saved.wait(copies=2, timeout_s=2.0),
+                "durable": lambda: saved.wait("durable", timeout_s=2.0),
+                "all durable": lambda: ckpt.wait("durable", timeout_s=2.0),
+                "wait_durable": lambda: node.wait_durable(job, None, 2.0),
+                "durability": lambda: node.durability(key, copies=2, timeout_s=2.0),
+                "status": node.store.status,
+                "survey": lambda: node.survey(job, fresh=True),
+                "describe": lambda: node.describe(job, view.group),
+                "pin": lambda: node.store.pin(key),
+                "restore": lambda: ckpt.restore(zeroed(sharded(5))),
+            }
+            for name, wait in waits.items():
+                began = time.monotonic()
+                try:
+                    found = repr(wait())
+                except (TieredCheckpointError, PeerStoreError) as error:
+                    found = type(error).__name__
+                said[name] = time.monotonic() - began, found
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        return said
+
+
+def test_every_wait_ends_in_its_time_while_an_agent_is_stopped_that_nobody_may_replace(ranks, tmp_path):
+    with cluster_of(ranks, "n1") as cluster:
+        cluster["n1"].start()
+        environ = {"TIEREDCKPT_AGENT_EMBEDDED": "0"}
+        (said,) = cluster.run(["n1"], wait_for_a_stopped_agent, tmp_path.as_uri(), environ=environ)
+    bounded = ["copies", "durable", "all durable", "wait_durable", "durability"]
+    late = {
+        name: seconds for name, (seconds, _) in said.items() if seconds > (2.0 + 1.0 + 2.0 if name in bounded else 40)
+    }
+    assert late == {}, said  # a second for the way there and back, and two that a busy machine may take
+    good = {name: found for name, (_, found) in said.items() if not found.endswith("Error")}
+    assert good == {"durable": repr(SaveState.DURABLE), "all durable": "False"}  # the first one it knew already

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from elastic.control.node_agent import NodeAgent
 from tests.e2e.peers.test_node_lost import restore, save
 from tests.support.clusters import cluster_of
 from tests.support.neighbours import until
@@ -68,3 +72,25 @@ def at_work(cluster, name):
 def standing(cluster, asked, node):
     with cluster[asked].agent(cluster.job) as agent:
         return next(view.standing for view in agent.cluster(cluster.job).nodes if view.node.id == node)
+
+
+@contextlib.contextmanager
+def supervised(cluster, *names):
+    """The supervisors' part of these nodes, in this process."""
+    agents = [NodeAgent({**os.environ, **cluster[name].environ}) for name in names]
+    try:
+        for agent in agents:
+            agent.start()
+        yield
+    finally:
+        for agent in agents:
+            agent.close()
+
+
+def test_the_agents_of_both_nodes_that_leave_die_before_what_they_have_was_read(ranks):
+    with cluster_of(ranks, "n1", "n2", "n3", labels=lambda name: f"rack=r{name[1:]}") as cluster:
+        assert cluster.run(["n1", "n2", "n3"], save, [5, 6]) == ["2 copies in 2 racks"] * 3
+        with supervised(cluster, "n2", "n3"):
+            for name in ("n2", "n3"):
+                os.kill(cluster[name].pid, signal.SIGKILL)
+            cluster.run(["n1"], restore, 6)

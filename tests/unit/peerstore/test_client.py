@@ -1,5 +1,6 @@
 """The client's connections: pooled while it is open, all closed when it is not."""
 
+import contextlib
 import socket
 import threading
 
@@ -9,7 +10,7 @@ from peerstore import frames
 from peerstore.client import Client
 from peerstore.errors import AgentUnreachableError, ProtocolError, RequestError
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
-from peerstore.operations import Status
+from peerstore.operations import EpochOf, Status
 
 
 class ScriptedAgent:
@@ -120,3 +121,21 @@ def test_a_closed_client_opens_nothing_again(agent):
         client.status()
     client.tell("status", Status(), timeout_s=1.0)
     assert len(agent.ends) == 1, "the connector, which may start an agent, was asked again"
+
+
+def test_a_wait_that_is_nearly_over_proves_nothing_about_the_agent(agent):
+    """That would take longer than there is time."""
+    asked = []
+    client = Client(agent.connect, retry_s=0, replace=lambda: bool(asked.append(1)))
+    with contextlib.closing(client), pytest.raises(AgentUnreachableError, match="did not answer 'epoch'"):
+        client.call("epoch", EpochOf("job"), int, within_s=3.5)
+    assert asked == []
+
+
+def test_who_may_not_replace_an_agent_that_hangs_does_not_wait_for_it(agent):
+    def hangs():
+        raise AgentUnreachableError("it hangs")
+
+    client = Client(agent.connect, retry_s=0, replace=hangs)
+    with contextlib.closing(client), pytest.raises(AgentUnreachableError, match="it hangs"):
+        client.call("epoch", EpochOf("job"), int, timeout_s=600)
