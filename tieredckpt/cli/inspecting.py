@@ -132,7 +132,13 @@ def _show(out: Console, value: dict[str, Any], *, pieces: bool) -> None:
     if value["quarantined"]:
         out.print(f"[red]quarantined:[/] {escape(value['quarantined'])}")
     rows = [
-        [str(one["part"]), ", ".join(one["tiers"]), show_size(one["size_bytes"]), one["encoding"], one["object"] or "-"]
+        [
+            str(one["part"]),
+            ", ".join(one["tiers"]),
+            show_size(one["size_bytes"]),
+            escape(one["encoding"]),
+            escape(one["object"] or "-"),
+        ]
         for one in shown
     ]
     out.print()
@@ -155,7 +161,7 @@ def _rows(tensors: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [
         [
             escape(one["name"]),
-            one["dtype"],
+            escape(one["dtype"]),
             "x".join(map(str, one["shape"])) or "scalar",
             show_size(one["size_bytes"]),
             one["sharding"] + (" (archive)" if one["archived"] else ""),

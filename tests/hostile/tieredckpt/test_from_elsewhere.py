@@ -13,6 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from peerstore.errors import RequestError
 from peerstore.names import AHEAD
@@ -26,6 +27,7 @@ from tieredckpt.agent.memory_service.configured import memory_service
 from tieredckpt.agent.memory_service.options import MemoryServiceOptions
 from tieredckpt.agent.messages import Configure
 from tieredckpt.agent.service import NodeService, node_operations
+from tieredckpt.cli import inspecting
 from tieredckpt.cli.screen import Screen, table
 from tieredckpt.durable import names
 from tieredckpt.errors import CheckpointDamagedError, SettingsError, UsageError
@@ -119,6 +121,12 @@ def test_nothing_that_a_terminal_obeys_gets_there(terminal, monkeypatch):
     assert "[bold]x" in said
     for bad in ("\x1b]", "\x1b[2J", "\x9b", "\u202e", "\x07", "\r"):
         assert bad not in said
+
+
+def test_what_a_layout_calls_a_type_is_text():
+    tensor = {"name": "[i]w[/i]", "dtype": "[bold]F32[/]", "shape": [2], "size_bytes": 8, "sharding": "whole"}
+    (row,) = inspecting._rows([{**tensor, "archived": False, "pieces": [{"part": 0}]}])
+    assert [Text.from_markup(cell).plain for cell in row[:2]] == ["[i]w[/i]", "[bold]F32[/]"]
 
 
 def test_a_page_of_steps_that_took_no_time_is_a_page():
