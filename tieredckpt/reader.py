@@ -64,6 +64,7 @@ log = logging.getLogger(__name__)
 
 _MAX_VOTES = 8
 _SHOWN = 5
+_DOCTOR = "`tieredckpt doctor` tries the store from here"
 ON_PURPOSE = "To start from nothing on purpose: restore(..., on_lost='begin'), or another job name"
 _REBUILD_S = 60.0
 """How long a load waits for a newer step that the other nodes are rebuilding, before it takes an older one."""
@@ -303,7 +304,7 @@ class TieredReader(StorageReader):
             step=step,
             quarantined=bad,
             reluctant=self._reluctant,
-            unreachable=list(seen.unreachable),
+            unreachable=seen.unreachable,
             once_whole=seen.once_whole,
             forgotten=seen.forgotten,
         )
@@ -328,12 +329,11 @@ class TieredReader(StorageReader):
             return None
         if resolution.chosen is None:
             raise nothing(self._location, resolution)
-        if resolution.unreachable:
+        for tier in resolution.unreachable:
+            why, newest = resolution.reasons.get(tier, "no answer"), resolution.chosen.group.version
             log.warning(
-                "%s: the %s tier could not be asked; step %d is the newest in the others",
-                self._location,
-                ", ".join(resolution.unreachable),
-                resolution.chosen.group.version,
+                "%s: the %s tier could not be asked: %s. Step %d is the newest in the others. %s",
+                *(self._location, tier.value, why, newest, _DOCTOR),
             )
         for group in resolution.lost:
             if group.version > resolution.chosen.group.version and not resolution.unreachable:
@@ -510,7 +510,7 @@ def nothing(location: Location, resolution: Resolution) -> TieredCheckpointError
     if resolution.unreachable:
         return TierUnavailableError(
             f"{location}: nothing to load in the tiers that answered, and the {', '.join(resolution.unreachable)} tier "
-            f"could not be asked, so it is not known whether there is a checkpoint ({resolution.explain()})"
+            f"could not be asked, so it is not known whether there is a checkpoint ({resolution.explain()}). {_DOCTOR}"
         )
     purpose = f"To look at them: tieredckpt ls {location.job}. {ON_PURPOSE}"
     if resolution.damaged:

@@ -82,6 +82,8 @@ class Resolution:
     """The newest version that somebody knows to have been whole, whether anything is left of it or not."""
     forgotten: Forgotten | None = None
     """When and why this node gave back what it had."""
+    reasons: Mapping[Tier, str] = field(default_factory=dict)
+    """Why tiers could not be asked."""
 
     @property
     def damaged(self) -> bool:
@@ -101,7 +103,9 @@ class Resolution:
             f"step {group.version} (epoch {group.epoch}): {verdict.value}{self._missing(group)}"
             for group, verdict in sorted(verdicts.items(), key=lambda item: _order(item[0]), reverse=True)
         ]
-        lines += [f"{tier.value} tier: could not be asked" for tier in self.unreachable]
+        for tier in self.unreachable:
+            why = f": {self.reasons[tier]}" if tier in self.reasons else ""
+            lines.append(f"{tier.value} tier: could not be asked{why}")
         lines += [in_words(self.forgotten)] if self.forgotten is not None else []
         return "; ".join(lines) or "nothing is saved in any tier"
 
@@ -128,13 +132,14 @@ def resolve(
     step: int | None = None,
     quarantined: Collection[Group] = (),
     reluctant: Collection[Group] = (),
-    unreachable: Collection[Tier] = (),
+    unreachable: Collection[Tier] | Mapping[Tier, str] = (),
     once_whole: Group | None = None,
     forgotten: Forgotten | None = None,
 ) -> Resolution:
     """The newest whole step, or the newest attempt at ``step`` when one is named.
 
-    ``once_whole`` is the newest version that somebody knows to have been whole: where it is not, it is lost.
+    ``unreachable`` may say why. ``once_whole`` is the newest version that somebody knows to have been whole: where it
+    is not, it is lost.
     ``forgotten`` says when and why memory was given back.
 
     Newest means the highest step; between attempts at one step, the later incarnation. A step above the point
@@ -170,6 +175,7 @@ def resolve(
         incomplete,
         once_whole,
         forgotten,
+        dict(unreachable) if isinstance(unreachable, Mapping) else {},
     )
 
 

@@ -254,7 +254,7 @@ class JobSteps:
             [view.candidate for view in seen.views],
             step=step,
             quarantined={view.group for view in seen.views if view.quarantined},
-            unreachable=list(seen.unreachable),
+            unreachable=seen.unreachable,
             once_whole=seen.once_whole,
         )
         if found.chosen is None:

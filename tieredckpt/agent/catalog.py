@@ -29,8 +29,9 @@ from tieredckpt.manifest import (
 
 _FRESH_S = 5.0
 """The ranks of a node ask at the same time; one listing (or one failure to list) serves them all."""
-_PATIENCE_S = 60.0
-"""Somebody waits for a listing: a trainer that starts. What it cannot have by then, it does without, or says so."""
+_PATIENCE_S = 5.0
+"""Somebody waits for a listing: a trainer that starts. So long after the first try that failed it does without, or says
+what is wrong."""
 _KEPT_MANIFESTS = 4
 
 

@@ -68,7 +68,7 @@ def gc(
         raise UsageError(f"{job!r} names a step; gc is for a whole job: {location.job}")
     if keep_every and keep_last is None:
         raise UsageError("--keep-every has no effect without --keep-last")
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, job)) as sight:
         if set_aside:
             return _drop_aside(screen, sight, location.job, dry_run=dry_run)
         catalog = sight.catalog(location.job)

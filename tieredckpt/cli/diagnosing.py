@@ -34,7 +34,7 @@ from tieredckpt.durable.store import ObjectStore
 from tieredckpt.errors import DurableRefusedError, SettingsError, TieredCheckpointError, TierUnavailableError
 from tieredckpt.settings import DurableSettings, Settings, override
 
-_PATIENCE_S = 10.0
+_PATIENCE_S = 5.0
 _STORE = ("durable tier", "credentials", "clock")
 """Findings without which nothing is uploaded."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -254,11 +254,11 @@ def _about_credentials(settings: DurableSettings) -> list[Finding]:
         credentials = session.get_credentials()
         if credentials is None:
             advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or give the node or pod a role"
-            return [bad("credentials", "the AWS SDK finds none", advice)]
+            return [bad("credentials", f"{settings.url}: the AWS SDK finds no credentials", advice)]
         frozen = credentials.get_frozen_credentials()
         region = settings.options.get("region") or session.get_config_variable("region") or "none set"
     except botocore.exceptions.BotoCoreError as error:
-        return [bad("credentials", str(error), "correct the AWS configuration")]
+        return [bad("credentials", f"{settings.url}: {error}", "correct the AWS configuration")]
     key = f"{frozen.access_key[:4]}...{frozen.access_key[-2:]}"
     return [good("credentials", f"{key} from {credentials.method}, region {region}")]
 

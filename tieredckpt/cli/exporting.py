@@ -83,7 +83,7 @@ def export(
     began = time.monotonic()
     give_memory_back()
     wish = Wish(destination, kind, _most_bytes(max_shard_size), force, allow_pickle)
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, target)) as sight:
         location = parse_location(target)
         view = sight.chosen(location, sight.survey(location.job))
         if view.quarantined:

@@ -15,7 +15,7 @@ from peerstore.records import Group
 from tieredckpt.agent_node import AgentNode
 from tieredckpt.cli.exits import Exit, worst
 from tieredckpt.cli.jobs import agent_of, the_job
-from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
+from tieredckpt.cli.options import ANY_JOB, looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Screen, count, ranges, show_age, table
 from tieredckpt.cli.sight import Sight, open_sight
 from tieredckpt.coverage import gaps
@@ -50,7 +50,7 @@ def whatif(
     """
     if each == bool(lost):
         raise UsageError("say what is lost with --lose node:NAME or --lose rack:NAME, or ask for all with --each")
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, job or ANY_JOB)) as sight:
         name = the_job(sight, job)
         with screen.waiting(f"looking at the nodes of {name}"):
             view, foresight = look(sight, name)

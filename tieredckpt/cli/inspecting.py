@@ -38,7 +38,7 @@ def inspect(
 
     JOB alone means the step that a load would use.
     """
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, target)) as sight:
         location = parse_location(target)
         view = sight.chosen(location, sight.survey(location.job))
         step = StoredStep(sight.describe(location.job, view.group))

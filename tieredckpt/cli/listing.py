@@ -19,7 +19,7 @@ from peerstore.records import Group
 from peerstore.units import show_size
 from tieredckpt.agent.memory_service.names import JOB
 from tieredckpt.cli.exits import Exit
-from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
+from tieredckpt.cli.options import ANY_JOB, looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Screen, iso, show_age, table
 from tieredckpt.cli.sight import Sight, nothing, open_sight
 from tieredckpt.durable.open import open_store
@@ -135,7 +135,7 @@ def ls(screen: Screen, job: str | None, agent_dir: Path | None, durable: str | N
 
     Without JOB: the jobs in this node's memory, and with --durable those in that store.
     """
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, job or ANY_JOB)) as sight:
         if job is None:
             return _jobs(screen, sight, durable)
         return _steps(screen, sight, parse_location(job))

@@ -10,6 +10,8 @@ import click
 
 from tieredckpt.cli.exits import EXIT_HELP
 from tieredckpt.cli.screen import Screen
+from tieredckpt.cli.sight import agent_place_of
+from tieredckpt.location import parse_location
 from tieredckpt.settings import Settings, load_settings, override
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,7 +43,7 @@ def looking(command: F) -> F:
     directory = click.option(
         "--agent-dir",
         type=click.Path(path_type=Path),
-        help="The node agent's directory. [default: agent.directory, /dev/shm/tieredckpt-UID]",
+        help="The node agent's directory. [default: agent.directory, /dev/shm/tieredckpt-UID, an agent here with JOB]",
     )
     durable = click.option(
         "--durable",
@@ -51,14 +53,24 @@ def looking(command: F) -> F:
     return directory(durable(printing(command)))
 
 
-def settings_for(agent_dir: Path | None, durable: str | None) -> Settings:
-    """Settings of the environment, with what the command line says on top."""
+ANY_JOB = ""
+
+
+def settings_for(agent_dir: Path | None, durable: str | None, target: str | None = None) -> Settings:
+    """Settings of the environment, with what the command line says on top.
+
+    Where neither says which agent is meant, it is one that has the job that ``target`` names (``ANY_JOB``: any job).
+    """
     changes: dict[str, dict[str, Any]] = {}
     if agent_dir is not None:
         changes["agent"] = {"directory": str(agent_dir.resolve())}
     if durable is not None:
         changes["durable"] = {"url": durable}
-    return override(load_settings(), **changes)
+    settings = override(load_settings(), **changes)
+    if target is None or settings.agent.directory:
+        return settings
+    found = agent_place_of(settings, str(parse_location(target).job) if target else None)
+    return settings if found == settings.agent_directory else override(settings, agent={"directory": str(found)})
 
 
 def with_exits(command: F) -> F:

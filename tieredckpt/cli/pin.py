@@ -53,7 +53,7 @@ def step_named(target: str, step: int | None) -> Location:
 
 
 def _say(screen: Screen, location: Location, agent_dir: Path | None, durable: str | None, *, kept: bool) -> Exit:
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, location.job)) as sight:
         survey = sight.survey(location.job)
         # What a load would use is kept; of what is kept, nothing stays so.
         views = [sight.chosen(location, survey)] if kept else sight.groups(location, survey)

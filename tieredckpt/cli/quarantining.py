@@ -36,7 +36,7 @@ def quarantine(
     """
     if lift and reason:
         raise UsageError("--lift takes no --reason")
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, target)) as sight:
         location = step_of(target)
         views = sight.groups(location, sight.survey(location.job))
         before = [view.quarantined for view in views]

@@ -41,7 +41,7 @@ def rebuild(screen: Screen, target: str, dry_run: bool, agent_dir: Path | None, 
     For a manifest that was lost or damaged. Every shard is read and compared with its checksums first, and the shards
     have to hold the whole state. Of several attempts at the step, the latest that can be rebuilt is taken.
     """
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, target)) as sight:
         location = step_of(target)
         catalog = sight.catalog(location.job)
         manifest = _latest(screen, catalog, location)

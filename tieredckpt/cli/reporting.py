@@ -26,7 +26,7 @@ from tieredckpt.cli.clusters import (
 )
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.jobs import agent_of, the_job
-from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
+from tieredckpt.cli.options import ANY_JOB, looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Screen, count, show_age, table
 from tieredckpt.cli.sight import Sight, open_sight
 from tieredckpt.holdings import Kept, kept, newest_settled, pending, unknown, whole_steps
@@ -46,7 +46,7 @@ def status(screen: Screen, *, job: str | None, cluster: bool, agent_dir: Path | 
     With --cluster: the nodes of JOB as this node sees them. A node that could not be asked is named, and the exit code
     is 5: what it holds is not known. JOB may be left out where there is only one.
     """
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, job or ANY_JOB)) as sight:
         if not cluster:
             return _node(screen, sight, None if job is None else the_job(sight, job))
         name = the_job(sight, job)

@@ -31,7 +31,7 @@ def rm(
     Kept steps go too. Exit code 5 names what could not be told, and may still have the step.
     """
     location = step_named(target, step)
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, target)) as sight:
         survey = sight.survey(location.job)
         views = sight.groups(location, survey)
         tiers = sorted({tier.value for view in views for where in view.found.values() for tier in where})

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
 from peerstore.arena import MemfdArena
-from peerstore.client import connect
+from peerstore.client import Client, connect
 from peerstore.errors import AgentUnreachableError, PeerStoreError
 from peerstore.records import Group
-from peerstore.settings import StoreSettings
+from peerstore.settings import AgentPlace, StoreSettings
 from peerstore.store import NodeStore
 from tieredckpt.agent.catalog import Catalog
+from tieredckpt.agent.memory_service.names import JOB
 from tieredckpt.agent.service import NodeService
 from tieredckpt.agent_node import AgentNode
 from tieredckpt.durable import names
@@ -33,7 +35,7 @@ from tieredckpt.node import Described, StepView, Survey
 from tieredckpt.resolve import Tier, in_words, resolve
 from tieredckpt.settings import DurableSettings, Settings, override
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 5.0
 """A person is waiting: a store that is away for longer is reported, not waited for."""
 
 
@@ -90,7 +92,7 @@ class Sight:
             candidates,
             step=location.step,
             quarantined=bad if location.step is None else (),
-            unreachable=list(survey.unreachable),
+            unreachable=survey.unreachable,
             once_whole=survey.once_whole,
             forgotten=survey.forgotten,
         )
@@ -177,6 +179,35 @@ class Sight:
                 "--durable URL or durable.url"
             )
         return self._direct.survey(job, fresh=True)
+
+
+def agent_place_of(settings: Settings, job: str | None) -> Path:
+    """The directory of an agent here that has ``job`` (or any, where none is named), the settings' own agent first.
+
+    Simulated nodes have agents of their own, each in a directory of its own: the kernel lists their sockets.
+    """
+    own = settings.agent_place.directory
+    others = sorted(_listening() - {own})
+    return next((place for place in (own, *others) if _has(AgentPlace(place), job)), own)
+
+
+def _listening() -> set[Path]:
+    """Where agents seem to listen on this machine; whose they are is looked at when they are asked."""
+    try:
+        lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
+    except OSError:
+        return set()
+    paths = (Path(fields[7]) for line in lines if len(fields := line.split(None, 7)) == 8)
+    return {path.parent for path in paths if path.is_absolute() and path.name == AgentPlace(path.parent).socket.name}
+
+
+def _has(place: AgentPlace, job: str | None) -> bool:
+    try:
+        with contextlib.closing(Client(lambda: connect(place.socket), retry_s=0.0)) as client:
+            known = [one.job for one in client.status().jobs if (one.versions or one.clients) and one.job != JOB]
+    except (PeerStoreError, OSError):  # of another user, gone meanwhile, or of another release: not for this command
+        return False
+    return job in known if job is not None else bool(known)
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def verify(screen: Screen, target: str, agent_dir: Path | None, durable: str | N
     JOB alone means all of its steps. The durable tier is read completely. A copy in memory that turns out damaged is
     dropped by the agent, so that nobody reads it; the durable tier is not changed.
     """
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, target)) as sight:
         location = parse_location(target)
         survey = sight.survey(location.job)
         views = sight.groups(location, survey)

@@ -21,7 +21,7 @@ from tieredckpt.agent_node import AgentNode
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.frames import Frame, frame, frame_json
 from tieredckpt.cli.jobs import agent_of, the_job
-from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
+from tieredckpt.cli.options import ANY_JOB, looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Screen
 from tieredckpt.cli.sight import open_sight
 from tieredckpt.errors import TieredCheckpointError
@@ -44,7 +44,7 @@ def top(screen: Screen, *, job: str | None, once: bool, agent_dir: Path | None, 
     Refreshed every second until Ctrl-C. With --json one object a line. JOB may be left out where there is only one.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts it in the background ignores it
-    with open_sight(settings_for(agent_dir, durable)) as sight:
+    with open_sight(settings_for(agent_dir, durable, job or ANY_JOB)) as sight:
         agent, name = agent_of(sight), the_job(sight, job)
         if once or not (screen.as_json or screen.out.is_terminal):
             seen = look(agent, name)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tieredckpt.durable.stop import Stop
 
 _MAX_DOCUMENT_BYTES = 64 << 10
-CONNECT_S = 10.0
+CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,43 @@
+"""Commands find the agents of jobs that run here, each of which may be a simulated node's."""
+
+import pytest
+
+from tests.support.agents import agent_directory
+from tests.support.jobs import Job
+from tieredckpt.session import close_sessions
+from tieredckpt.settings import DurableSettings
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Two jobs, each with an agent of its own, and none in the usual place."""
+    with agent_directory() as one, agent_directory() as other:
+        for directory, name, steps in ((one, "one", (1, 2)), (other, "other", (7,))):
+            monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory / "n1" / "agent"))
+            monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "256MiB")
+            job = Job(directory / "n1" / "agent", DurableSettings(), name)
+            job.save(*steps, durable=False)
+            close_sessions()
+        monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY")
+        yield one, other
+        for directory in (one, other):
+            Job(directory / "n1" / "agent", DurableSettings()).kill_agent()
+
+
+def test_a_jobs_agent_is_found_wherever_it_runs(cli, simulated):
+    assert [one["step"] for one in cli("ls", "one", "--json").json["steps"]] == [1, 2]
+    assert [one["step"] for one in cli("ls", "other", "--json").json["steps"]] == [7]
+    assert cli("status", "other", "--json").code == 0
+    assert cli("status", "one", "--cluster", "--json").json["job"] == "one"
+    assert cli("top", "one", "--once", "--json").code == 0
+    assert cli("whatif", "one", "--each", "--json").json["job"] == "one"
+    assert cli("pin", "other", 7, "--json").json["marked"] == ["memory"]
+    assert cli("ls", "nobody").code in (3, 5)
+    assert cli("ls", "--json").json["jobs"], "without a job: those of an agent that has some"
+
+
+def test_a_named_agent_is_the_only_one_that_is_asked(cli, simulated):
+    one, _ = simulated
+    assert cli("ls", "other", "--agent-dir", one / "n1" / "agent").code == 3

@@ -1,0 +1,117 @@
+"""A durable tier that cannot be used: a restore, the start of a job and ``doctor`` say which, why, and what next."""
+
+import re
+import socket
+
+import pytest
+
+from tests.support.faults import Answer
+from tests.support.jobs import Job, bucket_url, on_server, state_at
+from tests.support.s3 import REGION, free_port
+from tieredckpt.cli import main
+from tieredckpt.errors import TierUnavailableError
+from tieredckpt.settings import DurableSettings
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
+
+
+def at(endpoint, url=""):
+    """With the patience that jobs have by default."""
+    return DurableSettings(url=url or bucket_url(), options={"endpoint": endpoint, "region": REGION})
+
+
+@pytest.fixture
+def wrong_bucket(rclone):
+    return at(rclone.endpoint, "s3://no-such-bucket/prefix"), "NoSuchBucket.*Create the bucket, or correct durable.url"
+
+
+@pytest.fixture
+def wrong_secret(rclone, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    return at(rclone.endpoint), "SignatureDoesNotMatch.*Check the credentials"
+
+
+@pytest.fixture
+def no_credentials(rclone, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    return at(rclone.endpoint), "Unable to locate credentials|finds no credentials"
+
+
+@pytest.fixture
+def wrong_region(rclone, rclone_proxy):
+    rclone_proxy.on("GET", times=10**6).fail(Answer(301, "PermanentRedirect"))
+    rclone_proxy.on("PUT", times=10**6).fail(Answer(301, "PermanentRedirect"))
+    return at(rclone_proxy.endpoint), "(301|PermanentRedirect).*another region: set `region`"
+
+
+@pytest.fixture
+def refused():
+    return at(f"http://127.0.0.1:{free_port()}"), "Could not connect|Connection refused|error sending request"
+
+
+@pytest.fixture
+def black_hole():
+    """Nobody takes connections any more, and nobody says so: packets that ask for one are dropped."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        waiting = []
+        for _ in range(4):
+            one = socket.socket()
+            one.setblocking(False)
+            one.connect_ex(listener.getsockname())
+            waiting.append(one)
+        yield at(f"http://127.0.0.1:{listener.getsockname()[1]}"), "[Tt]imeout|timed out"
+        for one in waiting:
+            one.close()
+
+
+KINDS = ["wrong_bucket", "wrong_secret", "no_credentials", "wrong_region", "refused", "black_hole"]
+
+
+@pytest.fixture(params=KINDS)
+def broken(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.timeout(60)
+def test_a_restore_that_finds_nothing_says_which_store_why_and_what_next(agent_dir, broken):
+    settings, cause = broken
+    with Job(agent_dir, settings).checkpointer() as ckpt, pytest.raises(TierUnavailableError) as raised:
+        ckpt.restore(state_at(0))
+    said = str(raised.value)
+    assert settings.url in said
+    assert re.search(cause, said), said
+    assert "it is not known whether there is a checkpoint" in said
+    assert "`tieredckpt doctor`" in said
+
+
+@pytest.mark.timeout(90)
+def test_a_job_that_starts_from_memory_says_it_too(agent_dir, broken, caplog):
+    settings, cause = broken
+    job = Job(agent_dir, settings)
+    job.save(1, durable=False)
+    job.expect(1, tiers={"memory"})
+    said = next(one for one in caplog.messages if "the durable tier could not be asked" in one)
+    assert settings.url in said
+    assert re.search(cause, said), said
+    assert "`tieredckpt doctor`" in said
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("broken", KINDS[:-1], indirect=True)
+def test_doctor_says_it_too(agent_dir, broken, monkeypatch, capsys):
+    settings, cause = broken
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", settings.url)
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", ",".join(f"{k}={v}" for k, v in settings.options.items()))
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert settings.url in said
+    assert re.search(cause, said, re.DOTALL), said
+    assert re.search("set AWS_ACCESS_KEY_ID|must allow listing|check the URL, the endpoint", said)
+
+
+def test_absent_is_still_another_answer(agent_dir, rclone):
+    with Job(agent_dir, on_server(rclone)).checkpointer() as ckpt:
+        assert ckpt.restore(state_at(0)) == -1
