@@ -109,11 +109,15 @@ def _p2(group: Group) -> Iterator[Verdict]:
 def _p3(group: Group) -> Iterator[Verdict]:
     where, state = setting(group), group["state"]
     if state in ("A", "C"):
-        beyond = ratio(group, load.OURS, COPY) - ratio(group, load.VERIFY, COPY)
+        bare = load.UNPROVEN.format(load.OURS)
+        beyond = ratio(group, bare if row(group, bare) else load.OURS, COPY) - ratio(group, load.VERIFY, COPY)
         yield Verdict("P3", where, "beyond verification's read", beyond, 1.5, False, "R")
     if state in ("A", "B"):
         value = ratio(group, load.FILES, load.OURS)
         yield Verdict("P3", where, "faster than FileSystemReader", value, {"A": 3.0, "B": 8.0}[state], True, "times")
+    if row(group, load.UNPROVEN.format(load.RESTORE)):
+        proof = ratio(group, load.RESTORE, COPY) - ratio(group, load.UNPROVEN.format(load.RESTORE), COPY)
+        yield Verdict("P3", where, "restore proof", proof, 0.3, False, "R")
 
 
 def _p4(group: Group) -> Iterator[Verdict]:

@@ -1,4 +1,4 @@
-"""P3: a whole ``dcp.load`` from memory into tensors that are there already."""
+"""P3: a whole ``dcp.load`` from memory into tensors that are there already, and the proof that comes after it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from benchmarks.rounds import COPY, Contender, measure, no_dist, use_threads
 from benchmarks.sandbox import JOB, settings_for
 from benchmarks.states import State, blank, build, wipe
 from tieredckpt import Checkpointer, TieredReader
+from tieredckpt.settings import Settings, override
 
 OURS, FILES, VERIFY = "dcp.load(TieredReader)", "dcp.load(FileSystemReader)", "xxh3 of the bytes, 1 thread"
+RESTORE = "Checkpointer.restore"
+UNPROVEN = "{}, memory.proof off"
 
 
 def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
@@ -29,13 +32,17 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     for opponent in (files, pickled, safe):
         opponent.save()
     metadata = dcp.save(state, storage_writer=NullWriter(), no_dist=no_dist())
-    with Checkpointer(JOB, settings=settings, on_sigterm="ignore") as checkpointer:
+    plain = override(settings, memory={"proof": False})
+    with (
+        Checkpointer(JOB, settings=settings, on_sigterm="ignore") as checkpointer,
+        Checkpointer(JOB, settings=plain, on_sigterm="ignore") as unproven,
+    ):
         checkpointer.save(state, 1).wait()
 
         def found() -> State:
             return target
 
-        def ours(_: int) -> None:
+        def load(settings: Settings) -> None:
             dcp.load(target, storage_reader=TieredReader(JOB, settings=settings), no_dist=no_dist())
 
         contenders = [
@@ -48,8 +55,10 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
                 None,
                 note="planning only, no bytes",
             ),
-            Contender(OURS, "ours", ours, found, note="verified"),
-            Contender("Checkpointer.restore", "ours", lambda _: checkpointer.restore(target), found, note="verified"),
+            Contender(OURS, "ours", lambda _: load(settings), found, note="verified, targets compared"),
+            Contender(UNPROVEN.format(OURS), "ours", lambda _: load(plain), found, note="verified"),
+            Contender(RESTORE, "ours", lambda _: checkpointer.restore(target), found, note="verified, state compared"),
+            Contender(UNPROVEN.format(RESTORE), "ours", lambda _: unproven.restore(target), found, note="verified"),
             Contender(FILES, "opponent", lambda _: files.load(target), found, note="not verified"),
             Contender("torch.load", "opponent", lambda _: pickled.load(target), found, note="then copied into place"),
             Contender(

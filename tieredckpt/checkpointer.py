@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
@@ -104,6 +104,7 @@ class Checkpointer:
         on_sigterm: Literal["save", "ignore"] = "save",
         grace_s: float = 25.0,
         trust_objects: bool | None = None,
+        proof: bool | None = None,
         process_group: dist.ProcessGroup | None = None,
         settings: Settings | None = None,
     ) -> None:
@@ -115,7 +116,7 @@ class Checkpointer:
         self.settings = _with_arguments(
             settings or load_settings(),
             durable={"url": durable, "every": durable_every, "keep_last": keep_last, "keep_every": keep_every},
-            memory={"every": every, "on_busy": on_busy, "trust_objects": trust_objects},
+            memory={"every": every, "on_busy": on_busy, "trust_objects": trust_objects, "proof": proof},
         )
         self._on_failure = on_failure
         self._together = Together(process_group)
@@ -545,7 +546,15 @@ class Checkpointer:
 
     # -- restoring --------------------------------------------------------------------------------------------
 
-    def restore(self, state: State, step: int | None = None, *, strict: bool = True, on_lost: OnLost = "raise") -> int:
+    def restore(
+        self,
+        state: State,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        on_lost: OnLost = "raise",
+        unproven: Collection[str] = (),
+    ) -> int:
         """Fill ``state`` from the newest whole step (or ``step``) and return which one it was.
 
         Every entry that was saved has to have a place in ``state``, and the other way round: else
@@ -556,7 +565,14 @@ class Checkpointer:
         older whole one is used. Where there is none: ``CheckpointDamagedError`` and ``CheckpointLostError`` (there
         were whole steps, and parts of them are on no node that answers) name the steps and what is missing of them,
         ``TierUnavailableError`` the tier that could not be asked. ``on_lost="begin"`` begins from nothing in the first
-        two cases. After an error ``state`` may hold parts of what was being read: do not train on it.
+        two cases.
+
+        At the end ``state`` is asked what it is made of now, and that is compared with what was saved:
+        :class:`RestoreProofError` names what differs. ``unproven`` are names in ``state`` that say something else after
+        a load than was saved, and mean to; ``last_restore.proof`` says what was compared. ``proof=False`` (or
+        ``memory.proof``) turns it off.
+
+        After an error ``state`` may hold parts of what was being read: do not train on it.
         """
         job = self._location.job
         self._check_open()
@@ -564,18 +580,20 @@ class Checkpointer:
             expected = expectation(job, self._together.from_all) if step is None else None
             if expected is not None and expected.exactly:
                 step = expected.step
-            told.step = self._restore_any(state, step, strict=strict, on_lost=on_lost)
+            told.step = self._restore_any(state, step, strict=strict, on_lost=on_lost, unproven=unproven)
             told.report = self.last_restore
             compare(job, expected, told.step)
             return told.step
 
-    def _restore_any(self, state: State, step: int | None, *, strict: bool, on_lost: OnLost) -> int:
+    def _restore_any(
+        self, state: State, step: int | None, *, strict: bool, on_lost: OnLost, unproven: Collection[str]
+    ) -> int:
         if not self.settings.enabled:
             return self._restoring.restore_plain(state, step)
         self._join(restoring=True)
         if self._together.rank == 0:
             self.session.say_memory_only()
-        restored, report = self._restoring.restore(state, step, strict=strict, on_lost=on_lost)
+        restored, report = self._restoring.restore(state, step, strict=strict, on_lost=on_lost, unproven=unproven)
         if restored < 0:
             self.session.go_back(-1)
         else:

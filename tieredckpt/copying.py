@@ -15,7 +15,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 8 << 20
 _PAGE = 4096
+T = TypeVar("T")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _memcpy = _libc.memcpy
@@ -74,6 +75,31 @@ class Copier:
 
         self._share(moves, one, "stage.half")
 
+    def each(self, jobs: Sequence[T], do: Callable[[T], None], size_bytes: int, *, halfway: str = "") -> None:
+        """``do`` every job, in these threads and the caller's: in as many as ``size_bytes`` in all are worth."""
+        tickets = itertools.count()
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            while not failed:
+                number = next(tickets)
+                if number >= len(jobs):
+                    return
+                try:
+                    do(jobs[number])
+                    if halfway and number == len(jobs) // 2:
+                        reach(halfway)
+                except BaseException as error:  # noqa: BLE001 - raised by the thread that asked
+                    failed.append(error)
+                    return
+
+        most = min(self.threads, len(jobs), -(-size_bytes // _BATCH_BYTES))
+        helpers = [self._pool.submit(work) for _ in range(most - 1)]
+        work()
+        wait(helpers)
+        if failed:
+            raise failed[0]
+
     def read(self, fd: int, moves: Sequence[Move]) -> None:
         """Do all moves out of a file: their sources are offsets in it. Raises when the file is too short."""
 
@@ -89,29 +115,11 @@ class Copier:
         self._share(moves, one, "load.half")
 
     def _share(self, moves: Sequence[Move], do: Callable[[Move], None], halfway: str) -> None:
-        batches = list(_batches(moves))
-        tickets = itertools.count()
-        failed: list[BaseException] = []
+        def batch(moves: list[Move]) -> None:
+            for one in moves:
+                do(one)
 
-        def work() -> None:
-            while not failed:
-                number = next(tickets)
-                if number >= len(batches):
-                    return
-                try:
-                    for one in batches[number]:
-                        do(one)
-                    if number == len(batches) // 2:
-                        reach(halfway)
-                except BaseException as error:  # noqa: BLE001 - raised by the thread that asked
-                    failed.append(error)
-                    return
-
-        helpers = [self._pool.submit(work) for _ in range(min(self.threads, len(batches)) - 1)]
-        work()
-        wait(helpers)
-        if failed:
-            raise failed[0]
+        self.each(list(_batches(moves)), batch, sum(move.size_bytes for move in moves), halfway=halfway)
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -18,6 +18,7 @@
     │   └── CheckpointDeletedError      retention deleted the step while it was read: newer ones are there
     ├── CheckpointDamagedError      bytes are not what was saved, and no other copy of them is left
     ├── CheckpointLostError         there was a whole step, and no node that answers has all of it any more
+    ├── RestoreProofError           after a restore the live state is not what was saved: do not train on it
     ├── DurableRefusedError         the object store says no (credentials, permission, no such bucket)
     └── SaveFailedError             this save did not happen; training may go on and the last whole step is kept
 
@@ -89,6 +90,10 @@ class CheckpointDamagedError(TieredCheckpointError):
 
 class CheckpointLostError(TieredCheckpointError):
     """A step was whole once, and parts of it are on no node that answers: neither absent nor damaged."""
+
+
+class RestoreProofError(TieredCheckpointError):
+    """Entries of the live state are not what was saved, although good bytes were read for them."""
 
 
 class DurableRefusedError(TieredCheckpointError):

@@ -76,6 +76,16 @@ class PinnedShards:
             raise TierUnavailableError(f"{shard.key} cannot be verified: {error}") from error
         return ShardCheck.GOOD
 
+    def open(self, shard: ShardIndex) -> int:
+        """The shard's file, pinned if it was not. :class:`TierUnavailableError` when it is gone or cannot be read."""
+        part = shard.key.part
+        if part not in self._pins:
+            try:
+                self._pins[part] = self._store.pin(shard.key)
+            except PeerStoreError as error:
+                raise TierUnavailableError(f"{shard.key} cannot be read again: {error}") from error
+        return self._pins[part].fd
+
     def file(self, part: int) -> int:
         """The shard as an open file: reading a byte once costs less than mapping its page first."""
         return self._pins[part].fd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import TracebackType
 from typing import Any, Literal
 
@@ -33,8 +34,16 @@ class NullCheckpointer:
         del durable, timeout_s
         return self.save(state, step)
 
-    def restore(self, state: State, step: int | None = None, *, strict: bool = True, on_lost: OnLost = "raise") -> int:
-        del state, step, strict, on_lost
+    def restore(
+        self,
+        state: State,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        on_lost: OnLost = "raise",
+        unproven: Collection[str] = (),
+    ) -> int:
+        del state, step, strict, on_lost, unproven
         return -1
 
     def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:

@@ -42,6 +42,7 @@ from tieredckpt.errors import (
     CheckpointLostError,
     CheckpointNotFoundError,
     MismatchError,
+    RestoreProofError,
     TieredCheckpointError,
     TierUnavailableError,
     UsageError,
@@ -54,6 +55,7 @@ from tieredckpt.plain import plain_reader, plain_steps
 from tieredckpt.quiet import collector_paused
 from tieredckpt.reading import Reading, item_box
 from tieredckpt.resolve import Candidate, Resolution, Tier, Verdict, elect, in_words, resolve
+from tieredckpt.restore_proof import Evidence, Prover, RestoreProof, plainly_resolves
 from tieredckpt.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.stored import WantedStep
@@ -103,6 +105,8 @@ class RestoreReport:
     """``live``: this step is what survivors of a fault had in their tensors."""
     lost: int | None = None
     """Steps that were completed before a fault and are done again; ``None`` where no fault came before this."""
+    proof: RestoreProof | None = None
+    """What was compared with what the save recorded, after it was loaded; ``None`` where nothing was."""
 
 
 class TieredReader(StorageReader):
@@ -159,6 +163,10 @@ class TieredReader(StorageReader):
         """Whether :meth:`check` found parts of steps that are not whole."""
         self.awaited = False
         """Whether :meth:`check` found less than there was, and nodes that may have it do not answer just now."""
+        self.proves_later = False
+        """Whoever loads compares the live state himself, with :attr:`evidence`; else the targets are compared."""
+        self.evidence: Evidence | None = None
+        """What the last load brought can be told by."""
         self.error: TieredCheckpointError | None = None
         """Why the last load failed on this rank."""
         self.report: RestoreReport | None = None
@@ -442,10 +450,13 @@ class TieredReader(StorageReader):
             step, pinned = self._steps[group], self._pinned
             assert pinned is not None  # noqa: S101 - _verified made it
             cast = self._cast or self._location.cast
-            work = Reading(session, step, pinned, planner, cast=cast, trust=self._trust)
+            proven = self.settings.memory.proof and (self.proves_later or plainly_resolves(planner))
+            self.evidence = Evidence(step, session.copier) if proven else None
+            work = Reading(session, step, pinned, planner, cast=cast, trust=self._trust, evidence=self.evidence)
             try:
                 with session.loading(group, self._rank):
                     work.run(plan.items)
+                    proof = None if self.proves_later else self._prove(planner, pinned)
             except (CheckpointDamagedError, ObjectNotFoundError) as error:
                 raise self._unusable(group, error) from error
             if self._let_go():
@@ -459,9 +470,24 @@ class TieredReader(StorageReader):
         session.observe(
             loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}
         )
-        return RestoreReport(
+        report = RestoreReport(
             group.version, group, dict(work.bytes_by_tier), seconds, tuple(self._refused), dict(work.bytes_by_node)
         )
+        report.proof = proof
+        return report
+
+    def _prove(self, planner: LoadPlanner, pinned: PinnedShards) -> RestoreProof | None:
+        """Compare what is in the targets, once all of them are filled. What becomes of them later is not seen here."""
+        if self.evidence is None:
+            return None
+        began = time.perf_counter()
+        with collector_paused():
+            proof = Prover(self.evidence, planner.resolve_tensor, pinned).run({})
+        proof.seconds = time.perf_counter() - began
+        step, self.evidence = self.evidence.step.group.version, None
+        if proof.wrong:
+            raise RestoreProofError(differing(self._location.job, step, self._rank, proof))
+        return proof
 
     def _unusable(self, group: Group, error: Exception) -> TieredCheckpointError:
         """What was near has been verified: it is the durable copy that is damaged, and it was the last one."""
@@ -478,6 +504,20 @@ class TieredReader(StorageReader):
                 )
         session.node.quarantine(session.job, group, str(error))
         return CheckpointDamagedError(f"{what} is quarantined on this node: {error}")
+
+
+def differing(job: str, step: int, rank: int, proof: RestoreProof) -> str:
+    """What is to be said of entries that are not what was saved, where there are some."""
+    if not proof.wrong:
+        return ""
+    told = some([f"{name} ({what})" if what else name for name, what in proof.wrong.items()])
+    count = "1 entry is" if len(proof.wrong) == 1 else f"{len(proof.wrong)} entries are"
+    return (
+        f"step {step} of {job} was restored, and on rank {rank} {count} not what was saved: "
+        f"{told}. Do not train on it. Two entries with the same memory, or a load_state_dict() that leaves something "
+        "out, say so every time; where another restore is good, memory was damaged on the way. To go on without this "
+        "check: TIEREDCKPT_MEMORY_PROOF=0, or Checkpointer(..., proof=False)"
+    )
 
 
 def some(names: Sequence[str]) -> str:

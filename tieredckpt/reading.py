@@ -22,10 +22,18 @@ from tieredckpt.copying import Move, memory_at
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, PeersLostError, TierUnavailableError
 from tieredckpt.fetch import PinnedShards, from_object
 from tieredckpt.resolve import Tier
+from tieredckpt.restore_proof import Brought, Evidence
 from tieredckpt.safe_objects import check_object
 from tieredckpt.session import Session
 from tieredckpt.stored import ByteRange, TensorPiece, WantedStep
-from tieredckpt.tensors import dtype_name, dtype_named, is_plain, is_writable_at_its_address, require_memory
+from tieredckpt.tensors import (
+    dtype_name,
+    dtype_named,
+    has_ordinary_dispatch,
+    is_plain,
+    is_writable_at_its_address,
+    require_memory,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +60,7 @@ class Reading:
         *,
         cast: bool,
         trust: bool,
+        evidence: Evidence | None = None,
     ) -> None:
         self._session = session
         self._cast = cast
@@ -59,6 +68,11 @@ class Reading:
         self._step = step
         self._pinned = pinned
         self._planner = planner
+        self._evidence = evidence
+        self._to_note: list[tuple[Brought, Box | None, torch.Tensor]] = []
+        """What the evidence is to have digests of, once it is there."""
+        self._begun: set[int] = set()
+        """Where targets begin that are filled together."""
         self._near: dict[int, list[Move]] = defaultdict(list)
         """For shards in memory: which bytes (by their place in the shard) go to which address."""
         self._far: dict[int, list[tuple[ByteRange, int]]] = defaultdict(list)
@@ -92,6 +106,8 @@ class Reading:
         data = self._object(item.storage_index.fqn)
         if not self._trust:
             check_object(item.storage_index.fqn, data)
+        if self._evidence is not None:
+            self._evidence.has_object(item.storage_index.fqn, data)
         self._planner.load_bytes(item, io.BytesIO(data))
 
     def _flush(self) -> None:
@@ -105,6 +121,10 @@ class Reading:
             self._fetch(part, wanted)
         for target, buffer in self._after:
             target.copy_(buffer)
+        if self._evidence is not None:
+            self._evidence.copied(self._to_note)
+        self._to_note = []
+        self._begun.clear()
         for item, target in self._done:
             self._planner.commit_tensor(item, target)
         self._after, self._done = [], []
@@ -120,11 +140,20 @@ class Reading:
         bytewise = is_writable_at_its_address(target)
         if bytewise and not target.is_inference():
             increment_version(target)  # autograd has to see that what it kept of it is gone
+        brought = None
+        if self._evidence is not None:
+            if target.layout is torch.strided and target.numel() and has_ordinary_dispatch(target):
+                if target.data_ptr() in self._begun:  # bound twice: what is there is noted before it is filled again
+                    self._flush()
+                self._begun.add(target.data_ptr())
+            brought = self._evidence.begin(item, wanted, target)
         for piece in self._step.pieces[fqn, wanted]:
             self._check_dtype(fqn, piece.entry.dtype, target)
-            self._plan_piece(piece, target, wanted, bytewise=bytewise)
+            self._plan_piece(piece, target, wanted, brought, bytewise=bytewise)
 
-    def _plan_piece(self, piece: TensorPiece, target: torch.Tensor, wanted: Box, *, bytewise: bool) -> None:
+    def _plan_piece(
+        self, piece: TensorPiece, target: torch.Tensor, wanted: Box, brought: Brought | None, *, bytewise: bool
+    ) -> None:
         step, entry = self._step, piece.entry
         near = step.tier(piece.part) is Tier.MEMORY
         if piece.item >= 0:
@@ -133,6 +162,7 @@ class Reading:
                 self._planner.take_tensor(entry.fqn, saved)
             else:
                 _put(target, relative(piece.box, wanted), saved, entry.fqn)
+                self._note(brought, piece, target, wanted)
             return
         if near:
             self.bytes_by_tier[Tier.MEMORY.value] += piece.box.volume * entry.itemsize
@@ -141,14 +171,19 @@ class Reading:
         if near and not simple:
             source = self._near_tensor(piece.part, base, entry.dtype, entry.box.sizes)
             _narrow(target, relative(piece.box, wanted)).copy_(_narrow(source, relative(piece.box, entry.box)))
+            self._note(brought, piece, target, wanted)
             return
-        frame = wanted
+        frame, whole = wanted, target
         if not simple:
             buffer = torch.empty(piece.box.sizes, dtype=dtype_named(entry.dtype))
             self._after.append((_narrow(target, relative(piece.box, wanted)), buffer))
             target, frame = buffer, piece.box
         address = target.data_ptr()
-        found = runs(piece.box, entry.box, frame, entry.itemsize)
+        found = list(runs(piece.box, entry.box, frame, entry.itemsize))
+        if brought is not None and near and self._evidence is not None and self._evidence.is_sealed(piece.part, found):
+            brought.sealed.append(piece)
+        else:
+            self._note(brought, piece, whole, wanted)
         if near:
             self._near[piece.part].extend(
                 Move(address + run.target, base + run.source, run.size_bytes) for run in found
@@ -157,6 +192,12 @@ class Reading:
         for run in found:
             at = base + run.source
             self._far[piece.part].append((ByteRange(at, at + run.size_bytes), address + run.target))
+
+    def _note(self, brought: Brought | None, piece: TensorPiece, target: torch.Tensor, wanted: Box) -> None:
+        if brought is not None:
+            box = relative(piece.box, wanted) if target.layout is torch.strided else None
+            part = target if box is None else _narrow(target, box)
+            self._to_note.append((brought, box, part))
 
     def _near_tensor(self, part: int, start: int, dtype: str, sizes: tuple[int, ...]) -> torch.Tensor:
         kind = dtype_named(dtype)

@@ -25,13 +25,17 @@ from tieredckpt.errors import (
     CheckpointLostError,
     CheckpointNotFoundError,
     PeersLostError,
+    RestoreProofError,
     TieredCheckpointError,
     TierUnavailableError,
 )
 from tieredckpt.live.keeping import Hydration, digest_of_names, keeper
+from tieredckpt.live_state import LiveState
 from tieredckpt.moments import make_moments
 from tieredckpt.plain import plain_reader, plain_steps
-from tieredckpt.reader import RestoreReport, TieredReader, some
+from tieredckpt.quiet import collector_paused
+from tieredckpt.reader import RestoreReport, TieredReader, differing, some
+from tieredckpt.restore_proof import RestoreProof
 from tieredckpt.settings import Settings
 from tieredckpt.state import as_plain, flatten
 from tieredckpt.together import Together
@@ -54,7 +58,13 @@ class Restoring:
         self._together = together
 
     def restore(
-        self, state: State, step: int | None, *, strict: bool = True, on_lost: OnLost = "raise"
+        self,
+        state: State,
+        step: int | None,
+        *,
+        strict: bool = True,
+        on_lost: OnLost = "raise",
+        unproven: Collection[str] = (),
     ) -> tuple[int, RestoreReport | None]:
         """Fill ``state``: with which step, or -1 where every tier was asked and there is nothing; and what was read.
 
@@ -66,8 +76,9 @@ class Restoring:
         fresh = given is not None  # what was given was not there a moment ago
         error: BaseException | None = None
         for _ in range(_MAX_FALLBACKS):
+            began = time.perf_counter()
             reader = TieredReader(self._job, step, settings=self._settings)
-            reader.fresh, reader.strict = fresh, strict
+            reader.fresh, reader.strict, reader.proves_later = fresh, strict, True
             reader.choosing = tuple(f"{name}." for name, value in state.items() if _chooses(value))
             try:
                 if not self._anything_in_time(reader, step):
@@ -95,6 +106,7 @@ class Restoring:
                 log.error("restore of %s: %s; trying the next older step", self._job, error)
                 continue
             state.update({name: value for name, value in filled.items() if not isinstance(value, _Roomy)})
+            self._prove(state, reader, unproven, began)
             self._hydrated(reader.report, given)
             if held is not None:
                 held.completes(self._job, digest_of_names(reader.restored_names))
@@ -105,6 +117,33 @@ class Restoring:
         raise CheckpointDamagedError(
             f"{self._job}: {_MAX_FALLBACKS} steps were tried and none could be loaded: {error}"
         )
+
+    def _prove(self, state: State, reader: TieredReader, unproven: Collection[str], began: float) -> None:
+        """Compare what is live now with what the save recorded: one answer for all ranks."""
+        evidence, reader.evidence = reader.evidence, None
+        if evidence is None or reader.report is None:
+            return
+        proving = time.perf_counter()
+        live = LiveState(state, evidence, reader.session.node.store, unproven, _chooses)
+        try:
+            with collector_paused():
+                live.prove()
+        except Exception as error:
+            log.exception("%s: the live state could not be compared with what was saved", self._job)
+            live.give_up(f"{type(error).__name__}: {error}")
+        # A state_dict() may have collectives: either all ranks ask a second time, or none does.
+        told = self._together.from_all("\n".join(live.doubtful))
+        again = sorted({name for doubtful in told for name in doubtful.split("\n") if name})
+        if again:
+            live.ask_again(again)
+            wrong = differing(self._job, reader.report.step, self._together.rank, live.proof)
+            problems = [text for text in self._together.from_all(wrong) if text]
+            if problems:
+                raise RestoreProofError(wrong or problems[0])
+        proof = live.proof
+        proof.seconds = time.perf_counter() - proving
+        proof.share = proof.seconds / max(1e-9, time.perf_counter() - began)
+        reader.report.proof = proof
 
     def _hydrated(self, report: RestoreReport | None, found: Hydration | None) -> None:
         """Say what the fault before this world has cost, where there was one."""
@@ -121,9 +160,12 @@ class Restoring:
         if report is not None:
             tiers = ", ".join(f"{show_size(n)} from {tier}" for tier, n in sorted(report.bytes_by_tier.items()))
             log.info(
-                "%s: rank %d restored step %d: %s in %.2f s",
-                *(self._job, self._together.rank, step, tiers or "0 bytes", report.seconds),
+                "%s: rank %d restored step %d: %s in %.2f s%s",
+                *(self._job, self._together.rank, step, tiers or "0 bytes", report.seconds, _show(report.proof)),
             )
+            if report.proof is not None and report.proof.left_out:
+                left_out = [f"{name} ({why})" for name, why in report.proof.left_out.items()]
+                log.info("%s step %d: %d entries were not compared: %s", self._job, step, len(left_out), some(left_out))
         if strict:
             return
         missing = sorted(flatten(as_plain(state)).keys() - reader.read_metadata().state_dict_metadata.keys())
@@ -200,6 +242,16 @@ class Restoring:
         except CheckpointException as failure:
             raise typed_error(failure) from failure
         return steps[-1]
+
+
+def _show(proof: RestoreProof | None) -> str:
+    if proof is None:
+        return ""
+    left_out = f", {len(proof.left_out)} entries not compared" if proof.left_out else ""
+    return (
+        f"; {show_size(proof.size_bytes)} and {proof.objects} objects of the live state are what was saved{left_out} "
+        f"({proof.seconds:.2f} s, {proof.share:.0%} of the restore)"
+    )
 
 
 def _make_moments(state: State, reader: TieredReader) -> None:

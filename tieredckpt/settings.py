@@ -147,6 +147,9 @@ class MemorySettings:
     trust_objects: bool = False
     """Unpickle entries that are more than data when a step is loaded, from any tier. Whoever can write to the durable
     tier then runs code on every node that restores. Off: such an entry is an error that names it."""
+    proof: bool = True
+    """After a restore read the live state once more and compare it with what the save recorded: what differs is a
+    :class:`~tieredckpt.errors.RestoreProofError` that names the entries. Costs one read of the state."""
     copy_threads: int = 0
     """Threads that move bytes in a trainer; 0: this process's share of the node's cores, between 1 and 8."""
 

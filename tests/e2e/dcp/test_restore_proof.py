@@ -1,0 +1,542 @@
+"""After a restore the live state is compared with what was saved: every way to go on with something else is found."""
+
+import copy
+import logging
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from peerstore.records import CHUNK_BYTES
+from tests.support.bits import assert_same, zeroed
+from tests.support.jobs import Job, state_at
+from tests.support.models import build, full, put_back, state_of, train
+from tests.support.stores import pinned_file
+from tieredckpt import Checkpointer, TieredReader
+from tieredckpt.copying import Copier, memory_at
+from tieredckpt.errors import RestoreProofError
+from tieredckpt.settings import DurableSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+JOB = "tiered://proof"
+
+
+def saved(state, step=1):
+    with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+        ckpt.save(state, step).wait()
+
+
+def restored(state, **how):
+    with Checkpointer(JOB, on_sigterm="ignore", proof=how.pop("proof", None)) as ckpt:
+        ckpt.restore(state, **how)
+        return ckpt.last_restore.proof
+
+
+def unnoticed(state):
+    """Without the proof the same restore says nothing."""
+    assert restored(copy.deepcopy(state), proof=False) is None
+
+
+class Told:
+    """A ``Stateful`` that says a copy of what it has, and takes what ``takes`` makes of it."""
+
+    def __init__(self, values, takes=lambda own, state: own.update(state)):
+        self.values = values
+        self.takes = takes
+
+    def state_dict(self):
+        return copy.deepcopy(self.values)
+
+    def load_state_dict(self, state):
+        self.takes(self.values, state)
+
+
+def trained(seed, steps=2):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(40, 300), nn.BatchNorm1d(300), nn.Linear(300, 40))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    for _ in range(steps):
+        model(torch.randn(8, 40)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return {"model": model, "optim": optimizer, "schedule": schedule, "cursor": {"seen": 16 * steps}}
+
+
+# -- what is as it was saved ---------------------------------------------------------------------------------------
+
+
+def test_a_good_restore_says_how_much_of_it_was_compared_and_what_that_took(agent_dir, caplog):
+    state = trained(1)
+    saved(state)
+    fresh = trained(2, steps=0)
+    with caplog.at_level(logging.INFO):
+        proof = restored(fresh)
+    everything = [*state["model"].state_dict().values()]
+    everything += [one for moments in state["optim"].state.values() for one in moments.values()]
+    assert proof.size_bytes == sum(one.nbytes for one in everything)
+    assert proof.objects > 5
+    assert not proof.left_out
+    assert 0 < proof.share < 1
+    (line,) = [r.getMessage() for r in caplog.records if "restored step 1" in r.getMessage()]
+    assert f"{proof.objects} objects of the live state are what was saved" in line
+    assert "of the restore)" in line
+    assert_same(state["model"].state_dict(), fresh["model"].state_dict())
+
+
+FORMS = {
+    "plain": lambda t: t,
+    "strided": lambda t: t.t().contiguous().t(),
+    "half": lambda t: t.bfloat16(),
+    "conjugate": lambda t: torch.complex(t, t).conj(),
+    "sparse": lambda t: t.relu().to_sparse(),
+    "rows": lambda t: t.relu().to_sparse_csr(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("size", [1, 1000, 3 * CHUNK_BYTES + 17])
+def test_tensors_of_all_sizes_and_forms_are_what_was_saved(agent_dir, size):
+    forms = {k: v for k, v in FORMS.items() if size < CHUNK_BYTES or k in ("plain", "strided", "half")}
+    state = {f"{name}{n}": form(torch.randn(n + 1, size)) for name, form in forms.items() for n in range(2)}
+    state |= {"none": torch.zeros(0, 3), "one": torch.tensor(3.0)}
+    saved(state)
+    found = zeroed(state)
+    proof = restored(found)
+    assert_same(state, found)
+    assert proof.size_bytes == sum(one.numel() * one.itemsize for one in state.values())
+    assert not proof.left_out
+
+
+def test_tied_weights_are_no_mistake(agent_dir):
+    weight = torch.randn(100, 30)
+    saved({"embed": weight, "head": weight})
+    fresh = torch.zeros(100, 30)
+    assert restored({"embed": fresh, "head": fresh}).size_bytes == 2 * weight.nbytes
+
+
+def test_an_optimizer_that_keeps_a_moment_in_another_type_has_it_converted(agent_dir):
+    exact = torch.randn(1000)
+    saved({"moment": Told({"m": exact})})
+    live = Told({"m": torch.zeros(1000)}, lambda own, state: own.update(m=state["m"].bfloat16()))
+    assert restored({"moment": live}).size_bytes == 2000
+    live = Told({"m": torch.zeros(1000)}, lambda own, state: own.update(m=-state["m"].bfloat16()))
+    with pytest.raises(RestoreProofError, match=r"moment\.m .*bfloat16"):
+        restored({"moment": live})
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_from_the_durable_tier_it_is_compared_with_what_was_put_into_it(agent_dir, tmp_path, lost):
+    job = Job(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable"))
+    job.save(0)
+    if lost:
+        job.lose_memory()
+    state = zeroed(state_at(0))
+    with job.checkpointer() as ckpt:
+        assert ckpt.restore(state) == 0
+        assert (ckpt.last_restore.proof.size_bytes, ckpt.last_restore.proof.objects) == ((1 << 20) + 56 + 66, 1)
+        late = Told({}, lambda *_: flip(state["w"], at=1 << 19))
+        with pytest.raises(RestoreProofError, match=r"1 entry is not what was saved: w\. Do not"):
+            ckpt.restore(zeroed_in_place(state) | {"zz": late}, strict=False)
+
+
+def zeroed_in_place(state):
+    state["w"].zero_()
+    return state
+
+
+# -- what is not ---------------------------------------------------------------------------------------------------
+
+
+def flip(tensor, at=0):
+    tensor.view(-1).view(torch.uint8)[at] ^= 1
+    return tensor
+
+
+def test_a_bit_that_flips_in_the_live_state_after_everything_was_verified(agent_dir):
+    saved({"w": Told({"a": torch.randn(CHUNK_BYTES), "b": torch.randn(5)})})
+
+    def damaged():
+        blank = {"a": torch.zeros(CHUNK_BYTES), "b": torch.zeros(5)}
+        return {"w": Told(blank, lambda own, new: own.update(new | {"a": flip(new["a"], at=3 * CHUNK_BYTES + 5)}))}
+
+    unnoticed(damaged())
+    with pytest.raises(RestoreProofError, match=r"1 entry is not what was saved: w\.a\. Do not train on it"):
+        restored(damaged())
+
+
+@pytest.mark.parametrize("way", ["restore", "dcp.load"])
+def test_a_bit_that_flips_in_memory_between_the_agents_look_and_the_read(agent_dir, monkeypatch, way):
+    """In the slot itself, or while it is copied: the bytes that are read are not those that were verified."""
+    state = {"w": torch.randn(2 * CHUNK_BYTES), "b": torch.randn(5)}
+    saved(state)
+
+    def reach(point):
+        if point == "load.voted":
+            with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+                store = ckpt.session.node.store
+                (fact,) = store.inventory("proof")
+                pin = store.pin(fact.key)
+                with open(pinned_file(pin), "r+b") as file:  # noqa: PTH123
+                    file.seek(4096 + 3 * CHUNK_BYTES)
+                    byte = file.read(1)
+                    file.seek(-1, 1)
+                    file.write(bytes([byte[0] ^ 4]))
+                store.unpin(pin.id)
+
+    monkeypatch.setattr("tieredckpt.reader.reach", reach)
+    if way == "restore":
+        with pytest.raises(RestoreProofError, match=r"\bw \(or another entry beside it: their shard .* damaged"):
+            restored(zeroed(state))
+    else:
+        with pytest.raises(CheckpointException) as failed:
+            dcp.load(zeroed(state), storage_reader=TieredReader(JOB), no_dist=True)
+        assert any(isinstance(error, RestoreProofError) for error, _ in failed.value.failures.values())
+
+
+@pytest.mark.parametrize("way", ["restore", "dcp.load"])
+def test_a_bit_that_flips_on_its_way_into_the_target(agent_dir, monkeypatch, way):
+    state = {"w": torch.randn(2 * CHUNK_BYTES), "b": torch.randn(5)}
+    saved(state)
+    read = Copier.read
+
+    def reading(copier, fd, moves):
+        read(copier, fd, moves)
+        memory_at(moves[0].target, 1)[0] ^= 1
+
+    monkeypatch.setattr(Copier, "read", reading)
+    if way == "restore":
+        with pytest.raises(RestoreProofError, match=r": b\. Do not"):  # the first of the shard
+            restored(zeroed(state))
+    else:
+        with pytest.raises(CheckpointException):
+            dcp.load(zeroed(state), storage_reader=TieredReader(JOB), no_dist=True)
+
+
+@pytest.mark.parametrize("way", ["restore", "dcp.load"])
+@pytest.mark.parametrize("size", [10, CHUNK_BYTES])
+def test_two_entries_with_one_memory(agent_dir, way, size):
+    saved({"a": torch.full((size,), 1.0), "b": torch.full((size,), 2.0)})
+    one = torch.zeros(size)
+    if way == "restore":
+        unnoticed({"a": one, "b": one})
+        with pytest.raises(RestoreProofError, match=r"is the same memory as [ab]"):
+            restored({"a": one, "b": one})
+    else:
+        with pytest.raises(CheckpointException, match="is the same memory as"):
+            dcp.load({"a": one, "b": one}, storage_reader=TieredReader(JOB), no_dist=True)
+
+
+def test_two_modules_of_the_same_shapes_that_are_loaded_into_each_other(agent_dir):
+    state = {"policy": nn.Linear(50, 60), "reference": nn.Linear(50, 60)}
+    saved(state)
+
+    def swapped():
+        policy, reference = nn.Linear(50, 60).state_dict(), nn.Linear(50, 60).state_dict()
+        return {
+            "policy": Told(policy, lambda _, new: reference.update(new)),
+            "reference": Told(reference, lambda _, new: policy.update(new)),
+        }
+
+    unnoticed(swapped())
+    with pytest.raises(RestoreProofError, match=r"4 entries.*policy\.bias \(has what was saved as reference\."):
+        restored(swapped())
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+def test_a_moment_that_is_left_at_zero(agent_dir, name):
+    state = trained(1)
+    saved({"optim": Told(state["optim"].state_dict())})
+
+    def without():
+        blank = zeroed(state["optim"].state_dict()) | {"param_groups": state["optim"].state_dict()["param_groups"]}
+
+        def takes(own, new):
+            kept = own["state"][2][name]
+            own.update(new)
+            own["state"][2][name] = kept
+
+        return {"optim": Told(blank, takes)}
+
+    unnoticed(without())
+    with pytest.raises(RestoreProofError, match=rf"1 entry.*optim\.state\.2\.{name} \(is all zeros\)"):
+        restored(without())
+
+
+def test_moments_that_are_dropped(agent_dir):
+    """What was asked for, read, and then not taken."""
+    state = trained(1)
+    saved({"optim": Told(state["optim"].state_dict())})
+    blank = zeroed(state["optim"].state_dict()) | {"param_groups": state["optim"].state_dict()["param_groups"]}
+    dropping = Told(blank, lambda own, new: own.update(state={}, param_groups=new["param_groups"]))
+    with pytest.raises(RestoreProofError, match=r"18 entries.*optim\.state\.0\.step \(is not in the live state"):
+        restored({"optim": dropping})
+
+
+def test_a_schedule_that_is_not_applied(agent_dir):
+    state = trained(1, steps=5)
+    saved({"schedule": state["schedule"]})
+
+    class Ignores(torch.optim.lr_scheduler.StepLR):
+        def load_state_dict(self, state):
+            pass
+
+    def fresh():
+        optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.01)
+        return {"schedule": Ignores(optimizer, step_size=1, gamma=0.5)}
+
+    assert restored(fresh(), proof=False) is None
+    with pytest.raises(RestoreProofError, match=r"schedule\.last_epoch \(is 0, saved was 5\)"):
+        restored(fresh())
+
+
+class Generators:
+    def __init__(self, *, sets=True):
+        self.sets = sets
+
+    def state_dict(self):
+        return {"torch": torch.get_rng_state(), "python": random.getstate()}
+
+    def load_state_dict(self, state):
+        if self.sets:
+            torch.set_rng_state(state["torch"])
+            random.setstate(state["python"])
+
+
+def test_generators_that_are_not_where_they_were(agent_dir):
+    saved({"random": Generators()})
+    torch.rand(3), random.random()
+    proof = restored({"random": Generators()})
+    assert proof.size_bytes
+    assert proof.objects == 1
+    torch.rand(3), random.random()
+    with pytest.raises(RestoreProofError, match=r"2 entries.*random\.torch"):
+        restored({"random": Generators(sets=False)})
+
+
+def test_a_cursor_that_starts_over_on_the_second_resume(agent_dir):
+    """The first resume goes on where it was, and says that it is at 0: what is saved next is the beginning."""
+
+    class Loader:
+        def __init__(self):
+            self.begin, self.at = 0, 0
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.begin = state["at"]
+
+    loader = Loader()
+    loader.at = 70
+    saved({"data": loader})
+    fresh = Loader()
+    restored({"data": fresh}, proof=False)
+    assert fresh.begin == 70
+    with pytest.raises(RestoreProofError, match=r"data\.at \(is 0, saved was 70\)"):
+        restored({"data": Loader()})
+
+
+def test_every_tensor_wrong_and_none_missing(agent_dir):
+    """A state that is put together from copies: all names are there, nothing of it reaches the model."""
+    saved({"model": trained(1)["model"]})
+    model = trained(2)["model"]
+    with pytest.raises(RestoreProofError, match="8 entries"):  # the ninth counts batches, as many as there
+        restored({"model": Told(model.state_dict(), lambda *_: None)})
+
+
+def test_restoring_again_and_again_leaves_nothing_open_and_never_begins_at_zero(agent_dir):
+    state = trained(1)
+    saved(state, step=7)
+    fresh = trained(2, steps=0)
+
+    def footprint():
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+        seen = []
+        for _ in range(20):
+            assert ckpt.restore(fresh) == 7
+            for preparing in ckpt._preparing:
+                preparing.join()
+            seen.append(footprint())
+        assert ckpt.last_restore.proof.size_bytes
+    assert seen[-1] == seen[4]
+
+
+# -- what cannot be compared ---------------------------------------------------------------------------------------
+
+
+def test_what_says_something_else_whenever_it_is_asked_is_left_out_and_said(agent_dir, caplog):
+    class Clock:
+        def state_dict(self):
+            return {"at": time.perf_counter_ns(), "noise": torch.rand(4), "kept": 3}
+
+        def load_state_dict(self, state):
+            pass
+
+    saved({"clock": Clock(), "w": torch.ones(5)})
+    with caplog.at_level(logging.INFO):
+        proof = restored({"clock": Clock(), "w": torch.zeros(5)})
+    assert set(proof.left_out) == {"clock.at", "clock.noise"}
+    assert (proof.size_bytes, proof.objects) == (20, 1)
+    assert "2 entries not compared" in caplog.text
+    assert "clock.at (says something else whenever it is asked)" in caplog.text
+
+
+def test_what_is_told_to_be_something_else_is_left_out_and_said(agent_dir):
+    saved({"data": Told({"at": 3}), "w": torch.ones(5)})
+    state = {"data": Told({"at": 0}, lambda own, new: own.update(at=new["at"] + 1)), "w": torch.zeros(5)}
+    with pytest.raises(RestoreProofError, match=r"data\.at"):
+        restored(state)
+    assert restored(state, unproven={"data"}).left_out == {"data.at": "as said"}
+
+
+def test_an_object_without_an_equality_of_its_own_is_compared_by_what_is_pickled_of_it(agent_dir, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_MEMORY_TRUST_OBJECTS", "1")
+    saved({"own": Opaque(3)})
+    state = {"own": None}
+    assert restored(state).objects == 1
+    assert state["own"].value == 3
+
+
+class Opaque:
+    def __init__(self, value):
+        self.value = value
+
+
+# -- other shardings -----------------------------------------------------------------------------------------------
+
+
+def save_sharded(kind, steps):
+    model, optimizer = build(kind, dist.get_world_size(), seed=1)
+    train(model, optimizer, steps)
+    with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+        ckpt.save(App(model, optimizer).whole(), steps).wait()
+    return full(state_of(model, optimizer))
+
+
+class App:
+    """Model and optimizer as one ``Stateful``, as DCP's tutorials have it; ``breaks`` goes wrong after the load."""
+
+    def __init__(self, model, optimizer, breaks=None):
+        self.model, self.optimizer, self.breaks = model, optimizer, breaks
+
+    def whole(self):
+        return {"app": self}
+
+    def state_dict(self):
+        return state_of(self.model, self.optimizer)
+
+    def load_state_dict(self, state):
+        put_back(self.model, self.optimizer, state)
+        if self.breaks is not None:
+            self.breaks(self.model, self.optimizer)
+
+
+def zero_a_moment(_, optimizer):
+    if dist.get_rank() == dist.get_world_size() - 1:
+        moment = next(iter(optimizer.state.values()))["exp_avg"]
+        getattr(moment, "_local_tensor", moment).zero_()
+
+
+def swap_moments(_, optimizer):
+    for moments in optimizer.state.values():
+        moments["exp_avg"], moments["exp_avg_sq"] = moments["exp_avg_sq"], moments["exp_avg"]
+
+
+def load_sharded(kind, breaks=None):
+    model, optimizer = build(kind, dist.get_world_size(), seed=2)
+    train(model, optimizer, 1)
+    app = App(model, optimizer, breaks)
+    with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+        try:
+            ckpt.restore(app.whole())
+        except RestoreProofError as error:
+            return str(error)
+        proof = ckpt.last_restore.proof
+        return full(state_of(model, optimizer)), proof.size_bytes, proof.left_out
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "other", "after"),
+    [
+        ("fsdp", 2, "fsdp", 3),
+        ("hsdp", 4, "fsdp", 3),
+        ("tp", 2, "fsdp", 3),
+        ("fsdp", 3, "tp", 2),
+        ("2d", 4, "fsdp", 2),
+        ("ddp", 2, "fsdp", 2),
+    ],
+)
+def test_in_another_sharding_it_is_the_same_proof(agent_dir, ranks, kind, before, other, after):
+    expected = ranks.run(before, save_sharded, kind, 2)[0]
+    for found, size, left_out in ranks.run(after, load_sharded, other):
+        assert_same(expected, found)
+        assert size > 0
+        assert not left_out
+    for problem in ranks.run(after, load_sharded, other, zero_a_moment):
+        assert "exp_avg (is all zeros)" in problem  # on every rank, though one alone has it
+
+
+def test_moments_in_each_others_place_are_found_on_every_rank(agent_dir, ranks):
+    ranks.run(2, save_sharded, "fsdp", 2)
+    for problem in ranks.run(2, load_sharded, "fsdp", swap_moments):
+        assert "has what was saved as app.optim.state." in problem
+
+
+def save_grid(placements):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(3 << 18, dtype=torch.float32).view(-1, 1 << 10)
+    with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+        ckpt.save({"w": distribute_tensor(whole, mesh, placements)}, 1).wait()
+
+
+def load_grid(placements, spoil):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {"w": distribute_tensor(torch.zeros(3 << 8, 1 << 10), mesh, placements)}
+    with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
+        if spoil is None:
+            ckpt.restore(state)
+            return ckpt.last_restore.proof.size_bytes, state["w"]._local_tensor.nbytes
+        state["zz"] = Spoils(state["w"], spoil)
+        try:
+            ckpt.restore(state, strict=False)
+        except RestoreProofError as error:
+            return str(error)
+        return "nothing was noticed"
+
+
+class Spoils:
+    """Loaded last: it flips a bit of a tensor that is not its own."""
+
+    def __init__(self, tensor, rank):
+        self.tensor, self.rank = tensor, rank
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, _):
+        if dist.get_rank() == self.rank:
+            flip(self.tensor._local_tensor, at=self.tensor._local_tensor.nbytes // 2)
+
+
+@pytest.mark.parametrize("rows", [[Shard(0)], [Shard(1)]])
+@pytest.mark.parametrize("columns", [[Shard(0)], [Shard(1)], [Replicate()]])
+def test_every_cut_of_a_tensor_is_compared_as_a_whole(agent_dir, ranks, rows, columns):
+    ranks.run(2, save_grid, rows)
+    for compared, held in ranks.run(3, load_grid, columns, None):
+        assert compared == held
+    for problem in ranks.run(3, load_grid, columns, 2):
+        assert "on rank 2 1 entry is not what was saved: w." in problem

@@ -1,0 +1,110 @@
+"""The pure halves of the restore proof: chunks put together from live memory, and objects that are compared."""
+
+import copy
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerstore.checksum import checksums
+from peerstore.records import ShardKey
+from tieredckpt.live_state import is_same
+from tieredckpt.manifest import ShardIndex, ShardMeta
+from tieredckpt.restore_proof import _chunk_windows, _Views, bytes_of, plain_parts
+from tieredckpt.state import archive
+
+CHUNK = 64
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.complex_numbers()
+leaves = plain | st.text(max_size=5) | st.binary(max_size=5)
+values = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=4)
+        | st.binary(min_size=1, max_size=8).map(lambda data: torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    ),
+    max_leaves=8,
+)
+
+
+@given(values)
+def test_an_object_is_what_was_saved_of_it(value):
+    assert is_same(copy.deepcopy(value), archive(value)) is True
+
+
+@given(values, values)
+def test_another_object_is_not(one, other):
+    if archive(one) != archive(other):
+        found = is_same(one, archive(other))
+        assert found is False or repr(one) == repr(other) or one == other
+
+
+class Plain:
+    def __init__(self, value):
+        self.value = value
+
+
+def test_an_object_that_cannot_be_told_from_another_one_is_neither():
+    assert is_same(Plain(3), archive(Plain(3))) is True
+    assert is_same(Plain(3), archive(Plain(4))) is None
+    assert is_same([1, Plain(3)], archive([2, Plain(4)])) is False
+
+
+@st.composite
+def shards(draw):
+    """A shard's bytes, and tensors that have some of them: (where, how much, whose, where in that)."""
+    data = draw(st.binary(min_size=1, max_size=5 * CHUNK))
+    tensors, moves = [], []
+    for index in range(draw(st.integers(1, 6))):
+        start = draw(st.integers(0, len(data) - 1))
+        size = draw(st.integers(1, len(data) - start))
+        cut = draw(st.integers(0, size))
+        tensors.append(torch.frombuffer(bytearray(data[start : start + size]), dtype=torch.uint8))
+        moves += [(start + a, b - a, index, a) for a, b in ((0, cut), (cut, size)) if b > a]
+    return data, tensors, sorted(moves)
+
+
+def index_of(data):
+    key = ShardKey("job", 1, 1, "i", 0, 0)
+    return ShardIndex(key, 1, len(data), CHUNK, checksums(memoryview(data), chunk_bytes=CHUNK), ShardMeta("", ()))
+
+
+def bad_chunks(data, tensors, moves, tmp):
+    shard, bad = index_of(data), set()
+    fd = os.memfd_create(tmp)
+    try:
+        os.write(fd, data)
+        for chunks in _chunk_windows(moves, CHUNK, _Views(tensors)):
+            for chunk in chunks:
+                if chunk.digest(fd, shard) != shard.checksums[8 * chunk.number : 8 * chunk.number + 8]:
+                    bad |= chunk.owners
+    finally:
+        os.close(fd)
+    return bad
+
+
+@given(shards())
+def test_chunks_of_live_memory_have_the_checksums_of_the_seal(shard):
+    assert bad_chunks(*shard, "good") == set()
+
+
+@given(shards(), st.data())
+def test_one_flipped_bit_anywhere_in_live_memory_is_seen(shard, data):
+    content, tensors, moves = shard
+    index = data.draw(st.integers(0, len(tensors) - 1))
+    tensors[index][data.draw(st.integers(0, tensors[index].numel() - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert index in bad_chunks(content, tensors, moves, "flipped")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_what_is_not_a_plain_tensor_is_looked_at_by_its_parts():
+    dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    assert [bytes_of(part) for part in plain_parts(dense.t())] == [bytes_of(dense.t().contiguous())]
+    for sparse in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()):
+        changed = sparse.clone()
+        changed.values()[0] = 5.0 if sparse.layout is not torch.sparse_coo else changed.values()[0]
+        same = list(map(bytes_of, plain_parts(sparse))) == list(map(bytes_of, plain_parts(changed)))
+        assert same is (sparse.layout is torch.sparse_coo)

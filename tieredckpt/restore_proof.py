@@ -1,0 +1,557 @@
+"""Whether the live state is what was saved: read once more after a restore, and compared with what the save recorded.
+
+While it reads, a load keeps what its bytes can be told by (:class:`Evidence`). Where most of a shard goes into this
+process that is the seal itself: the checksums of the shard's chunks, taken when it was saved. What is cut otherwise,
+converted, or comes from other tiers has a digest of what was put into the target. After everybody's
+``load_state_dict`` the state is asked again what it is made of, and its memory is hashed, in the copying threads, piece
+by piece in the order of the shard (:class:`RestoreProof`): the same whatever the sharding was, and is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from tieredckpt.boxes import Box, Run, runs, whole
+from tieredckpt.copying import Copier, memory_at
+from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.fetch import PinnedShards, ShardCheck
+from tieredckpt.manifest import ShardIndex
+from tieredckpt.resolve import Tier
+from tieredckpt.stored import ByteRange, TensorPiece, WantedStep, chunk_ranges
+from tieredckpt.tensors import has_ordinary_dispatch, is_flat
+
+log = logging.getLogger(__name__)
+
+_WINDOW_BYTES = 256 << 20
+"""Of what has to be brought together before it can be hashed (from a device, out of strides)."""
+_BLOCK_BYTES = 4 << 20
+_RUN_BYTES = 64 << 10
+"""Runs that are shorter on average are told by a digest of all of them."""
+_LARGEST_OBJECT = 4 << 20
+_EXPLAINED = 5
+_COMPARED_WITH = 64
+ABSENT = "is not in the live state any more"
+
+
+class Copied(NamedTuple):
+    """A digest of what was put into a part of a target."""
+
+    box: Box | None
+    """Relative to the target; ``None``: all of it."""
+    digest: bytes
+
+
+@dataclass(slots=True)
+class Brought:
+    """What one read item has brought, and what its bytes can be told by."""
+
+    fqn: str
+    item: ReadItem
+    box: Box
+    dtype: torch.dtype
+    sealed: list[TensorPiece] = field(default_factory=list)
+    copied: list[Copied] = field(default_factory=list)
+
+
+class Evidence:
+    """What a load has brought to one rank."""
+
+    def __init__(self, step: WantedStep, copier: Copier) -> None:
+        self.step = step
+        self.copier = copier
+        self.brought: list[Brought] = []
+        self.objects: dict[str, bytes | None] = {}
+        """``None``: too large to be kept."""
+        self._by_seal = _mostly_whole(step)
+
+    def begin(self, item: ReadItem, box: Box, target: torch.Tensor) -> Brought:
+        brought = Brought(item.storage_index.fqn, item, box, target.dtype)
+        self.brought.append(brought)
+        return brought
+
+    def is_sealed(self, part: int, found: Sequence[Run]) -> bool:
+        """Whether what these runs bring can be told by the seal of their shard."""
+        return part in self._by_seal and (len(found) - 1) * _RUN_BYTES <= sum(run.size_bytes for run in found)
+
+    def copied(self, parts: Sequence[tuple[Brought, Box | None, torch.Tensor]]) -> None:
+        """Remember what was put into these tensors, just now."""
+        digests = digests_of([tensor for _, _, tensor in parts], self.copier)
+        for (brought, box, _), digest in zip(parts, digests, strict=True):
+            brought.copied.append(Copied(box, digest))
+
+    def has_object(self, fqn: str, data: bytes) -> None:
+        self.objects[fqn] = data if len(data) <= _LARGEST_OBJECT else None
+
+
+def _mostly_whole(step: WantedStep) -> set[int]:
+    """Shards in this node's memory of whose chunks this rank reads about half or more."""
+    ranges: defaultdict[int, list[ByteRange]] = defaultdict(list)
+    wanted: defaultdict[int, int] = defaultdict(int)
+    for pieces in step.pieces.values():
+        for piece in pieces:
+            if piece.item < 0 and step.tier(piece.part) is Tier.MEMORY:
+                ranges[piece.part].append(step.tensor_range(piece))
+                wanted[piece.part] += piece.box.volume * piece.entry.itemsize
+    found = set()
+    for part, some in ranges.items():
+        size = step.shards[part].chunk_bytes
+        touched = sum(stop - first for first, stop in chunk_ranges(some, size)) * size
+        if touched <= 2 * wanted[part] + 4 * size:
+            found.add(part)
+    return found
+
+
+@dataclass
+class RestoreProof:
+    """What was compared after a restore, and what came of it."""
+
+    size_bytes: int = 0
+    """Of live tensors that are what was saved."""
+    objects: int = 0
+    """Python objects that are."""
+    seconds: float = 0.0
+    share: float = 0.0
+    """Of the time that the restore took."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Entries that could not be compared, and why."""
+    wrong: dict[str, str] = field(default_factory=dict)
+    """Entries that are not what was saved, and what they are instead."""
+
+    @property
+    def entries_left_out(self) -> int:
+        return len(self.left_out)
+
+
+Find = Callable[[ReadItem], torch.Tensor | None]
+
+
+def plainly_resolves(planner: LoadPlanner) -> bool:
+    """Whether the planner gives the state's own tensors, however often it is asked."""
+    kind: Any = type(planner)
+    return issubclass(kind, DefaultLoadPlanner) and all(
+        getattr(kind, name) is getattr(DefaultLoadPlanner, name)
+        for name in ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
+    )
+
+
+def find_in(live: Mapping[str, Any]) -> Find:
+    """Looks a read item's target up in a flat state, as DCP's planner does; ``None`` where there is none."""
+
+    def find(item: ReadItem) -> torch.Tensor | None:
+        index = item.dest_index
+        value = live.get(index.fqn)
+        if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+            try:
+                value = find_state_dict_object({index.fqn: value}, index)
+            except (ValueError, KeyError, IndexError):
+                return None
+        if not isinstance(value, torch.Tensor):
+            return None
+        if tuple(value.shape) != tuple(item.lengths):
+            try:
+                value = narrow_tensor_by_index(value, item.dest_offsets, item.lengths)
+            except (RuntimeError, IndexError):
+                return None
+        return value.detach()
+
+    return find
+
+
+class Prover:
+    """Compares live tensors with what a load has brought."""
+
+    def __init__(self, evidence: Evidence, find: Find, pinned: PinnedShards) -> None:
+        self._evidence = evidence
+        self._step = evidence.step
+        self._find = find
+        self._pinned = pinned
+        self._proof = RestoreProof()
+        self._seen: list[tuple[Brought, torch.Tensor]] = []
+        self._wrong: dict[str, tuple[Brought, torch.Tensor | None, str]] = {}
+
+    def run(self, skip: Mapping[str, str]) -> RestoreProof:
+        """Everything but what ``skip`` says, by name, why it is not compared."""
+        proof = self._proof
+        copied: list[tuple[Brought, torch.Tensor]] = []
+        sealed: dict[int, list[tuple[Brought, torch.Tensor]]] = defaultdict(list)
+        for brought in self._evidence.brought:
+            if skip and brought.fqn in skip:
+                proof.left_out[brought.fqn] = skip[brought.fqn]
+                continue
+            live = self._find(brought.item)
+            if live is None:
+                self._wrong[brought.fqn] = brought, None, ABSENT
+                continue
+            if live.dtype != brought.dtype:
+                self._converted(brought, live)
+                continue
+            here = brought, live
+            self._seen.append(here)
+            if brought.copied:
+                copied.append(here)
+            if len(brought.sealed) == 1:
+                sealed[brought.sealed[0].part].append(here)
+            else:
+                for part in {piece.part for piece in brought.sealed}:
+                    sealed[part].append(here)
+        self._compare_copied(copied)
+        for part, entries in sealed.items():
+            self._compare_sealed(part, entries)
+        for brought, _ in self._seen:
+            if brought.fqn not in self._wrong and brought.fqn not in proof.left_out:
+                proof.size_bytes += brought.box.volume * brought.dtype.itemsize
+        for number, (fqn, (brought, live, what)) in enumerate(self._wrong.items()):
+            proof.left_out.pop(fqn, None)
+            explained = number < _EXPLAINED and live is not None and not what
+            proof.wrong[fqn] = self._what_it_is(brought, live) if explained and live is not None else what
+        return proof
+
+    # -- what was told by digests ---------------------------------------------------------------------------------
+
+    def _compare_copied(self, entries: Sequence[tuple[Brought, torch.Tensor]]) -> None:
+        for window in _windows(entries):
+            parts = [(brought, live, one) for brought, live in window for one in brought.copied]
+            digests = digests_of([_part(live, one.box) for _, live, one in parts], self._evidence.copier)
+            for (brought, live, one), digest in zip(parts, digests, strict=True):
+                if not digest or not one.digest:
+                    self._proof.left_out[brought.fqn] = f"a {type(live).__name__} whose elements cannot be looked at"
+                elif digest != one.digest:
+                    self._wrong.setdefault(brought.fqn, (brought, live, ""))
+
+    # -- what the seal tells --------------------------------------------------------------------------------------
+
+    def _compare_sealed(self, part: int, entries: Sequence[tuple[Brought, torch.Tensor]]) -> None:
+        shard = self._step.shards[part]
+        try:
+            fd = self._pinned.open(shard)
+        except TieredCheckpointError as error:
+            log.info("%s", error)
+            fd = -1
+        moves = []
+        for index, (brought, _) in enumerate(entries):
+            (piece, *others) = brought.sealed
+            if not others and piece.box == piece.entry.box == brought.box:
+                moves.append((self._step.start(piece), piece.entry.size_bytes, index, 0))
+                continue
+            for base, run in self._runs(brought, part):
+                moves.append((base + run.source, run.size_bytes, index, run.target))
+        moves.sort()
+        bad: list[_Chunk] = []
+        unread: list[_Chunk] = []
+
+        def compare(chunk: _Chunk) -> None:
+            got = chunk.digest(fd, shard)
+            if got is None:
+                unread.append(chunk)
+            elif got != shard.checksums[8 * chunk.number : 8 * chunk.number + 8]:
+                bad.append(chunk)
+
+        views = _Views([live for _, live in entries])
+        for chunks in _chunk_windows(moves, shard.chunk_bytes, views):
+            self._evidence.copier.each(chunks, compare, len(chunks) * shard.chunk_bytes)
+        for chunk in unread:
+            for index in chunk.owners:
+                self._proof.left_out[entries[index][0].fqn] = "its shard is not in memory any more"
+        if bad:
+            self._find_wrong(shard, fd, bad, entries)
+
+    def _find_wrong(
+        self, shard: ShardIndex, fd: int, bad: Sequence[_Chunk], entries: Sequence[tuple[Brought, torch.Tensor]]
+    ) -> None:
+        """Which of the entries in these chunks differ: the shard is good, or it is not what it was when it was read."""
+        size = shard.chunk_bytes
+        spans = [ByteRange(c.number * size, min((c.number + 1) * size, shard.size_bytes)) for c in bad]
+        found = self._looked_at(shard, fd, spans)
+        owners = sorted({index for chunk in bad for index in chunk.owners})
+        for index in owners:
+            brought, live = entries[index]
+            if found is not ShardCheck.GOOD:
+                what = f"or another entry beside it: their shard in memory is {found.value} since it was verified"
+                self._wrong.setdefault(brought.fqn, (brought, live, what))
+            elif not self._is_in_slot(brought, live, shard.key.part, fd):
+                self._wrong.setdefault(brought.fqn, (brought, live, ""))
+
+    def _looked_at(self, shard: ShardIndex, fd: int, spans: Sequence[ByteRange]) -> ShardCheck:
+        if fd < 0:
+            return ShardCheck.GONE
+        try:
+            return self._pinned.verify(shard, spans)
+        except TieredCheckpointError as error:
+            log.warning("%s", error)
+            return ShardCheck.UNREADABLE
+
+    def _is_in_slot(self, brought: Brought, live: torch.Tensor, part: int, fd: int) -> bool:
+        there = flat(live)
+        view = memory_of(there)
+        for base, run in self._runs(brought, part):
+            if _read(fd, base + run.source, run.size_bytes) != view[run.target : run.target + run.size_bytes]:
+                return False
+        return True
+
+    def _runs(self, brought: Brought, part: int) -> Iterator[tuple[int, Run]]:
+        for piece in brought.sealed:
+            if piece.part == part:
+                base = self._step.start(piece)
+                for run in runs(piece.box, piece.entry.box, brought.box, piece.entry.itemsize):
+                    yield base, run
+
+    # -- what is there instead ------------------------------------------------------------------------------------
+
+    def _converted(self, brought: Brought, live: torch.Tensor) -> None:
+        """An optimizer may keep a moment in another type than was saved: it is what was saved, converted."""
+        saved = self._saved(brought)
+        what = f"is {str(live.dtype).removeprefix('torch.')} now, {str(brought.dtype).removeprefix('torch.')} when read"
+        if saved is None or live.layout is not torch.strided:
+            self._proof.left_out[brought.fqn] = what
+        elif bytes_of(saved.to(live.dtype)) == bytes_of(live):
+            self._proof.size_bytes += live.nbytes
+        else:
+            self._wrong[brought.fqn] = brought, live, f"{what}, and not what was saved"
+
+    def _saved(self, brought: Brought) -> torch.Tensor | None:
+        """The tensor as its shards in memory have it; ``None`` where that cannot be known any more."""
+        if brought.copied or not brought.sealed:
+            return None
+        saved = torch.empty(brought.box.sizes, dtype=brought.dtype)
+        view = memory_of(saved)
+        for part in {piece.part for piece in brought.sealed}:
+            shard = self._step.shards[part]
+            try:
+                spans = [self._step.tensor_range(piece) for piece in brought.sealed if piece.part == part]
+                if self._pinned.verify(shard, spans) is not ShardCheck.GOOD:
+                    return None
+                fd = self._pinned.open(shard)
+                for base, run in self._runs(brought, part):
+                    view[run.target : run.target + run.size_bytes] = _read(fd, base + run.source, run.size_bytes)
+            except (TieredCheckpointError, OSError):
+                return None
+        return saved
+
+    def _what_it_is(self, brought: Brought, live: torch.Tensor) -> str:
+        if live.layout is not torch.strided:
+            return ""
+        for other, where in self._seen:
+            same = other.fqn != brought.fqn and where.layout is torch.strided and where.data_ptr() == live.data_ptr()
+            if same and where.numel():
+                return f"is the same memory as {other.fqn}"
+        there = bytes_of(live)
+        if not there.strip(b"\0"):
+            return "is all zeros"
+        candidates = [
+            one
+            for one in self._evidence.brought
+            if one is not brought and (one.box.sizes, one.dtype) == (brought.box.sizes, brought.dtype)
+        ]
+        for one in candidates[:_COMPARED_WITH]:
+            saved = self._saved(one)
+            if saved is not None:
+                equal = bytes_of(saved) == there
+            else:
+                equal = [c.digest for c in one.copied if c.box in (None, whole(one.box.sizes))] == digests_of(
+                    [live], self._evidence.copier
+                )
+            if equal:
+                return f"has what was saved as {one.fqn}"
+        return ""
+
+
+class _Views:
+    """The bytes of tensors; those that do not lie in order are brought together, and let go of again."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._flat: dict[int, memoryview] = {}
+        self._made: dict[int, tuple[torch.Tensor, memoryview]] = {}
+        self.made_bytes = 0
+
+    def of(self, index: int) -> memoryview:
+        view = self._flat.get(index)
+        if view is not None:
+            return view
+        if index in self._made:
+            return self._made[index][1]
+        tensor = self._tensors[index]
+        if is_flat(tensor) and has_ordinary_dispatch(tensor):
+            view = self._flat[index] = memory_of(tensor)
+            return view
+        made = flat(tensor)
+        self._made[index] = made, memory_of(made)
+        self.made_bytes += made.nbytes
+        return self._made[index][1]
+
+    def let_go(self, *, but: int = -1) -> None:
+        self._made = {index: made for index, made in self._made.items() if index == but}
+        self.made_bytes = 0
+
+
+class _Chunk:
+    """One chunk of a shard: where its bytes are in live memory. What is not there is read from the shard."""
+
+    __slots__ = ("number", "segments")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.segments: list[tuple[int, memoryview, int]] = []
+        """Where in the shard, the bytes, whose they are."""
+
+    @property
+    def owners(self) -> set[int]:
+        return {index for _, _, index in self.segments}
+
+    def digest(self, fd: int, shard: ShardIndex) -> bytes | None:
+        """As the seal has it; ``None`` when what is missing cannot be read."""
+        at = self.number * shard.chunk_bytes
+        stop = min(at + shard.chunk_bytes, shard.size_bytes)
+        start, view, _ = self.segments[0]
+        if start == at and len(view) == stop - at:
+            return struct.pack("<Q", xxhash.xxh3_64_intdigest(view))
+        state = xxhash.xxh3_64()
+        try:
+            for start, view, _ in self.segments:
+                if at < start:
+                    state.update(_read(fd, at, start - at))
+                state.update(view)
+                at = start + len(view)
+            if at < stop:
+                state.update(_read(fd, at, stop - at))
+        except OSError:
+            return None
+        return struct.pack("<Q", state.intdigest())
+
+
+def _chunk_windows(moves: Sequence[tuple[int, int, int, int]], size: int, views: _Views) -> Iterator[list[_Chunk]]:
+    """``moves`` (where in the shard, how much, whose, where in that) by chunks, in order. Bytes that several entries
+    have are in as many chunks of that number.
+    """
+    while moves:
+        later, end = [], 0
+        chunks: list[_Chunk] = []
+        for move in moves:
+            start, left, index, offset = move
+            if start < end:
+                later.append(move)
+                continue
+            end = start + left
+            view = views.of(index)
+            while left:
+                number = start // size
+                count = min(left, (number + 1) * size - start)
+                if not chunks or chunks[-1].number != number:
+                    if views.made_bytes > _WINDOW_BYTES:
+                        yield chunks
+                        chunks = []
+                        views.let_go(but=index)
+                    chunks.append(_Chunk(number))
+                chunks[-1].segments.append((start, view[offset : offset + count], index))
+                start, left, offset = start + count, left - count, offset + count
+        yield chunks
+        views.let_go()
+        moves = later
+
+
+def _read(fd: int, start: int, size: int) -> bytes:
+    if fd < 0:
+        raise OSError("not open")
+    found = os.pread(fd, size, start)
+    while len(found) < size:
+        more = os.pread(fd, size - len(found), start + len(found))
+        if not more:
+            raise OSError(f"the file ends {size - len(found)} bytes early")
+        found += more
+    return found
+
+
+# -- bytes of tensors ---------------------------------------------------------------------------------------------
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in order, in this process's memory: itself, or a copy."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor, for as long as somebody has it."""
+    return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(b"")
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    tensor = flat(tensor)
+    return bytes(memory_of(tensor))
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Plain tensors that are all there is to ``tensor``; none where that cannot be said."""
+    tensor = tensor.detach()
+    wraps: Any = tensor
+    if is_traceable_wrapper_subclass(wraps):
+        names, _ = wraps.__tensor_flatten__()
+        return [part for name in names for part in plain_parts(getattr(tensor, name))]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [flat(tensor.indices()), flat(tensor.values())]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [flat(one) for one in (tensor.crow_indices(), tensor.col_indices(), tensor.values())]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [flat(one) for one in (tensor.ccol_indices(), tensor.row_indices(), tensor.values())]
+    if tensor.layout is not torch.strided or tensor.is_nested or not has_ordinary_dispatch(tensor):
+        return []
+    return [flat(tensor.int_repr() if tensor.is_quantized else tensor)]
+
+
+def digests_of(tensors: Sequence[torch.Tensor], copier: Copier) -> list[bytes]:
+    """Of each tensor's elements in order; nothing for those that cannot be looked at."""
+    kept, jobs = [], []
+    found: list[list[int]] = []
+    for tensor in tensors:
+        parts = plain_parts(tensor)
+        kept.append(parts)
+        sums: list[int] = []
+        found.append(sums)
+        for part in parts:
+            view = memory_of(part)
+            for start in range(0, max(1, len(view)), _BLOCK_BYTES):
+                jobs.append((sums, len(sums), view[start : start + _BLOCK_BYTES]))
+                sums.append(0)
+
+    def one(job: tuple[list[int], int, memoryview]) -> None:
+        sums, number, view = job
+        sums[number] = xxhash.xxh3_64_intdigest(view)
+
+    copier.each(jobs, one, sum(len(view) for _, _, view in jobs))
+    return [struct.pack(f"<{len(sums)}Q", *sums) for sums in found]
+
+
+def _part(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
+    if box is None or tensor.layout is not torch.strided:
+        return tensor
+    for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if tensor.size(axis) != size:
+            tensor = tensor.narrow(axis, offset, size)
+    return tensor
+
+
+def _windows(entries: Sequence[tuple[Brought, torch.Tensor]]) -> Iterator[list[tuple[Brought, torch.Tensor]]]:
+    window: list[tuple[Brought, torch.Tensor]] = []
+    size = 0
+    for one in entries:
+        window.append(one)
+        size += one[0].box.volume * one[0].dtype.itemsize
+        if size >= _WINDOW_BYTES:
+            yield window
+            window, size = [], 0
+    if window:
+        yield window
