@@ -41,6 +41,10 @@ def expected_s(scheme: Scheme, mtbf_s: float) -> float:
         return math.inf
 
 
+_NEVER = 1e-290
+"""Chances that are smaller make no difference, and their quotients are no numbers."""
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Time left at the beginning of a piece of work, from what is left elsewhere.
@@ -108,10 +112,11 @@ class _Terms:
         slower = 1 + self._live * time / self._mtbf_s
         back, far = self._back + self._live * back, self._far + self._live * far
         ahead = math.exp(-(back + far) * length_s / self._mtbf_s)
-        if not back + far:
+        away = -math.expm1(-(back + far) * length_s / self._mtbf_s)
+        if away < _NEVER:
             return _Piece(1.0, slower * length_s, 0.0, 0.0)
-        cost, away = slower * self._mtbf_s / (back + far), -math.expm1(-(back + far) * length_s / self._mtbf_s)
-        return _Piece(ahead, cost * away, away * back / (back + far), away * far / (back + far))
+        cost = slower * self._mtbf_s * (away / (back + far))
+        return _Piece(ahead, cost, away * back / (back + far), away * far / (back + far))
 
 
 def _sum(away: float, count: int) -> float:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tieredckpt.errors import UsageError
 from tieredckpt.goodput.closed_form import expected_goodput, expected_s, goodput, longest_recovery
 from tieredckpt.goodput.failing import PRESETS, Mtbf, Per
@@ -72,6 +73,12 @@ def test_kinds_that_cost_the_same_are_one_kind():
     assert expected_goodput(mixed, 3000) == pytest.approx(expected_goodput(restarting(600, 6, 30), 3000), rel=1e-12)
 
 
+@pytest.mark.parametrize("interval_s", [1.0, 3.0])
+def test_what_almost_never_happens_costs_nothing(interval_s):
+    almost_never = Scheme(interval_s, 0, Faults(0, 0), live=Faults(1, 0), durable=Faults(5e-324, 0), durable_every=1)
+    assert expected_s(almost_never, 2.0) == pytest.approx(interval_s)
+
+
 @given(schemes(), st.floats(1, 1e7))
 def test_goodput_is_a_share(scheme, mtbf):
     worth = expected_goodput(scheme, mtbf)
@@ -93,7 +100,7 @@ def test_longer_recoveries_never_help(mtbf, interval, stall, recovery, more):
     assert slower <= expected_goodput(restarting(interval, stall, recovery), mtbf) * (1 + 1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @example(Scheme(60, 1, Faults(1e-9, 30), live=Faults(1 - 1e-9, 30)), 1e4, 2.0)
 @given(schemes(), st.floats(1e3, 1e6), st.floats(0.01, 100))
 def test_no_interval_is_better_than_the_best(scheme, mtbf, factor):
