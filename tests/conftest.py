@@ -1,10 +1,12 @@
 import hypothesis
 
-# How long one example takes says more about the machine than about the code.
+# How long one example takes says more about the machine than about the code. Most examples are for the night.
 hypothesis.settings.register_profile("patient", deadline=None)
-hypothesis.settings.load_profile("patient")
+hypothesis.settings.register_profile("push", deadline=None, max_examples=30)
+hypothesis.settings.load_profile("push")
 
 pytest_plugins = [
+    "tests.support.forked_starts",
     "tests.support.zygote",
     "tests.support.agents",
     "tests.support.ranks",

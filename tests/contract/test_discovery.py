@@ -22,6 +22,7 @@ from peerstore.cluster.node_files import HYPERPOD_FILE, NodesFile, PodResourceCo
 from peerstore.cluster.nodes import Node, NodeId
 from peerstore.cluster.topology import labels_from_kubernetes, read_labels
 from peerstore.errors import InvalidNameError, ProtocolError, RequestError, UnavailableError
+from tests.support.examples import examples
 
 ADDRESSES = ["10.0.0.3", "10.0.0.1", "10.0.0.2"]
 
@@ -345,7 +346,7 @@ _JSON = st.recursive(
 
 
 @hypothesis.given(_JSON | st.fixed_dictionaries({"ips": st.lists(_JSON, max_size=3), "ips_timestamp": _JSON}))
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=examples(60), deadline=None)
 def test_whatever_the_file_holds_is_a_roster_or_unknown_or_wrong(told):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "f"

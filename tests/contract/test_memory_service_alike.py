@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.memory_servers import Answer, ask_on, ours, theirs
 
 NAMES = ["a", "job-1"]
@@ -107,7 +108,7 @@ def expected(connection: http.client.HTTPConnection, sent: Sent, answer: Answer)
     return Answer(200, answer.headers, json.dumps(whole(connection, name, listed)[:limit]).encode())
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(stream=streams)
 def test_answers_are_alike(both: tuple[Any, Any], stream: list[Sent]) -> None:
     for connection in both:

@@ -30,10 +30,9 @@ _NO_INTERPRETER = r"could not find python interpreter|SKIP|No matching distribut
 
 def tasks() -> list[Task]:
     python = sys.executable
-    found = [
-        Task(f"tests: {file}", (python, "-m", "pytest", "-m", MARKED, "--durations", "5", file), 6 * 3600.0)
-        for file in _files()
-    ]
+    pytest = (python, "-m", "pytest", "--hypothesis-profile", "patient")
+    found = [Task(f"tests: {file}", (*pytest, "-m", MARKED, "--durations", "5", file), 6 * 3600.0) for file in _files()]
+    found.append(Task("properties: all examples", (*pytest, "-m", "hypothesis and not nightly and not system")))
     for what in ("simulation", "worlds"):
         for first in range(_FIRST, _FIRST + _SCHEDULES, _AT_ONCE):
             command = (python, "-m", f"tests.{what}", "--seeds", str(first), str(first + _AT_ONCE))

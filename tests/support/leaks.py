@@ -70,22 +70,30 @@ def wait_clean(before: Footprint, lasting: Footprint) -> list[str]:
     return []
 
 
+_others: set[int] = set()
+"""Processes that are not ours: whoever is somebody else's child never becomes one of ours."""
+
+
 def _children() -> Iterator[int]:
     """By everybody's parent: the kernel's own list of children leaves some out while others come and go."""
-    me = str(os.getpid())
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                stat = Path(f"/proc/{entry.name}/stat").read_text()
-                if stat.rpartition(")")[2].split()[1] == me:
-                    yield int(entry.name)
+    me, here = str(os.getpid()), {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208 - names do
+    _others.intersection_update(here)  # a number may be given again
+    for pid in here - _others:
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - this is done twice a test
+                stat = file.read()
+            if stat.rpartition(b")")[2].split()[1].decode() == me:
+                yield pid
+            else:
+                _others.add(pid)
 
 
 def _places() -> Iterator[str]:
     own = f"-test-{os.getpid()}-"
     yield from (f"socket {line.rpartition(' ')[2]}" for line in _unix_sockets() if own in line)
-    yield from (f"directory {path}" for path in Path("/dev/shm").iterdir() if own in path.name)
-    yield from (f"namespace {path.name}" for path in Path("/run/netns").glob(f"*{own}*"))
+    for kind, folder in (("directory ", "/dev/shm/"), ("namespace ", "/run/netns/")):
+        with contextlib.suppress(FileNotFoundError):
+            yield from (f"{kind}{folder}{name}" for name in os.listdir(folder) if own in name)  # noqa: PTH208
 
 
 def _unix_sockets() -> list[str]:

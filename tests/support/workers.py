@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import pytest
 from _pytest.runner import CallInfo, TestReport
 
-from tests.support import zygote
+from tests.support import forked_starts, zygote
 
 _END_S = 30.0
 _SECONDS = "workers/seconds"
@@ -174,7 +174,8 @@ def _work(session: pytest.Session, end: socket.socket, number: int) -> None:
     paths = config._tmp_path_factory
     paths._given_basetemp, paths._basetemp = paths.getbasetemp() / f"worker{number}", None
     config.pluginmanager.register(_Reporting(config, end))
-    zygote.prepare(end)
+    forked_starts.install(end)
+    zygote.prepare(end, *forked_starts.held())
     last: Any = None
     while (tests := _receive(end)) is not None:
         for index, position in enumerate(tests):
@@ -223,6 +224,8 @@ class _Session:
         self._queue = Queue(units_of([_described(item) for item in session.items], seconds), count)
 
     def run(self) -> None:
+        if self._config.getoption("forked_starts", default=False):
+            forked_starts.prepare()
         gc.collect()
         gc.freeze()  # what all workers share stays shared
         try:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from peerstore.records import ShardKey
 from tests.support.bits import raw
+from tests.support.examples import examples
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.boxes import Box, whole
 from tieredckpt.copying import Copier, Piece
@@ -152,7 +153,7 @@ class BoxPlanner(dcp.DefaultLoadPlanner):
         pass
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(60), deadline=None, derandomize=True, database=None)
 @given(
     st.lists(st.tuples(reshardings(), st.sampled_from(DTYPES)), min_size=1, max_size=2),
     st.integers(0, 7),

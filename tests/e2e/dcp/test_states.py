@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from peerstore.settings import AgentPlace
 from tests.support.bits import assert_same, raw, zeroed
+from tests.support.examples import examples
 from tests.support.stores import client_of
 from tests.support.stores import load as stored
 from tieredckpt import TieredReader, TieredWriter
@@ -166,7 +167,7 @@ def test_sparse_tensors_are_kept_whole(agent_dir):
     assert tuple(step["s"].size) == (4, 4)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_characters=".", exclude_categories=("Cs",)), min_size=1, max_size=8),

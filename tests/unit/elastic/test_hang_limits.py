@@ -14,6 +14,7 @@ from elastic.control.movement import HangLimits, Movement, Pace
 from elastic.control.plane import Progress
 from elastic.errors import PolicyError
 from elastic.world.events import Hang, RankLost
+from tests.support.examples import examples
 
 WORLD = Formed(7, ("n0", "n1"), 0, "")
 SHORT = HangLimits(step_s=5.0, first_s=100.0)
@@ -135,7 +136,7 @@ def test_what_is_no_limit_is_refused(text):
         hang_limits("auto", text)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.tuples(st.sampled_from(("n0", "n1")), st.integers(0, 1), st.floats(0.1, 500)), max_size=12),
     st.booleans(),

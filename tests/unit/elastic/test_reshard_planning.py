@@ -17,6 +17,7 @@ from elastic.reshard.cutting import fsdp, like, undivided
 from elastic.reshard.forms import Form, disjoint, windows
 from elastic.reshard.holding import boxes_of, shard_rows
 from peerstore.records import ShardKey
+from tests.support.examples import examples
 from tieredckpt.boxes import Box, coalesce, intersection, runs, uncovered, whole
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, UsageError
 from tieredckpt.layout import TensorEntry, encode, lay_out
@@ -108,7 +109,7 @@ def test_every_large_world_into_every_other():
                 check(step, shape, held)
 
 
-@settings(max_examples=100, derandomize=True, database=None)
+@settings(max_examples=examples(100), derandomize=True, database=None)
 @given(
     st.tuples(st.integers(0, 40), st.integers(1, 40)),
     st.integers(1, 40),
@@ -134,7 +135,7 @@ SHAPES = st.dictionaries(
 )
 
 
-@settings(max_examples=100, derandomize=True, database=None)
+@settings(max_examples=examples(100), derandomize=True, database=None)
 @given(SHAPES, st.integers(1, 12), st.sampled_from([fsdp, undivided]))
 def test_every_element_has_one_place(shapes, ranks, how):
     cut = how({name: form(shape) for name, shape in shapes.items()}, ranks)
@@ -161,7 +162,7 @@ def test_whole_tensors_are_dealt_out_evenly():
     assert max(loads) - min(loads) <= 400
 
 
-@settings(max_examples=60, derandomize=True, database=None)
+@settings(max_examples=examples(60), derandomize=True, database=None)
 @given(st.tuples(st.integers(0, 9), st.integers(0, 9)), st.integers(1, 9), st.sampled_from(sorted(LAYOUTS)))
 def test_like_another(shape, world, layout):
     pieces = tuple((part, box) for part, held in enumerate(boxes(layout, world, shape)) for box in held)
@@ -182,7 +183,7 @@ def test_like_another_of_other_tensors():
             fsdp({}, ranks)
 
 
-@settings(max_examples=150, derandomize=True, database=None)
+@settings(max_examples=examples(150), derandomize=True, database=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.integers(0, 3)), max_size=3), st.integers(1, 300))
 def test_windows_are_the_box_in_order(axes, most):
     box = Box(tuple(before for _, before, _ in axes), tuple(size for size, _, _ in axes))

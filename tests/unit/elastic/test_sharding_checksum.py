@@ -15,6 +15,7 @@ from elastic.reshard.checksum import Checksum, Part, StateChecksum, checksum, co
 from elastic.reshard.holding import boxes_of, copy_of, shard_rows
 from elastic.reshard.objects import canonical
 from elastic.reshard.weights import MASK, seed_of, weighted_sum
+from tests.support.examples import examples
 from tieredckpt.boxes import Box
 from tieredckpt.dtypes import WIDTHS
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, UsageError
@@ -107,7 +108,7 @@ SHAPES = st.one_of(
 )
 
 
-@settings(max_examples=120, derandomize=True, database=None)
+@settings(max_examples=examples(120), derandomize=True, database=None)
 @given(SHAPES, st.sampled_from(PLAIN), st.data())
 def test_any_partition_adds_up_to_the_same(shape, dtype, data):
     tensor = bits(dtype, shape)
@@ -146,7 +147,7 @@ def test_lazy_conjugates_and_negatives_count_as_what_they_are():
 # -- what it sees ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, derandomize=True, database=None)
+@settings(max_examples=examples(80), derandomize=True, database=None)
 @given(st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.float64, torch.complex128]), st.data())
 def test_a_flipped_bit_is_always_seen(dtype, data):
     tensor = bits(dtype, (9, 1000))
@@ -156,7 +157,7 @@ def test_a_flipped_bit_is_always_seen(dtype, data):
     assert sum_of(tensor) != before
 
 
-@settings(max_examples=80, derandomize=True, database=None)
+@settings(max_examples=examples(80), derandomize=True, database=None)
 @given(st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]), st.data())
 def test_swapped_elements_are_seen(dtype, data):
     tensor = torch.arange(20000).to(torch.uint8).view(-1, dtype.itemsize).reshape(-1).view(dtype)
@@ -230,7 +231,7 @@ PLACEMENTS = st.one_of(
 )
 
 
-@settings(max_examples=120, derandomize=True, database=None)
+@settings(max_examples=examples(120), derandomize=True, database=None)
 @given(
     st.tuples(st.integers(0, 12), st.integers(0, 12)),
     st.lists(st.tuples(st.integers(1, 5), PLACEMENTS), min_size=1, max_size=3),
@@ -243,7 +244,7 @@ def test_any_placement_on_any_mesh_adds_up(shape, dims):
     assert not found.diverged
 
 
-@settings(max_examples=120, derandomize=True, database=None)
+@settings(max_examples=examples(120), derandomize=True, database=None)
 @given(
     st.tuples(st.integers(0, 12), st.integers(1, 12)),
     st.lists(st.tuples(st.integers(1, 4), PLACEMENTS), min_size=1, max_size=2),
@@ -296,7 +297,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, derandomize=True, database=None)
+@settings(max_examples=examples(150), derandomize=True, database=None)
 @given(VALUES, VALUES)
 def test_objects_are_told_apart_by_value_and_type(a, b):
     assert (canonical(a) == canonical(b)) == (repr(form(a)) == repr(form(b)))

@@ -33,6 +33,7 @@ from elastic.world.events import (
 from elastic.world.members import Phase, World
 from elastic.world.offences import avoided
 from elastic.world.policy import ScalingPolicy
+from tests.support.examples import examples
 
 NODES = st.sampled_from("abcde")
 LIVES = st.integers(1, 3)
@@ -156,4 +157,4 @@ class AnyWorld(RuleBasedStateMachine):
 
 
 TestAnyWorld = AnyWorld.TestCase
-TestAnyWorld.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnyWorld.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from integration.finetune.corpus import open_corpus
 from integration.finetune.errors import DataError
+from tests.support.examples import examples
 
 
 @given(files=st.lists(st.lists(st.one_of(st.none(), st.text(max_size=5)), max_size=6), min_size=1, max_size=4), end=...)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_every_line_is_found_in_order_and_blank_ones_are_not(files: list, end: bool):
     """``None`` is a blank line; the last line of a file may have no end."""
     expected = [

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from elastic.errors import ControlLostError, PolicyError
 from integration.hyperpod.agent.frames import MAX_SAID_BYTES, DamagedFrameError, Frames, decode, encode
+from tests.support.examples import examples
 
 _values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -26,7 +27,7 @@ def framed(body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + body
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(_messages, max_size=5), st.data())
 def test_pieces_of_any_size_make_the_same_messages(messages, data):
     stream = b"".join(encode(message) for message in messages)
@@ -38,7 +39,7 @@ def test_pieces_of_any_size_make_the_same_messages(messages, data):
     assert found == messages
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(_messages, st.data())
 def test_a_torn_frame_is_no_message_and_no_end(message, data):
     frame = encode(message)
@@ -48,7 +49,7 @@ def test_a_torn_frame_is_no_message_and_no_end(message, data):
         frames.end()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.binary(max_size=64))
 def test_any_bytes_are_messages_or_refused(body):
     try:

@@ -11,6 +11,7 @@ from elastic.world.policy import ScalingPolicy
 from integration.hyperpod.job import CONTAINER, JobError, TrainingJob, elastic_policy, is_elastic, resource
 from integration.hyperpod.memory import DIRECTORY, Memory
 from integration.hyperpod.operator.spec import read_job
+from tests.support.examples import examples
 from tieredckpt.settings import Settings, load_settings, settings_from
 
 aws = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
@@ -109,7 +110,7 @@ def accepted(document):
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(jobs())
 def test_awss_models_take_every_resource(job):
     document = resource(job)
@@ -174,7 +175,7 @@ def test_awss_models_would_say_so():
         accepted(document)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(policies())
 def test_the_policy_is_read_back_as_it_was(policy):
     document = resource(TrainingJob(name="llama", image="i", command=RUN, policy=policy))
@@ -205,7 +206,7 @@ def test_the_policy_is_read_back_as_it_was(policy):
         assert getattr(again, name) == getattr(policy, name), name
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(policies())
 def test_the_reference_operator_reads_the_same_job(policy):
     job = read_job(resource(TrainingJob(name="llama", image="i", command=RUN, policy=policy, spares=1)))
@@ -230,7 +231,7 @@ def environment(document):
     return known
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(jobs())
 def test_trainers_have_the_settings_that_were_given(job):
     variables = environment(resource(dataclasses.replace(job, cluster_config="")))
@@ -244,7 +245,7 @@ def test_trainers_have_the_settings_that_were_given(job):
         assert found.agent.peers == "10.0.0.1:7070"
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(jobs())
 def test_a_pod_has_what_it_mounts_and_names_nothing_twice(job):
     pod = resource(job)["spec"]["replicaSpecs"][0]["template"]["spec"]

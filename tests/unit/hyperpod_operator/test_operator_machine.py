@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from integration.hyperpod.operator import Decision, JobState, Phase, Start, Stop, read_job
+from tests.support.examples import examples
 from tests.support.imagined_agents import COMPLETED, FAULTED, READY, RUNNING, Agent, Cluster
 
 _WHICH = st.integers(0, 7)
@@ -205,7 +206,7 @@ class Jobs(RuleBasedStateMachine):
 
 
 def test_whatever_agents_do_the_job_comes_through():
-    run_state_machine_as_test(Jobs, settings=settings(max_examples=60, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(Jobs, settings=settings(max_examples=examples(60), stateful_step_count=25, deadline=None))
 
 
 @pytest.mark.nightly

@@ -15,6 +15,7 @@ from integration.hyperpod.environment import Follow
 from integration.hyperpod.progress import Account, told
 from peerstore.errors import UnavailableError
 from peerstore.records import Group
+from tests.support.examples import examples
 from tests.support.neighbours import until
 from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError
 from tieredckpt.node import StepView, Survey
@@ -173,7 +174,7 @@ def test_a_step_that_cannot_be_read_is_unknown_and_not_none(path):
 
 
 @hypothesis.given(st.none() | st.text() | st.integers() | st.dictionaries(st.text(), st.text()))
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=examples(60))
 def test_whatever_the_agent_answers_is_understood_or_unknown(path):
     found = told("job", path, Follow.NEWEST)
     assert found is None or found.step is None or found.step >= 0

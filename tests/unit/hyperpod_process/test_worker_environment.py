@@ -17,6 +17,7 @@ from integration.hyperpod.environment import (
     patience_s,
     worker_from,
 )
+from tests.support.examples import examples
 
 TOLD = {
     "RANK": "5",
@@ -80,7 +81,7 @@ def test_what_contradicts_itself_is_refused(changed, said):
 
 
 @hypothesis.given(st.dictionaries(st.sampled_from(sorted(TOLD)), st.text("0123456789-x ٣", max_size=4)))
-@hypothesis.settings(max_examples=80)
+@hypothesis.settings(max_examples=examples(80))
 def test_any_environment_is_a_place_or_refused(changed):
     try:
         place = worker_from({**TOLD, **changed}).place

@@ -15,6 +15,7 @@ from integration.hyperpod.recipes import plan, read_recipe
 from integration.hyperpod.recipes.document import open_document
 from integration.hyperpod.recipes.launch import policy_tree, settings_tree
 from integration.hyperpod.recipes.recipe import Kind, Recovery
+from tests.support.examples import examples
 from tieredckpt.settings import settings_from
 
 PUBLISHED = Path(__file__).parents[2] / "golden" / "hyperpod-recipes" / "published"
@@ -233,7 +234,7 @@ def tables(draw):
 
 
 @given(tree=tables())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_other_recipe_of_the_kind_plans_or_names_its_limit(tree):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "made.yaml"

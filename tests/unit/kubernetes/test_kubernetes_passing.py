@@ -15,6 +15,7 @@ from integration.hyperpod.operator import AgentState, Phase
 from integration.kubernetes.errors import ConflictError, UnreachableError
 from integration.kubernetes.passing import Passing
 from integration.kubernetes.status import stored_state
+from tests.support.examples import examples
 from tests.support.imagined_kubernetes import ImaginedKubernetes, Killed
 from tests.support.kube_objects import TEMPLATE, job_object
 
@@ -272,7 +273,7 @@ def test_what_decides_needs_neither_kopf_nor_a_client_nor_torch():
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=6))
 @example([(0, True), (0, False), (0, False), (0, False), (1, False)])
 def test_killed_at_any_write_the_job_does_not_notice(cuts):

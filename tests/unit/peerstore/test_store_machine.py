@@ -19,6 +19,7 @@ from peerstore.arena import TmpfsArena
 from peerstore.errors import ArenaBusyError, ArenaFullError, FencedError, ShardNotFoundError
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
+from tests.support.examples import examples
 from tests.support.leaks import own_name
 from tests.support.stores import content, fill, flip, key, load
 
@@ -240,6 +241,6 @@ def key_of(group, part):
 
 
 StoreLife.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(120), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestStoreLife = StoreLife.TestCase

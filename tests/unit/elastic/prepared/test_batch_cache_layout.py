@@ -26,6 +26,7 @@ from elastic.prepared.layout import (
     read_head,
 )
 from tests.support.bits import assert_same
+from tests.support.examples import examples
 
 FINGERPRINT = "0" * 32
 
@@ -63,7 +64,7 @@ def same_kinds(one, other):
     return one == other and (not isinstance(one, float) or math.copysign(1, one) == math.copysign(1, other))
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=examples(40))
 @hypothesis.given(_trees)
 def test_values_come_back_as_what_they_were(batch):
     assert same_kinds(there_and_back(batch), batch)

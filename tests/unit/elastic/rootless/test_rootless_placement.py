@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.rootless.placement import holders_of, members_of
+from tests.support.examples import examples
 
 KEYS = [f"elastic/3/default_pg/0//cpu//0/{rank}" for rank in range(8000)]
 PINNED = ((12, 8), (382, 433, 926), ("d", "e", "f", "i"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.text(), st.integers(1, 5000), st.integers(1, 4))
 def test_as_many_different_members_as_there_can_be(key, members, copies):
     held = holders_of(key, members, copies)

@@ -14,6 +14,7 @@ from elastic.errors import PolicyError
 from elastic.samples import ElasticDataLoader, Journal, Ledger, Place
 from elastic.samples.errors import CursorError, StepError, WorkersLostError
 from elastic.samples.ledger import verify
+from tests.support.examples import examples
 from tests.support.shares import even
 
 pytestmark = [
@@ -195,7 +196,7 @@ def check(job):
     assert job.ledger.verify(course, job.place.cursor) == []
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(histories())
 def test_every_sample_once_whatever_happens(history):
     options, batch, microbatch, events = history

@@ -12,6 +12,7 @@ from elastic.errors import PolicyError
 from elastic.samples import quality
 from elastic.samples.order import Order
 from elastic.samples.permutation import MAX_SIZE, SMALL, Permutation, mixed
+from tests.support.examples import examples
 
 sizes = st.integers(1, 400) | st.sampled_from([1, 2, 3, 4, 9, 25, 1023, 1024, 1025])
 huge = st.integers(1, MAX_SIZE) | st.sampled_from([SMALL - 1, SMALL, SMALL + 1, 10**12, MAX_SIZE])
@@ -57,7 +58,7 @@ def test_an_epoch_has_every_sample_once(samples, seed, shuffle, epoch):
     assert sorted(found.tolist()) == list(range(samples))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(sizes, st.integers(), shuffles, st.integers(0, 2000), st.lists(st.integers(0, 200), max_size=5))
 def test_how_it_is_asked_for_makes_no_difference(samples, seed, shuffle, first, counts):
     order = Order(samples, seed, shuffle)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from peerstore.cluster.gossip import Standing
 from peerstore.cluster.roster import roster_of
+from tests.support.examples import examples
 from tests.support.gossiping import Network, node, nodes
 
 ALIVE, DEAD, SUSPECT = Standing.ALIVE, Standing.DEAD, Standing.SUSPECT
@@ -150,7 +151,7 @@ def test_a_clock_that_jumps_on_one_node_is_nobody_elses_business(leap_s):
 
 
 @given(st.integers(1, 9), st.data(), st.integers(0, 1 << 20), st.booleans())
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 def test_two_sides_of_a_partition_never_both_have_a_quorum(count, data, seed, lossy):
     side = data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
     net = Network(nodes(count), seed, **(LOSSY if lossy else {}))
@@ -361,7 +362,7 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(60), stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 

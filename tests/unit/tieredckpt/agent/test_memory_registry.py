@@ -8,6 +8,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tieredckpt.agent.memory_service.registry import (
     REMOVED_NS,
     Namespace,
@@ -40,7 +41,7 @@ def put_together(*many: Registry) -> Registry:
     return functools.reduce(both, many, Registry())
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(many=st.lists(registries, min_size=1, max_size=3))
 def test_the_order_in_which_things_are_heard_does_not_matter(many: list[Registry]) -> None:
     found = [put_together(*order) for order in itertools.permutations(many)]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tieredckpt.agent.memory_service.access import Access, access_for
 from tieredckpt.agent.memory_service.answers import RefusedError
 from tieredckpt.agent.memory_service.bodies import Chunked, Sized, body_of
@@ -60,7 +61,7 @@ def test_a_step_may_be_0_and_a_rank_any_of_them() -> None:
     assert asked("GET", "/v1/cp/checkpoints/a.b_c-1/latest?limit=3&x=1") == Latest("a.b_c-1", 3)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(method=st.sampled_from(["GET", "POST", "DELETE", "PUT"]), target=st.text(max_size=80))
 def test_whatever_is_asked_is_understood_or_refused(method: str, target: str) -> None:
     for path in (target, "/v1/cp/" + target, "/v1/cp/checkpoints/" + target):

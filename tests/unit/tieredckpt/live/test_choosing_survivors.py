@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tieredckpt.live.choosing import (
     Cover,
     Held,
@@ -96,7 +97,7 @@ def survivors(draw):
     return shards, {rank: draw(st.integers(5, 8)) for rank in there}
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(survivors())
 def test_the_newest_step_with_all_shards_is_chosen(world):
     shards, steps = world

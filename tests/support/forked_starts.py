@@ -1,0 +1,661 @@
+"""``subprocess`` starts our own Python programs as forks of a process that has imported everything already.
+
+To start an interpreter and import torch takes seconds of a core, and a run of all tests starts many hundreds. A
+template is forked from each worker of :mod:`tests.support.workers` while that has no threads. Asked for ``python -m
+elastic ...`` or ``python script.py`` it forks once more, and that process becomes what ``exec`` would have made of it:
+a child of whoever called ``Popen``, with the arguments, environment, directory, files, limits, signals and streams of a
+process that starts, also for those who look into ``/proc``. What cannot be made so is started as ever: other programs,
+``-c``, another namespace, variables that an interpreter or a library reads when it starts; and everything in a test
+that is marked ``fresh_starts``, and without ``--forked-starts``.
+
+Commands of ours that start others have a template of their own. Agents detach themselves and are nobody's child: all
+processes have theirs from the template of their worker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import importlib
+import inspect
+import io
+import logging
+import os
+import pickle
+import platform
+import resource
+import runpy
+import secrets
+import select
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_OURS = ("tieredckpt", "peerstore", "elastic", "benchmarks", "tests")
+"""Packages whose modules are run with ``-m`` in a fork."""
+_STARTERS = ("elastic", "elastic.control")
+"""Those that start others: what they start are their children."""
+_IMPORTED = (
+    "boto3", "elastic.cli", "elastic.control.coordinator", "elastic.control.supervisor", "fsspec", "numpy", "obstore",
+    "peerstore.cli", "tieredckpt.agent.__main__", "tieredckpt.cli", "torch", "torch._dynamo",
+    "torch.distributed.checkpoint", "torch.distributed.fsdp",
+)  # fmt: skip
+_READ_AT_START = ("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "ATEN_")
+_READ_HERE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS")
+_HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+"""From a template, and from what it forks until that is what was asked for."""
+_LIMITS = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
+_LENGTH = struct.Struct("!I")
+_HIGH = 500
+_PR_SET_MM, _PR_SET_MM_MAP, _PR_SET_NAME = 35, 14, 15
+_SYS_CLONE, _CLONE_PARENT, _CLONE_CHILD_TIDS = 56, 0x8000, 0x01200000
+_TID_AT = 720
+"""Where glibc keeps a thread's number."""
+
+_libc = ctypes.PyDLL(None, use_errno=True)
+_libc.sbrk.restype = ctypes.c_ulong
+_libc.pthread_self.restype = ctypes.c_ulong
+_libc.syscall.argtypes = [ctypes.c_long] * 6
+_libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_ulong]
+
+
+class Start(NamedTuple):
+    """What a process is started with."""
+
+    argv: list[str]
+    environ: dict[str, str]
+    folder: str
+    files: list[int]
+    """The numbers it knows the files by that go with this."""
+    session: bool
+    parent: int
+    """0: whoever forks it."""
+    limits: list[tuple[int, int]]
+    nice: int
+
+
+class Program(NamedTuple):
+    """The command line of an interpreter, taken apart."""
+
+    module: str
+    script: str
+    words: list[str]
+    isolated: bool
+    quiet: bool
+
+    @property
+    def starts_others(self) -> bool:
+        return any(self.module == one or self.module.startswith(f"{one}.") for one in _STARTERS)
+
+
+# -- what can be forked ------------------------------------------------------------------------------------------------
+
+
+def program_of(argv: Sequence[str]) -> Program | None:
+    """``None``: it is started as ever."""
+    if not argv or argv[0] != sys.executable:
+        return None
+    isolated = quiet = False
+    words = list(argv[1:])
+    while words and words[0].startswith("-"):
+        word = words.pop(0)
+        if word == "-m":
+            ours = bool(words) and (words[0].partition(".")[0] in _OURS or words[0] in _STARTERS)
+            return Program(words[0], "", words[1:], isolated, quiet) if ours else None
+        if word in {"-I", "-S"}:
+            isolated = True
+        elif word == "-W" and words[:1] == ["ignore"]:
+            quiet = bool(words.pop(0))
+        elif word != "-u":
+            return None
+    if words and words[0].endswith(".py") and Path(words[0]).is_file():
+        return Program("", words[0], words[1:], isolated, quiet)
+    return None
+
+
+def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in environ.items() if k.startswith(_READ_AT_START) and k not in _READ_HERE}
+
+
+def _surroundings() -> tuple[int, ...]:
+    """What a fork of the template has from it, and would have from whoever starts it."""
+    spaces = (Path(f"/proc/thread-self/ns/{kind}").stat().st_ino for kind in ("net", "mnt", "pid", "user"))
+    return (*spaces, os.geteuid(), os.getegid())
+
+
+# -- those who start ---------------------------------------------------------------------------------------------------
+
+
+class _Here:
+    """What this process and those it has forked know of templates."""
+
+    template: socket.socket | None = None
+    owner = 0
+    """The process whose children the template makes."""
+    agents = ""
+    """Where the worker's template is asked for what detaches itself."""
+    like: tuple[int, ...] = ()
+    read_at_start: Mapping[str, str] = {}
+    path: Sequence[str] = ()
+    """Where an interpreter that was just started looks for modules."""
+    fresh = False
+    """Everything is started as ever."""
+
+
+_here = _Here()
+_asking = threading.Lock()
+_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_arguments = inspect.signature(_execute_child)
+
+
+def _execute(self: subprocess.Popen[Any], *args: Any) -> None:
+    given = _arguments.bind(self, *args).arguments
+    if _here.fresh or not _start(self, given):
+        _execute_child(self, *args)
+
+
+def _start(process: Any, given: Mapping[str, Any]) -> bool:
+    """Whether it was forked."""
+    if isinstance(given["args"], (str, bytes)) or not given["close_fds"] or not (_here.template or _here.agents):
+        return False
+    argv = [os.fsdecode(word) for word in given["args"]]
+    program = program_of(argv)
+    unusual = (
+        given["preexec_fn"], given["shell"], given.get("gid"), given.get("gids"), given.get("uid"),
+        given.get("umask", -1) >= 0, given.get("process_group", -1) >= 0, not given["restore_signals"],
+        given["executable"] not in {None, sys.executable},
+    )  # fmt: skip
+    if program is None or any(unusual):
+        return False
+    environ = {
+        os.fsdecode(k): os.fsdecode(v) for k, v in (os.environ if given["env"] is None else given["env"]).items()
+    }
+    folder = str(Path.cwd() / os.fsdecode(given["cwd"] or ""))
+    if not _alike(environ) or not Path(folder).is_dir():
+        return False
+    if argv[1:2] != ["-I"] and environ.get("OMP_NUM_THREADS", "1") != "1":
+        return False
+    std = [
+        given[name] if given[name] >= 0 else number for number, name in enumerate(("p2cread", "c2pwrite", "errwrite"))
+    ]
+    kept = sorted(int(fd) for fd in given["pass_fds"])
+    detached = "--detach" in argv
+    if not detached and (_here.template is None or _here.owner != os.getpid()):
+        return False
+    start = Start(
+        argv, environ, folder, [0, 1, 2, *kept], bool(given["start_new_session"]), 0 if detached else os.getpid(),
+        [resource.getrlimit(which) for which in _LIMITS], os.getpriority(os.PRIO_PROCESS, 0),
+    )  # fmt: skip
+    try:
+        pid = _detached(process, start, [*std, *kept]) if detached else _child(start, [*std, *kept])
+    except OSError:
+        return False
+    process.pid, process._child_created = pid, True
+    process._close_pipe_fds(
+        *(given[one] for one in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
+    )
+    return True
+
+
+def _alike(environ: Mapping[str, str]) -> bool:
+    """Whether a fork of the template is the same as a process that is started here."""
+    return _read_at_start(environ) == _here.read_at_start and _surroundings() == _here.like
+
+
+def _child(start: Start, files: Sequence[int]) -> int:
+    template = _here.template
+    assert template is not None
+    with _asking:
+        _send(template, start, files)
+        (pid,) = _LENGTH.unpack(_exactly(template, _LENGTH.size))
+    if not pid:
+        raise OSError("it was not forked")
+    return pid
+
+
+def _detached(process: Any, start: Start, files: Sequence[int]) -> int:
+    """It is not our child: the template waits for it, and says how it ended."""
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.connect(f"\0{_here.agents}")
+        _send(end, start, files)
+        (pid,) = _LENGTH.unpack(_exactly(end, _LENGTH.size))
+    except BaseException:
+        end.close()
+        raise
+    this = weakref.ref(process)
+
+    def try_wait(flags: int) -> tuple[int, int]:
+        if flags & os.WNOHANG and not select.select([end], [], [], 0)[0]:
+            return 0, 0
+        with end:
+            return pid, _LENGTH.unpack(_exactly(end, _LENGTH.size))[0]
+
+    def poll(_deadstate: int | None = None, **_: Any) -> int | None:
+        if (one := this()) is not None and one.returncode is None:
+            found, status = try_wait(os.WNOHANG)
+            if found:
+                one._handle_exitstatus(status)
+        return None if one is None else one.returncode
+
+    process._try_wait, process._internal_poll = try_wait, poll
+    return pid
+
+
+def _send(end: socket.socket, start: Start, files: Sequence[int]) -> None:
+    body = pickle.dumps(tuple(start))
+    socket.send_fds(end, [_LENGTH.pack(len(body))], list(files))
+    end.sendall(body)
+
+
+def _receive(end: socket.socket) -> tuple[Start, list[int]]:
+    """:class:`EOFError` when the other side is gone."""
+    head, files, *_ = socket.recv_fds(end, _LENGTH.size, 64)
+    if not head:
+        raise EOFError
+    (size,) = _LENGTH.unpack(head + _exactly(end, _LENGTH.size - len(head)))
+    return Start(*pickle.loads(_exactly(end, size))), files
+
+
+def _exactly(end: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        part = end.recv(size - len(found))
+        if not part:
+            raise ConnectionResetError("the template is gone")
+        found += part
+    return found
+
+
+# -- templates ---------------------------------------------------------------------------------------------------------
+
+_exits: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+"""What modules have asked for at the end of a process; pytest's own are not for others."""
+_register = atexit.register
+
+
+def _note(function: Callable[..., Any], /, *args: Any, **more: Any) -> Callable[..., Any]:
+    _exits.append((function, args, more))
+    return _register(function, *args, **more)
+
+
+def _is_pytests(function: Callable[..., Any]) -> bool:
+    return str(getattr(function, "__module__", "")).partition(".")[0] in {"_pytest", "pytest", "tests", "hypothesis"}
+
+
+def prepare() -> None:
+    """Once, in the session, before workers are forked: import what forks shall have."""
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import sys; print('\\0'.join(sys.path[1:]), end='')"]
+    said = subprocess.run(command, env=plain, capture_output=True, text=True, check=True).stdout
+    _here.path = said.split("\0")
+
+
+def install(*closed: Any) -> None:
+    """In a worker without threads: what it starts from here on comes from a template, for which ``closed`` is not."""
+    if platform.machine() != "x86_64" or not _here.path or not _shown(_arguments_of_this(), dict(os.environ)):
+        return
+    _here.read_at_start, _here.like = _read_at_start(os.environ), _surroundings()
+    _here.agents = f"forked-starts-{secrets.token_hex(8)}"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{_here.agents}")
+    listener.listen(64)
+    subprocess.Popen._execute_child = _execute  # type: ignore[attr-defined]
+    _fork_template(listener, *closed)
+    listener.close()
+
+
+def held() -> list[socket.socket]:
+    """What a process that a worker forks shall close."""
+    return [_here.template] if _here.template is not None else []
+
+
+def _arguments_of_this() -> list[str]:
+    return [os.fsdecode(word) for word in Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]]
+
+
+def _fork_template(listener: socket.socket | None = None, *closed: Any) -> None:
+    ours, theirs = socket.socketpair()
+    if os.fork():
+        theirs.close()
+        _here.template, _here.owner = ours, os.getpid()
+        return
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+        for one in closed:
+            one.close()
+        ours.close()
+        _here.template = None
+        kept = [end.detach() for end in (theirs, listener) if end is not None]
+        _only([os.open(os.devnull, os.O_RDWR)] * 3 + kept, [0, 1, 2, *range(3, 3 + len(kept))], inheritable=False)
+        _shown(["template"], {})
+        _forget_pytest()
+        gc.collect()
+        gc.freeze()
+        _serve(socket.socket(fileno=3), socket.socket(fileno=4) if listener is not None else None)
+    except EOFError:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _serve(end: socket.socket, listener: socket.socket | None) -> None:
+    """Until the process whose template this is has ended."""
+    selector = selectors.DefaultSelector()
+    selector.register(end, selectors.EVENT_READ)
+    if listener is not None:
+        selector.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is end:
+                start, files = _receive(end)
+                pid = _sibling()
+                if pid == 0:
+                    _become(start, files)
+                end.sendall(_LENGTH.pack(max(pid, 0)))
+                _close(files)
+            elif key.fileobj is listener:
+                with contextlib.suppress(OSError, EOFError):
+                    _fork_detached(selector, listener.accept()[0])
+            else:
+                pid, asker = key.data
+                _, status = os.waitpid(pid, 0)
+                selector.unregister(key.fileobj)
+                os.close(key.fd)
+                with contextlib.suppress(OSError), asker:
+                    asker.sendall(_LENGTH.pack(status))
+
+
+def _fork_detached(selector: selectors.BaseSelector, asker: socket.socket) -> None:
+    start, files = _receive(asker)
+    pid = os.fork()
+    if pid == 0:
+        _become(start, files)
+    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, asker))
+    asker.sendall(_LENGTH.pack(pid))
+    _close(files)
+
+
+def _close(files: Sequence[int]) -> None:
+    for fd in files:
+        os.close(fd)
+
+
+def _sibling() -> int:
+    """Fork a process whose parent is this one's; 0 in it. There is one thread, which is what makes it possible."""
+    ours = _libc.pthread_self() + _TID_AT
+    known = ctypes.c_int.from_address(ours).value == os.getpid()
+    ctypes.pythonapi.PyOS_BeforeFork()
+    flags = _CLONE_PARENT | signal.SIGCHLD | (_CLONE_CHILD_TIDS if known else 0)
+    pid = _libc.syscall(_SYS_CLONE, flags, 0, 0, ours if known else 0, 0)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return int(pid)
+
+
+def _forget_pytest() -> None:
+    """What a process that is started does not have."""
+    faulthandler.disable()
+    atexit._clear()
+    for function, args, more in _exits:
+        if not _is_pytests(function):
+            _register(function, *args, **more)
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    atexit.unregister(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    sys.excepthook, sys.unraisablehook, threading.excepthook = (
+        sys.__excepthook__, sys.__unraisablehook__, threading.__excepthook__,
+    )  # fmt: skip
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    root.setLevel(logging.WARNING)
+    here = str(_ROOT / "tests")
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] != "tests" and file and file.startswith(here):
+            del sys.modules[name]
+
+
+# -- what is started ---------------------------------------------------------------------------------------------------
+
+
+class _ExecutedError(BaseException):
+    """This process is to become another program."""
+
+    def __init__(self, program: Program, argv: Sequence[str]) -> None:
+        self.program, self.argv = program, argv
+
+
+def _become(start: Start, files: Sequence[int]) -> NoReturn:
+    status = 1
+    try:
+        _only(files, start.files, inheritable=True)
+        if start.session:
+            os.setsid()
+        os.environ.clear()
+        os.environ.update(start.environ)
+        os.chdir(start.folder)
+        for which, limits in zip(_LIMITS, start.limits, strict=True):
+            if resource.getrlimit(which) != limits:
+                resource.setrlimit(which, limits)
+        if os.getpriority(os.PRIO_PROCESS, 0) != start.nice:
+            os.setpriority(os.PRIO_PROCESS, 0, start.nice)
+        tempfile.tempdir = None
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed()
+        argv: Sequence[str] = start.argv
+        program = program_of(argv)
+        assert program is not None
+        os.execv, os.execve = _execv, _execve  # type: ignore[assignment]
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            _shown(list(argv), dict(os.environ))
+            _streams("-u" in argv[1:4])
+            _fresh_main(program)
+            _here.template = None
+            if program.starts_others:
+                _fork_template()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+            try:
+                status = _run(program)
+                break
+            except _ExecutedError as another:
+                program, argv = another.program, another.argv
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _end(status)
+
+
+def _execv(path: str, argv: Sequence[str]) -> None:
+    _execve(path, argv, None)
+
+
+def _execve(path: str, argv: Sequence[str], environ: Mapping[str, str] | None) -> None:
+    words = [os.fsdecode(word) for word in argv]
+    program = program_of(words)
+    new = dict(os.environ if environ is None else environ)
+    if (
+        program is None
+        or os.fsdecode(path) != sys.executable
+        or new.get("OMP_NUM_THREADS", "1") != "1"
+        or not _alike(new)
+    ):
+        _exec(path, argv, new)
+        return
+    if environ is not None:
+        os.environ.clear()
+        os.environ.update(environ)
+    raise _ExecutedError(program, words)
+
+
+_exec = os.execve
+
+
+def _only(files: Sequence[int], numbers: Sequence[int], *, inheritable: bool) -> None:
+    """Have these files by these numbers, and no other."""
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd in files]
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names do
+        if int(name) not in high:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    for fd, number in zip(high, numbers, strict=True):
+        os.dup2(fd, number, inheritable=inheritable or number < 3)
+        os.close(fd)
+
+
+_kept: list[Any] = []
+
+
+def _shown(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Have ``/proc`` say that this process was started so."""
+    areas = []
+    for words in (argv, [f"{name}={value}" for name, value in environ.items()]):
+        text = b"".join(os.fsencode(word) + b"\0" for word in words)
+        buffer = ctypes.create_string_buffer(text, len(text) + 1)
+        _kept.append(buffer)
+        areas += [ctypes.addressof(buffer), ctypes.addressof(buffer) + len(text)]
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    code_and_data = [int(fields[number - 3]) for number in (26, 27, 45, 46, 47)]
+    settings = struct.pack("=12Q2I", *code_and_data, _libc.sbrk(0), int(fields[28 - 3]), *areas, 0, 0, 0xFFFFFFFF)
+    done: int = _libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, settings, len(settings), 0)
+    _libc.prctl(_PR_SET_NAME, ctypes.cast(ctypes.c_char_p(b"python"), ctypes.c_void_p).value, None, 0, 0)
+    return done == 0
+
+
+def _streams(unbuffered: bool) -> None:
+    unbuffered = unbuffered or bool(os.environ.get("PYTHONUNBUFFERED"))
+    given = io.BufferedReader(io.FileIO(0, closefd=False))
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(given, encoding="utf-8", errors="surrogateescape")  # type: ignore[misc]
+    for number, name, errors in ((1, "stdout", "surrogateescape"), (2, "stderr", "backslashreplace")):
+        raw = io.FileIO(number, "w", closefd=False)
+        buffer = raw if unbuffered else io.BufferedWriter(raw)
+        text = io.TextIOWrapper(
+            buffer,
+            encoding="utf-8",
+            errors=errors,
+            line_buffering=number == 2 or raw.isatty(),
+            write_through=unbuffered,
+        )  # type: ignore[type-var]
+        text.mode = "w"  # type: ignore[misc]
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+
+
+def _fresh_main(program: Program) -> None:
+    main = types.ModuleType("__main__")
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    sys.modules["__main__"] = main
+    place = Path.cwd() if program.module else Path(program.script).resolve().parent
+    first = "" if program.isolated else str(place)
+    added = [] if program.isolated else [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
+    sys.path[:] = [*([first] if first else []), *added, *_here.path]
+    sys.warnoptions[:] = ["ignore"] if program.quiet else []
+    warnings.resetwarnings()
+    for category in (ResourceWarning, ImportWarning, PendingDeprecationWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
+    if program.quiet:
+        warnings.simplefilter("ignore")
+
+
+def _run(program: Program) -> int:
+    try:
+        if program.module:
+            for name in (program.module, f"{program.module}.__main__"):
+                if not hasattr(sys.modules.get(name), "__path__"):
+                    sys.modules.pop(name, None)
+            sys.argv = ["-m", *program.words]
+            runpy._run_module_as_main(program.module)  # type: ignore[attr-defined]
+        else:
+            sys.argv = [program.script, *program.words]
+            names = vars(sys.modules["__main__"])
+            names.update(__file__=str(Path.cwd() / program.script), __spec__=None, __loader__=None, __cached__=None)
+            exec(compile(Path(program.script).read_bytes(), program.script, "exec"), names)
+    except _ExecutedError:
+        raise
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return -signal.SIGINT
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _end(status: int) -> NoReturn:
+    try:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BaseException):
+                stream.flush()
+        if status < 0:
+            signal.signal(-status, signal.SIG_DFL)
+            os.kill(os.getpid(), -status)
+    finally:
+        os._exit(status if status >= 0 else 1)
+
+
+# -- pytest ------------------------------------------------------------------------------------------------------------
+
+atexit.register = _note  # before what is imported registers anything
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("workers").addoption(
+        "--forked-starts",
+        action="store_true",
+        help="with --workers: fork our programs instead of starting interpreters",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fresh_starts: the programs that it starts are started as a user would")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    _here.fresh = item.get_closest_marker("fresh_starts") is not None
+    try:
+        return (yield)
+    finally:
+        _here.fresh = False
