@@ -25,7 +25,7 @@ from peerstore.transport.secret import new_secret
 from tieredckpt.errors import SettingsError, TierUnavailableError
 from tieredckpt.node import Acquaintance
 from tieredckpt.session import Session
-from tieredckpt.settings import PeerSettings
+from tieredckpt.settings import PeerSettings, is_first_of_node
 from tieredckpt.teaming import WORLD, alone, configured_plan, secret_of, team_settings
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def join_others(session: Session, *, restoring: bool = False) -> bool:
         plan = _plan_of_world(session, peer, restoring) if peer.discovery == WORLD else configured_plan(peer)
         if plan is not None:
             session.join(plan)
-            first = peer.discovery == WORLD and int(os.environ.get("LOCAL_RANK", "0")) == 0
+            first = peer.discovery == WORLD and is_first_of_node()
             session.renew = partial(_renewed, session) if first else None
         return plan is not None
     except PeerStoreError as error:
@@ -87,7 +87,7 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Tea
     store = dist.distributed_c10d._get_default_store()
     prefix = f"tieredckpt/{session.job}/nodes/{'restoring' if restoring else 'saving'}"
     rank = dist.get_rank()
-    known = _acquaintance(session, restoring) if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
+    known = _acquaintance(session, restoring) if is_first_of_node() else None
     store.set(f"{prefix}/{rank}", _text(_guest(session, known)))
     if rank == 0:
         guests = _guests(store, prefix)
@@ -209,7 +209,7 @@ def _renewed(session: Session, plan: TeamPlan) -> TeamPlan:
 
 def _guest(session: Session, known: Acquaintance | None) -> _Guest | None:
     """This node, where this is its first rank."""
-    me = session.node.me() if int(os.environ.get("LOCAL_RANK", "0")) == 0 else None
+    me = session.node.me() if is_first_of_node() else None
     return None if me is None else _Guest(me, known.version if known is not None else None)
 
 

@@ -255,6 +255,11 @@ def copy_threads(settings: Settings, environ: Mapping[str, str] = os.environ) ->
     return settings.memory.copy_threads or max(1, min(8, share))
 
 
+def is_first_of_node(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process does what one rank of a node does for all of them."""
+    return environ.get("LOCAL_RANK", "0") == "0"
+
+
 def settings_from(tree: Mapping[str, Any]) -> Settings:
     """Settings from a nested mapping, checked the same way."""
     return _build(dict(tree), [])

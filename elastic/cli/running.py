@@ -34,11 +34,9 @@ from peerstore.transport.addresses import (
     split_address,
 )
 from tieredckpt.ledger import LEDGER
-from tieredckpt.settings import load_settings
 
 _GRACE_S = 30.0
 _LOCAL = "127.0.0.1:0"
-GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def _elasticity(command: Any) -> Any:
@@ -285,7 +283,7 @@ def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any])
     if not is_loopback(host):
         mine |= _peer_secret(record)
     elif "lo" in (known for _, known in socket.if_nameindex()):
-        mine |= {GLOO: os.environ.get(GLOO, "lo")}  # else it listens where the host's name leads, and asks nobody
+        mine |= names.gloo_on_loopback()
     if (options["simulate_nodes"] or 1) > 1:  # the peer tier is to see several nodes, too
         mine |= {"TIEREDCKPT_AGENT_DIRECTORY": str(directory / "agent"), "TIEREDCKPT_AGENT_NODE": name}
     return NodeTask(
@@ -309,7 +307,7 @@ def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any])
 
 def _peer_secret(record: Run) -> dict[str, str]:
     """The nodes' agents prove to each other that they know the job's secret, too, where no other is configured."""
-    if load_settings(os.environ).peer.secret:
+    if names.has_peer_secret():
         return {}
     return {"TIEREDCKPT_PEER_SECRET": f"file:{record.secret_file}"}
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from elastic.errors import ControlLostError, PolicyError
 from peerstore.transport.secret import read_secret
 from tieredckpt.ledger import LEDGER
+from tieredckpt.settings import load_settings
 
 SOCKET = "ELASTIC_SOCKET"
 TOKEN = "ELASTIC_TOKEN"  # noqa: S105 - the name of a variable
 RUN_DIRECTORY = "ELASTIC_RUN_DIRECTORY"
 ROOTLESS_SWITCH = "ELASTIC_ROOTLESS"
 SECRET = "ELASTIC_SECRET"  # noqa: S105 - the name of a variable
+GLOO = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,16 @@ def secret_from(option: str, environ: Mapping[str, str] = os.environ) -> bytes |
         )
     given = option or secret_in(environ)
     return read_secret(given) if given else None
+
+
+def gloo_on_loopback(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What keeps gloo on loopback: else it listens where the host's name leads, and asks nobody who connects."""
+    return {GLOO: environ.get(GLOO, "lo")}
+
+
+def has_peer_secret(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether nodes' agents have a secret of their own."""
+    return bool(load_settings(environ).peer.secret)
 
 
 def is_rootless(environ: Mapping[str, str] = os.environ) -> bool:

@@ -99,7 +99,8 @@ def test_eight_processes_at_the_same_instant_start_one_agent_and_it_outlives_the
         save(client, key())
         assert load(client, key()) == content(key(), MIB)
     wait_gone(pid)  # nobody is connected, the job's time is over
-    assert sorted(path.name for path in directory.iterdir()) == ["agent.lock", "agent.log", "launch.lock"]
+    assert sorted(path.name for path in directory.iterdir()) == ["agent.lock", "agent.log", "launch.lock", "notes"]
+    assert [path.name for path in (directory / "notes").iterdir()] == ["forgotten.job"]
 
 
 def test_an_agent_ends_by_itself_when_its_last_writer_died(directory):
