@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from peerstore.errors import RequestError
-from peerstore.transport.secret import _exposed, new_secret, read_secret
+from peerstore.transport.secret import exposed, new_secret, read_secret
 
 SECRET = "0123456789abcdef"
 
@@ -90,8 +90,9 @@ def test_a_file_that_others_may_read_or_write_is_refused(file, mode):
         (0o100400, 0, True),
     ],
 )
-def test_who_may_read_it(mode, owner, fine):
-    assert (_exposed(mode, owner, 1000) == "") == fine
+def test_who_may_read_it(monkeypatch, mode, owner, fine):
+    monkeypatch.setattr("os.getuid", lambda: 1000)
+    assert (exposed(os.stat_result((mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))) == "") == fine
 
 
 def test_what_is_no_file_is_said(tmp_path):
