@@ -35,11 +35,19 @@ def test_an_object_is_what_was_saved_of_it(value):
     assert is_same(copy.deepcopy(value), archive(value)) is True
 
 
+def told(value):
+    """A list where a tuple was saved is the same, and so are numbers that are equal."""
+    if isinstance(value, list | tuple):
+        return [told(inner) for inner in value]
+    if isinstance(value, dict):
+        return {key: told(inner) for key, inner in value.items()}
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 @given(values, values)
 def test_another_object_is_not(one, other):
-    if archive(one) != archive(other):
-        found = is_same(one, archive(other))
-        assert found is False or repr(one) == repr(other) or one == other
+    if told(one) != told(other) and repr(told(one)) != repr(told(other)):
+        assert is_same(one, archive(other)) is False
 
 
 class Plain:
