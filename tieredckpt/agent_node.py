@@ -143,8 +143,8 @@ class AgentNode:
     def loading(self, job: str, group: Group, rank: int) -> None:
         self.store.call("loading", Loading(job, group, rank), type(None))
 
-    def restored(self, job: str, group: Group) -> None:
-        self.store.call("restored", Restored(job, group), type(None))
+    def restored(self, job: str, group: Group, *, goes_on: bool) -> None:
+        self.store.call("restored", Restored(job, group, goes_on=goes_on), type(None))
 
     def load_over(self, job: str, *, stepped: bool) -> None:
         if stepped:

@@ -97,6 +97,8 @@ class StateNames(msgspec.Struct, frozen=True):
     its dots."""
     split: bool
     """False: nothing was flattened, and there are no paths."""
+    in_pieces: bytes = b""
+    """For each tensor whether several ranks have written parts of it; nothing where an earlier release answers."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -347,7 +349,7 @@ def described(node: StepPages, job: str, group: Group) -> Described:
 class Node(Protocol):
     """A node agent, or the same thing inside this process.
 
-    Promises (``tests/contract/test_node.py``):
+    Promises:
 
     - ``survey`` never turns a tier it could not ask into an empty one.
     - ``describe`` gives what it can vouch for: every index in it was checksummed or came from a whole manifest.
@@ -388,8 +390,10 @@ class Node(Protocol):
     def loading(self, job: str, group: Group, rank: int) -> None:
         """A rank begins to load this step: where that ends its process, it is counted."""
 
-    def restored(self, job: str, group: Group) -> None:
-        """A rank has loaded this step and begins from it."""
+    def restored(self, job: str, group: Group, *, goes_on: bool) -> None:
+        """A rank has loaded this step. ``goes_on``: it trains on from there, so that what is newer is of a past that
+        the job leaves; not said of who may only have looked.
+        """
 
     def load_over(self, job: str, *, stepped: bool) -> None:
         """The process that loaded has come to its next step, or ends as it should."""

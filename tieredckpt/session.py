@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from peerstore.cluster.nodes import node_id
 from peerstore.crashpoints import reach
 from peerstore.errors import (
@@ -149,6 +151,8 @@ class Session:
         self._told_children = False
         self._loading = False
         """The agent has heard of a load, and not yet that this process came further."""
+        self._loaded: Group | None = None
+        """What was loaded and not gone on from yet: who never comes to a step, or to a save, has only looked."""
         self.committed: Group | None = None
         """The newest version this process knows to be whole."""
         self.unfinished: list[Group] = []
@@ -196,6 +200,7 @@ class Session:
 
     def propose(self, step: int, point: CapturePoint) -> SaveProposal:
         """What this rank says to the others of a save of what was captured at ``point``."""
+        self.go_on()  # before any rank writes for the incarnation that this save may begin
         return self.owner.propose(step, point, self.known_epoch(), self.committed)
 
     def adopt(self, decision: SaveDecision, point: CapturePoint) -> None:
@@ -223,6 +228,7 @@ class Session:
         with self._lock:
             self.owner.go_back(step, ranks)
             self._planned.clear()
+            self._loaded = None
 
     def known_epoch(self) -> int:
         """The newest epoch anybody has heard of: this node's agent, or who wrote what is in the durable tier."""
@@ -309,8 +315,20 @@ class Session:
             self.came_further(stepped=False)
             raise
 
+    def go_on(self) -> None:
+        """This process trains on from what it has loaded: the node hears that the job has left what is newer."""
+        with self._lock:
+            if self._loaded is not None:
+                self.node.restored(self.job, self._loaded, goes_on=True)
+                self._loaded = None
+
     def came_further(self, *, stepped: bool = True) -> None:
         """The load did not end this process: it comes to a step, or ends as it should."""
+        if stepped:
+            try:
+                self.go_on()
+            except (PeerStoreError, OSError) as error:
+                log.debug("the node agent was not told what is gone on from: %s", error)
         if self._loading:
             self._loading = False
             try:
@@ -319,29 +337,35 @@ class Session:
                 log.debug("the node agent was not told that a load is over: %s", error)
 
     def restored(self, group: Group, ranks: int) -> None:
-        """This process continues from ``group``, which so many ranks have loaded; what it saves next says so."""
-        self.go_back(group.version, ranks)
+        """This process has ``group``, which so many ranks have loaded; what it saves next says so."""
+        with self._lock:
+            self.go_back(group.version, ranks)
+            self._loaded = group
         try:
             self.commit(group)
-            self.node.restored(self.job, group)
-            self._tell_children(group.version)
+            self.node.restored(self.job, group, goes_on=False)
+            self._tell_children(group)
         except PeerStoreError as error:  # every byte is where it belongs: no reason to fail the load
-            log.warning("the node agent did not note that %s goes on from step %d: %s", self.job, group.version, error)
+            log.warning("the node agent did not note that step %d of %s was loaded: %s", group.version, self.job, error)
 
-    def _tell_children(self, step: int) -> None:
+    def _tell_children(self, group: Group) -> None:
         """For processes that DCP saves in: they are handed what they save, and not what was loaded before."""
-        self.node.store.put_blob(self.job, _resumed(myself()), f"{step} {self.owner.capture().life}".encode())
+        said = msgspec.msgpack.encode((group, self.owner.capture().life))
+        self.node.store.put_blob(self.job, _resumed(myself()), said)
         self._told_children = True
 
     def follow(self, trainer: Owner) -> None:
         """Go back where the process that this one saves for has loaded a step since this was called last."""
         try:
-            step, _, life = self.node.store.get_blob(self.job, _resumed(trainer)).decode().partition(" ")
+            said = self.node.store.get_blob(self.job, _resumed(trainer))
         except ShardNotFoundError:
             return
+        group, life = msgspec.msgpack.decode(said, type=tuple[Group, str])
         if life != self._followed:
             self._followed = life
-            self.go_back(int(step))
+            with self._lock:
+                self.go_back(group.version)
+                self._loaded = group  # who saves for a process that loaded goes on from there
 
     def durable_store(self) -> ObjectStore:
         """The durable tier, opened by this process for reading."""

@@ -95,6 +95,7 @@ class Stager:
         kept["_slot"] = None if self._staged is None else (self._staged.lease, self._staged.layout, self._staged.owner)
         kept["_holding"] = False
         if self.settings.enabled:
+            self.session.go_on()  # who saves there has loaded nothing
             kept["_handed_over"] = self.session.owner.hand_over()
         self._end_staging()
         return kept

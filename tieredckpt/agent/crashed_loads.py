@@ -47,7 +47,7 @@ class CrashedLoads:
         """Every byte is where it belongs; what is done with them may still end the process."""
         with self._lock:
             load = self._loads.get((owner, job))
-            if load is not None:
+            if load is not None and load.done_at is None:
                 load.done_at = self._clock()
 
     def over(self, owner: Owner, job: str, *, stepped: bool) -> None:

@@ -95,6 +95,8 @@ class Restored(msgspec.Struct, frozen=True):
     group: Group
     rank: int = 0
     """Said for agents of the last release, which count by it."""
+    goes_on: bool = True
+    """The job goes on from it; trainers of the last release say that as soon as they have loaded."""
 
 
 class LoadOver(msgspec.Struct, frozen=True):

@@ -163,8 +163,10 @@ class NodeService(SealListener):
 
     def configure(self, job: str, durable: DurableSettings) -> None:
         """Remember where this job's steps become durable. A changed URL takes effect with the next step."""
+        data = msgspec.msgpack.encode(durable)
+        if self._blob(job, DURABLE) != data:  # what is kept counts, not what this agent remembers: the job may be new
+            self.store.put_blob(job, DURABLE, data)
         if self.durable_settings(job) != durable:
-            self.store.put_blob(job, DURABLE, msgspec.msgpack.encode(durable))
             self._forget_catalog(job)
         self.drain.wake()
 
@@ -381,9 +383,10 @@ class NodeService(SealListener):
     def loading(self, job: str, group: Group, rank: int, *, owner: Owner | None = None) -> None:
         self._crashed.begun(owner or myself(), job, group, rank)
 
-    def restored(self, job: str, group: Group, *, owner: Owner | None = None) -> None:
+    def restored(self, job: str, group: Group, *, goes_on: bool, owner: Owner | None = None) -> None:
         self._crashed.done(owner or myself(), job)
-        self.store.copies.go_back(job, group)
+        if goes_on:
+            self.store.copies.go_back(job, group)
 
     def load_over(self, job: str, *, stepped: bool, owner: Owner | None = None) -> None:
         self._crashed.over(owner or myself(), job, stepped=stepped)
@@ -705,7 +708,9 @@ def node_operations(node: NodeService) -> dict[str, Operation]:
         "lift": Operation(Lift, none, lambda a, _: node.lift(a.job, a.group)),
         "drop_steps": Operation(DropSteps, none, lambda a, _: node.drop(a.job, a.groups)),
         "loading": Operation(Loading, none, lambda a, who: node.loading(a.job, a.group, a.rank, owner=who)),
-        "restored": Operation(Restored, none, lambda a, who: node.restored(a.job, a.group, owner=who)),
+        "restored": Operation(
+            Restored, none, lambda a, who: node.restored(a.job, a.group, goes_on=a.goes_on, owner=who)
+        ),
         "load_over": Operation(LoadOver, none, lambda a, who: node.load_over(a.job, stepped=a.stepped, owner=who)),
         "join": Operation(Join, none, lambda a, _: node.join(a.job, a.plan)),
         "cut_off": Operation(CutOff, none, lambda a, _: node.cut_off(min(max(a.seconds, 0.0), MAX_CUT_S))),

@@ -1,5 +1,6 @@
 """An agent's answers right after its start, when what another one left is still being verified."""
 
+import contextlib
 import threading
 
 import pytest
@@ -138,3 +139,21 @@ def test_who_is_to_commit_and_does_not_is_not_waited_for_for_ever(arena, tmp_pat
     finally:
         for one in (*services, store, other):
             one.close()
+
+
+def test_where_steps_become_durable_is_kept_again_for_a_job_that_was_forgotten_and_comes_back(arena, tmp_path):
+    durable = DurableSettings(url=f"file://{tmp_path}/durable")
+    now = [0.0]
+    store = NodeStore(arena, StoreSettings(budget="64MiB", job_ttl_s=10.0), clock=lambda: now[0])
+    with contextlib.closing(store), contextlib.closing(NodeService(store)) as service:
+        for epoch in (1, 2):
+            store.claim("job", "incarnation", at_least=epoch)
+            service.configure("job", durable)
+            assert service.durable_settings("job") == durable
+            if epoch == 1:
+                now[0] += 60.0
+                store.sweep()
+                assert store.jobs() == []
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    with contextlib.closing(store), contextlib.closing(NodeService(store)) as service:
+        assert service.durable_settings("job") == durable
