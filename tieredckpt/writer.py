@@ -169,10 +169,13 @@ class TieredWriter(Stager, StorageWriter):
                 raise self.error
             with collector_paused():
                 self.record = self._write(plan, planner)
-        except TieredCheckpointError as error:
+        except (TieredCheckpointError, PeerStoreError) as problem:
             self._discard_staged()
-            if self._collectives:
+            error = problem if isinstance(problem, TieredCheckpointError) else SaveFailedError(str(problem))
+            if self._collectives and error is problem:
                 raise
+            if self._collectives:
+                raise error from problem
             # Without collectives a rank that raises leaves the others waiting at DCP's barrier.
             log.error("step %s of %s was not saved by this rank: %s", self._location.step, self._location.job, error)
             self.error = error

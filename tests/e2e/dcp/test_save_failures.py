@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from peerstore.errors import AgentUnreachableError, ArenaFullError, RequestError
 from tests.support.agents import agent_pid, end_agent
@@ -21,6 +22,7 @@ from tieredckpt import (
     CheckpointNotFoundError,
     NullCheckpointer,
     SaveFailedError,
+    TieredWriter,
     TierUnavailableError,
 )
 from tieredckpt.agent_node import AgentNode
@@ -386,3 +388,18 @@ def test_a_session_that_was_closed_has_no_agent_started_again(agent_dir):
     with pytest.raises(RequestError, match="closed"):
         session.node.survey("loop")
     assert agent_pid(agent_dir) is None
+
+
+def test_without_collectives_no_rank_raises_whatever_ends_its_save(monkeypatch):
+    """It would leave the others waiting at DCP's barrier."""
+
+    def none_left(*_):
+        raise ArenaFullError("no memory for a page")
+
+    monkeypatch.setattr("tieredckpt.copying.SlotMemory.fill", none_left)
+    with memory_node() as node:
+        writer = TieredWriter(JOB, 1)
+        dcp.save(small(1), storage_writer=writer, no_dist=True, use_collectives=False)
+        assert isinstance(writer.error, SaveFailedError)
+        assert "no memory for a page" in str(writer.error)
+        assert node.store.status().arena.leases == 0
