@@ -280,6 +280,10 @@ class TieredReader(StorageReader):
         future.set_result(None)
         return future
 
+    def close(self) -> None:
+        """Give up what a load that failed on another rank, or between the ranks, has left pinned here."""
+        self._let_go()
+
     # -- choosing ---------------------------------------------------------------------------------------------
 
     def check(self) -> str:
@@ -466,6 +470,8 @@ class TieredReader(StorageReader):
         seconds = time.perf_counter() - began
         if self.continues:
             session.restored(group, decision.ranks if isinstance(decision, Decision) else 1)
+        else:
+            session.came_further(stepped=False)  # what becomes of who only looks says nothing of the step
         reach("load.done")
         session.observe(
             loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}
@@ -610,6 +616,11 @@ class StateMetadata(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         dtype = dtype_named(self._names.dtypes[self._dtype_of[at]])
         properties = TensorProperties(dtype=dtype, requires_grad=bool(self._names.requires_grad[at]))
         return TensorStorageMetadata(properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)])
+
+    def in_pieces(self, name: str) -> bool:
+        """Whether several ranks have written parts of this tensor."""
+        at = self._at.get(name, len(self._names.in_pieces))
+        return any(self._names.in_pieces[at : at + 1])
 
     def __iter__(self) -> Iterator[str]:
         yield from self._at

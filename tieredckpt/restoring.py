@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -34,7 +35,7 @@ from tieredckpt.live_state import LiveState
 from tieredckpt.moments import make_moments
 from tieredckpt.plain import plain_reader, plain_steps
 from tieredckpt.quiet import collector_paused
-from tieredckpt.reader import RestoreReport, TieredReader, differing, some
+from tieredckpt.reader import RestoreReport, StateMetadata, TieredReader, differing, some
 from tieredckpt.restore_proof import RestoreProof
 from tieredckpt.settings import Settings
 from tieredckpt.state import as_plain, flatten
@@ -93,7 +94,8 @@ class Restoring:
             filled = _with_room(state, reader)
             planner = DefaultLoadPlanner(allow_partial_load=not strict)
             try:
-                self._together.dcp(dcp.load, filled, storage_reader=reader, planner=planner)
+                with contextlib.closing(reader):
+                    self._together.dcp(dcp.load, filled, storage_reader=reader, planner=planner)
             except CheckpointException as failure:
                 error = typed_error(failure)
                 # What is left may be whole all the same, or another step is.
@@ -346,12 +348,15 @@ def _missing(name: str, there: Collection[str], metadata: Metadata) -> dict[tupl
     """By their paths, places for what was saved below ``name``. Not for tensors in pieces: each rank would hold all."""
     paths = metadata.planner_data or {}
     found: dict[tuple[str | int, ...], object] = {}
-    for entry, kind in sorted(metadata.state_dict_metadata.items()):
+    entries = metadata.state_dict_metadata
+    for entry, kind in sorted(entries.items()):
         if not entry.startswith(f"{name}.") or entry in there:
             continue
         path = paths.get(entry, tuple(entry.split(".")))[1:]
         if not isinstance(kind, TensorStorageMetadata):
             found[path] = None
+        elif isinstance(entries, StateMetadata) and entries.in_pieces(entry):
+            continue
         elif [chunk.sizes for chunk in kind.chunks] == [kind.size]:
             found[path] = torch.empty(kind.size, dtype=kind.properties.dtype)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def load(
     state = _blank(found, torch.device(device))
     planner = _Untemplated()
     try:
-        with _quiet():
+        with _quiet(), closing(reader):
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as failure:
         raise typed_error(failure) from failure

@@ -7,6 +7,7 @@ then all.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from array import array
@@ -179,13 +180,16 @@ class StepMap:
         if rank in self.metas and rank not in self._lost:
             near.add(self.metas[rank].layout)
 
+        nearest = functools.cache(lambda: self._index(near) if near else None)
+        everywhere = functools.cache(self._all)  # not for each piece anew: a job may have thousands of layouts
+
         def turn(name: str, number: int) -> PieceIndex | None:
             if number == 0:
-                return self._index(near) if near else None
+                return nearest()
             if number == 1:
                 home = self._homes().get(name, -1)
                 return self._index({self.metas[home].layout}) if home in self.metas and home not in self._lost else None
-            return self._all()
+            return everywhere()
 
         return turn
 
@@ -224,7 +228,8 @@ class StepMap:
             number = self._index({digest}).objects.get(name, {}).get(digest)
             if number is not None:
                 return self.item(home, number)
-        numbers = self._all().objects.get(name, {})
+        index = turns(name, 2)
+        numbers = index.objects.get(name, {}) if index is not None else {}
         parts = {
             part: numbers[meta.layout]
             for part, meta in self.metas.items()
@@ -351,7 +356,12 @@ def _named(
         list(objects),
         None if paths is None else {name: path for name, path in paths.items() if path != tuple(name.split("."))},
         split,
+        bytes(_in_pieces(tensor) for tensor in tensors),
     )
+
+
+def _in_pieces(tensor: TableTensor | TensorEntry) -> bool:
+    return tensor.part < 0 if isinstance(tensor, TableTensor) else tensor.box.sizes != tensor.shape
 
 
 def _from_table(table: StateTable) -> StateNames:

@@ -5,7 +5,10 @@ from collections import defaultdict
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.bits import assert_same
 from tieredckpt import Checkpointer
@@ -122,3 +125,42 @@ def test_a_defaultdict_of_scores_stays_one(agent_dir):
     with Checkpointer(JOB) as ckpt:
         ckpt.restore({"scores": fresh})
     assert fresh.best == {"val": 0.75}
+
+
+def test_a_restore_that_fails_between_the_ranks_leaves_nothing_pinned(agent_dir):
+    """What it has verified is pinned by then, and who trains on would go without that slot."""
+    saved({"w": torch.ones(4), "more": torch.ones(4)})
+    with Checkpointer(JOB) as ckpt:
+        with pytest.raises(MismatchError):
+            ckpt.restore({"w": torch.zeros(4)})
+        assert ckpt.session.node.store.status().arena.pins == 0
+
+
+class Average:
+    """Begins empty; each rank has a piece of it."""
+
+    def __init__(self, full=None):
+        self.of = {}
+        if full is not None:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            self.of = {"mean": distribute_tensor(full, mesh, [Shard(0)])}
+
+    def state_dict(self):
+        return self.of
+
+    def load_state_dict(self, state):
+        self.of = state
+
+
+def averaged():
+    with Checkpointer(JOB) as ckpt:
+        ckpt.save({"w": torch.ones(4), "average": Average(torch.arange(8.0))}, 1).wait()
+        with pytest.raises(MismatchError, match=r"average\.mean"):
+            ckpt.restore({"w": torch.zeros(4), "average": Average()})
+        average = Average(torch.zeros(8))
+        assert ckpt.restore({"w": torch.zeros(4), "average": average}) == 1
+        return average.of["mean"].full_tensor().tolist()
+
+
+def test_what_ranks_have_in_pieces_is_not_made_whole_on_each_of_them(agent_dir, ranks):
+    assert ranks.run(2, averaged) == [list(range(8))] * 2

@@ -1,5 +1,6 @@
 """``tieredckpt.load`` and ``save``: a state in one call, without a template, also where nothing else has run."""
 
+import signal
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import elastic
 import tieredckpt
 from tests.support.bits import assert_same
+from tests.support.neighbours import until
 from tieredckpt import CheckpointNotFoundError, TieredReader
 from tieredckpt.errors import MismatchError, MissingStepError, UsageError
 from tieredckpt.session import open_session
@@ -159,3 +161,12 @@ def test_a_cast_is_for_loading():
 @pytest.mark.parametrize("package", [tieredckpt, elastic])
 def test_names_that_are_imported_lazily_are_listed(package):
     assert set(package.__all__) <= set(dir(package))
+
+
+def test_how_a_process_ends_that_only_looked_says_nothing_of_the_step(agent_dir):
+    tieredckpt.save("looked-at", state_at(1), 1)
+    look = "import os, signal, tieredckpt; tieredckpt.load('looked-at'); os.kill(os.getpid(), signal.SIGKILL)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", look], check=False).returncode == -signal.SIGKILL
+    node = open_session("looked-at", load_settings()).node
+    until(lambda: node.store.status().jobs[0].clients == 1, "the agent sees that it has ended")
+    assert [view.crashed_loads for view in node.survey("looked-at").views] == [0]
