@@ -82,7 +82,7 @@ class ShardMeta(msgspec.Struct, frozen=True):
     durable: bool = False
     """Whether policy wants this step in the durable tier."""
     saved_ns: int = 0
-    required: bool = False
+    required: bool | msgspec.UnsetType = msgspec.UNSET
     """Whether somebody has asked for this very step in the durable tier: it is never left out for newer ones."""
 
 

@@ -560,7 +560,7 @@ class Session:
                 table=table.digest if table else "",
                 durable=durable or required,
                 saved_ns=time.time_ns(),
-                required=required,
+                required=required or msgspec.UNSET,
             )
             if keep:  # before it is there: no newer one takes its place in between
                 self.node.store.keep(self.job, key.group)

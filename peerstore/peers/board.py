@@ -92,6 +92,8 @@ class Board:
         self._byte_s: dict[str, float] = {}
         """How long the last piece of each source took, by byte."""
         self._serving = 0
+        self._streaming: set[int] = set()
+        """Threads that are connected, and may have targets in their hands."""
         self._away: dict[int, Piece] = {}
         """Those that somebody was asked for."""
         self._pieces = [piece for wish in wishes for piece in _pieces(wish)]
@@ -194,12 +196,33 @@ class Board:
         """A stream takes nothing any more."""
         with self._changed:
             self._serving -= 1
+            self._streaming.discard(threading.get_ident())
+            self._changed.notify_all()
+
+    def entered(self) -> None:
+        """This thread is connected."""
+        with self._changed:
+            self._streaming.add(threading.get_ident())
+
+    def left(self) -> None:
+        """This thread has nothing in its hands any more."""
+        with self._changed:
+            self._streaming.discard(threading.get_ident())
             self._changed.notify_all()
 
     def wait(self) -> None:
         """Until everything has come, or no stream is left. Who still tries to connect then is not waited for."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._serving or (self.crash is None and not self._undone))
+            self._changed.wait_for(
+                lambda: not self._serving or (self.crash is None and not self._undone and not self._streaming)
+            )
+
+    def let_go(self) -> None:
+        """Of all targets: whoever still tries to connect keeps none of them open."""
+        with self._changed:
+            self._pieces = []
+            self._free.clear()
+            self._away.clear()
 
     def done(self, source: str, piece: Piece) -> None:
         with self._changed:

@@ -55,6 +55,7 @@ class Puller:
             thread.start()
         board.wait()
         board.give_up()
+        board.let_go()
         if board.crash is not None:
             raise board.crash
         return board.report
@@ -74,20 +75,27 @@ class Puller:
         try:
             while True:
                 before = board.delivered(source)
-                try:
-                    with self._peer_of(source).line(fresh=fresh) as line:
-                        _Stream(board, source, line).run()
+                lost = self._serve_once(board, source, fresh=fresh)
+                board.left()
+                if lost is None or not board.wants(source):
                     return
-                except PeerUnreachableError:
-                    if not board.wants(source):
-                        return
-                    if fresh and board.delivered(source) == before:
-                        raise
-                    fresh = True
+                if fresh and board.delivered(source) == before:
+                    raise lost
+                fresh = True
         except PeerStoreError as error:
             board.lose(source, error)
         except BaseException as error:  # noqa: BLE001 - raised again by whoever pulls
             board.fail(error)
+
+    def _serve_once(self, board: Board, source: str, *, fresh: bool) -> PeerUnreachableError | None:
+        """Why the connection broke; nothing of what it was bringing is held by that any more."""
+        try:
+            with self._peer_of(source).line(fresh=fresh) as line:
+                board.entered()
+                _Stream(board, source, line).run()
+        except PeerUnreachableError as error:
+            return PeerUnreachableError(str(error))
+        return None
 
 
 class _Stream:

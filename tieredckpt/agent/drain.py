@@ -149,7 +149,7 @@ class Drain(SealListener):
             step = self._steps.setdefault((key.job, key.group), _Step(key.job, key.group, record.parts, meta.base))
             if step.state in ("done", "skipped"):
                 return
-            step.required |= meta.required
+            step.required |= meta.required is True
             self._hold(key)
             step.held, step.shards[key] = True, record.size_bytes
             step.sealed_at, step.not_before = self._clock(), 0.0
