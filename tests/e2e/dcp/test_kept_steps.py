@@ -8,6 +8,7 @@ import torch
 from tests.support.agents import end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job
+from tests.support.neighbours import until
 from tieredckpt import Checkpointer, CheckpointNotFoundError
 from tieredckpt.errors import UsageError
 from tieredckpt.saved import SaveState
@@ -151,7 +152,11 @@ def test_retention_of_the_durable_tier_passes_over_what_is_kept(agent_dir, tmp_p
     with Checkpointer(JOB, durable=url, keep_last=2) as ckpt:
         for step in range(1, 7):
             ckpt.save(state_at(step), step, keep=step in (2, 5)).wait("durable")
+        until(lambda: stored(tmp_path / "store") == [2, 4, 5, 6], "what is not kept is deleted once the last is there")
     close_sessions()
     end_agent(agent_dir, signal.SIGKILL)
-    names = sorted(path.name for path in (tmp_path / "store").rglob("*.manifest"))
-    assert [int(name.partition(".")[0]) for name in names] == [2, 4, 5, 6]
+    assert stored(tmp_path / "store") == [2, 4, 5, 6]
+
+
+def stored(store):
+    return sorted(int(path.name.partition(".")[0]) for path in store.rglob("*.manifest"))
