@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from peerstore.client import Client, Connector
 from peerstore.errors import PeerStoreError
@@ -16,29 +14,6 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _ANSWER_S = 10.0
-
-
-_lock = threading.Lock()
-_watches: dict[tuple[int, Path], tuple[AgentWatch, int]] = {}
-"""Of this process, by socket, and how many want each."""
-
-
-def watch_agent(socket: Path, connector: Connector, replace: Callable[[], bool]) -> Callable[[], None]:
-    """One watch of the agent for all in this process who want it; what is returned ends that, once for each."""
-    name = (os.getpid(), socket)
-    with _lock:
-        watch, users = _watches.get(name) or (AgentWatch(connector, replace), 0)
-        _watches[name] = watch, users + 1
-
-    def end() -> None:
-        with _lock:
-            watch, users = _watches.pop(name)
-            if users > 1:
-                _watches[name] = watch, users - 1
-                return
-        watch.close()
-
-    return end
 
 
 class AgentWatch:

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 from peerstore import frames
-from peerstore.agent_watch import watch_agent
 from peerstore.client import Client, Connector, connect
 from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.errors import AgentUnreachableError
@@ -86,13 +85,7 @@ class AgentNode:
             else (lambda: connect(place.socket, named=place.named))
         )
         self._replace = partial(replace_hung if self._embedded else refuse_hung, place)
-        self._unwatch: Callable[[], None] | None = None
         self.store = _client(place, self._connector, job, self._replace)
-
-    def look_after(self) -> None:
-        """From now on the agent is started again, or replaced, also while nobody calls it."""
-        if self._embedded and self._unwatch is None:
-            self._unwatch = watch_agent(self.place.socket, self._connector, self._replace)
 
     def configure(self, job: str, durable: DurableSettings) -> None:
         self.store.call("configure", Configure(job, durable), type(None))
@@ -192,9 +185,6 @@ class AgentNode:
         self.store.call("observe", Observe(job, dict(values)), type(None))
 
     def close(self) -> None:
-        unwatch, self._unwatch = self._unwatch, None
-        if unwatch is not None:
-            unwatch()
         self.store.close()
 
 

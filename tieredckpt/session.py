@@ -41,7 +41,7 @@ from tieredckpt.layout import Layout, encode, round_up
 from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack
 from tieredckpt.node import Node, Passport, Source
 from tieredckpt.planned import PlannedSave
-from tieredckpt.settings import Settings, copy_threads, is_first_of_node
+from tieredckpt.settings import Settings, copy_threads
 from tieredckpt.state import Fingerprint
 from tieredckpt.teaming import configured_plan, transport_of
 
@@ -420,8 +420,6 @@ class Session:
     def stage(self, key: ShardKey, parts: int, layout: Layout, item_bytes: int, *, wait_s: float) -> Staged:
         """A slot for ``layout`` and ``item_bytes`` more, mapped."""
         self.came_further()
-        if isinstance(self.node, AgentNode) and is_first_of_node():
-            self.node.look_after()
         size = layout.header_bytes + layout.tensor_bytes + item_bytes
         size = round_up(size, _SLOT_STEP if size > _SMALL else 1 << 16)
         self._notice_new_agent()

@@ -16,7 +16,6 @@ from tests.e2e.peers.test_node_lost import restore, sharded
 from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import zeroed
 from tests.support.clusters import cluster_of
-from tests.support.neighbours import until
 from tieredckpt import Checkpointer
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.saved import SaveState
@@ -54,24 +53,6 @@ def save_while_the_agent_hangs(job):
         ckpt.save(sharded(6), 6)
         state = ckpt.save(sharded(7), 7).wait(timeout_s=60)
         return state, agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"])) != pid
-
-
-def save_and_wait_for_another_agent(job, end):
-    directory = Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"])
-    with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        ckpt.restore(zeroed(sharded(0)))
-        ckpt.save(sharded(5), 5).wait(timeout_s=60)
-        pid = agent_pid(directory)
-        os.kill(pid, end)
-        until(lambda: agent_pid(directory) not in (None, pid), "there is another one, and nobody called it")
-        return ckpt.save(sharded(6), 6).wait(timeout_s=60)
-
-
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
-def test_an_agent_that_nobody_calls_is_replaced_while_its_ranks_train(ranks, end):
-    with cluster_of(ranks, "n1") as cluster:
-        assert cluster.run(["n1"], save_and_wait_for_another_agent, end) == [SaveState.SEALED]
-        cluster.run(["n1"], restore, 6)
 
 
 def test_an_agent_that_hangs_is_replaced_and_costs_a_save_at_most(ranks):

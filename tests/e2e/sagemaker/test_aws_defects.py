@@ -154,7 +154,7 @@ def agent():
         patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
         patch.setenv("AWS_ACCESS_KEY_ID", "test")  # the agent asks S3 with what it was started with
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        open_session("first", load_settings()).node.look_after()
+        open_session("first", load_settings())
         close_sessions()
         yield
 

@@ -17,7 +17,7 @@ def node():
     with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
         patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
-        open_session("contract", load_settings()).node.look_after()  # starts it, and who looks that it stays
+        open_session("contract", load_settings())  # starts it
         open_session(".contract", load_settings())
         yield directory
 

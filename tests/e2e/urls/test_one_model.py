@@ -35,7 +35,7 @@ def node():
     with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
         patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
-        open_session("one", load_settings()).node.look_after()  # starts it, and who looks that it stays
+        open_session("one", load_settings())  # starts it
         yield directory
 
 
