@@ -182,10 +182,10 @@ def test_waiting_ends(agent_dir, monkeypatch):
         for step in range(3):
             ckpt.save(small(step), step).wait()
         store = ckpt.session.node.store
-        for _ in range(2):
+        for step in (9, 10):
             for fact in store.inventory("loop"):
                 store.pin(fact.key)
-            last = ckpt.save(small(9), 9)
+            last = ckpt.save(small(step), step)
         assert last.state is SaveState.SKIPPED
         assert isinstance(last.error, StoreBusyError)
 
