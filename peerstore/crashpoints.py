@@ -1,4 +1,4 @@
-"""Places where a test can have this very process killed: ``PEERSTORE_CRASH_AT=seal.asked:3`` is the third time.
+"""Places where a test can have this very process killed: it arms them there, and nothing else does.
 
 Off, a point costs one look at an empty dictionary. ``POINTS`` lists them all, so that a test that goes through every
 point cannot miss a new one.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-
-from peerstore.settings import crash_points
+from collections.abc import Mapping
 
 POINTS = (
     # a trainer that saves
@@ -62,15 +61,19 @@ POINTS = (
 )
 
 _lock = threading.Lock()
-_left: dict[str, int] | None = None
+_left: dict[str, int] = {}
+
+
+def arm(points: Mapping[str, int]) -> None:
+    """Have this process killed at one of these, and at no other: when it comes there for the so-many-th time."""
+    with _lock:
+        _left.clear()
+        _left.update(points)
 
 
 def reach(point: str) -> None:
     """Die here, if a test said so."""
-    global _left  # noqa: PLW0603 - read once, when the first point is reached
-    if _left is None:
-        _left = crash_points()
-    if not _left or point not in _left:
+    if point not in _left:
         return
     with _lock:
         _left[point] -= 1

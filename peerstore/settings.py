@@ -100,10 +100,3 @@ def usable_memory_bytes() -> int:
         except (OSError, ValueError):
             continue
     return total
-
-
-def crash_points(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
-    """``$PEERSTORE_CRASH_AT`` as point and how many times it is passed before it kills (see crashpoints.py)."""
-    named = environ.get("PEERSTORE_CRASH_AT", "")
-    pairs = (item.partition(":") for item in named.split(",") if item)
-    return {point: int(count or 1) for point, _, count in pairs}

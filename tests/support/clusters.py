@@ -19,6 +19,7 @@ from peerstore.client import connect
 from peerstore.errors import AgentUnreachableError
 from peerstore.launch import connect_or_launch
 from peerstore.settings import AgentPlace
+from tests.support import crashes
 from tests.support.agents import agent_pid, end_agent
 from tests.support.leaks import own_name
 from tests.support.ranks import RankPool
@@ -65,7 +66,7 @@ class Host:
     def start(self, *, crash_at: str = "") -> None:
         """Start its agent now, one that notices the loss of others sooner; it may be one that a test has killed."""
         command = [part if part != "tieredckpt.agent" else _QUICK for part in agent_command(self.settings)]
-        environ = {**os.environ, "PEERSTORE_CRASH_AT": crash_at, "PYTHONPATH": str(_ROOT)}
+        environ = {**os.environ, "PYTHONPATH": str(_ROOT), **crashes.crash_at(crash_at)}
         died = (AgentUnreachableError,) if crash_at else ()
         with contextlib.suppress(*died):
             connect_or_launch(AgentPlace(self.directory), command, environ=environ, timeout_s=90).close()

@@ -49,6 +49,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 
+from tests.support import crashes
+
 _ROOT = Path(__file__).parents[2]
 _OURS = ("tieredckpt", "peerstore", "elastic", "benchmarks", "tests")
 """Packages whose modules are run with ``-m`` in a fork."""
@@ -460,6 +462,7 @@ def _become(start: Start, files: Sequence[int]) -> NoReturn:
             os.setsid()
         os.environ.clear()
         os.environ.update(start.environ)
+        crashes.arm()
         os.chdir(start.folder)
         for which, limits in zip(_LIMITS, start.limits, strict=True):
             if resource.getrlimit(which) != limits:

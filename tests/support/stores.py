@@ -23,6 +23,7 @@ from peerstore.records import Lease, Pin, ShardKey, ShardRecord
 from peerstore.server import StoreServer
 from peerstore.settings import AgentPlace
 from peerstore.store import NodeStore
+from tests.support import crashes
 from tests.support.leaks import own_name
 
 MIB = 1 << 20
@@ -127,7 +128,7 @@ class StoreAgent:
 
     def __init__(self, directory: Path, *options: str, crash_at: str = "", **popen: Any) -> None:
         self.place = AgentPlace(directory)
-        environ = {**os.environ, "PEERSTORE_CRASH_AT": crash_at}
+        environ = {**os.environ, **crashes.crash_at(crash_at)}
         command = [sys.executable, "-m", "peerstore.cli", "serve", "--dir", str(directory), *options]
         self.process = subprocess.Popen(command, env=environ, **{"stderr": subprocess.DEVNULL, **popen})
 

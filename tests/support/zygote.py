@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.support import crashes
+
 _TIMEOUT_S = 120.0
 _OURS = ("TIEREDCKPT_", "AWS_")
 """Environment that tests set for their processes."""
@@ -72,6 +74,7 @@ def _fork(function: Callable[..., Any], args: Sequence[Any], environ: dict[str, 
         for name in [name for name in os.environ if name.startswith(_OURS)]:
             del os.environ[name]  # this process may have been started with what an earlier test had set
         os.environ.update(environ)
+        crashes.arm()
         with (Path(folder) / "result").open("wb") as file:
             file.write(pickle.dumps(_run(function, args, folder, world)))
         status = 0

@@ -93,9 +93,8 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
             f"[bold]2.[/] the same on two nodes, saved every step, each step copied to the other node's memory; rank 1 "
             f"gets SIGKILL in step {number}'s save"
         )
-        crash = {"PEERSTORE_CRASH_AT": f"stage.half:{PHASES[0]}"}
         both = [nodes[name] for name in NODES]
-        killed = _train(folder / "killed", PHASES[1], both, durable=bucket.url, victim=crash)
+        killed = _train(folder / "killed", PHASES[1], both, durable=bucket.url, killed_in_save=PHASES[0])
         console.print("[bold]3.[/] both ranks start again and find the last whole step in memory")
         resumed = _train(folder / "resumed", PHASES[1], both, durable=bucket.url)
         agent = _agent_status(both[0].directory)
@@ -142,10 +141,11 @@ def _arena() -> Iterator[str]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _train(
-    folder: Path, steps: int, nodes: Sequence[_Node], *, durable: str = "", victim: Mapping[str, str] | None = None
-) -> Phase:
-    """Start the ranks and wait for their end; when one dies, the launcher ends the others."""
+def _train(folder: Path, steps: int, nodes: Sequence[_Node], *, durable: str = "", killed_in_save: int = 0) -> Phase:
+    """Start the ranks and wait for their end; when one dies, the launcher ends the others.
+
+    ``killed_in_save``: the last one dies in its so-many-th save; 0: it does not.
+    """
     folder.mkdir()
     began, port = time.monotonic(), free_port()
     events = [folder / f"rank{rank}.jsonl" for rank in range(WORLD)]
@@ -153,14 +153,15 @@ def _train(
         ranks = []
         for rank in range(WORLD):
             log = files.enter_context((folder / f"rank{rank}.log").open("wb"))
-            own = {**nodes[rank].environ, **(victim if victim is not None and rank == WORLD - 1 else {})}
             command = [sys.executable, "-m", "tieredckpt.demo.trainer", "--events", str(events[rank])]
             command += ["--steps", str(steps), "--durable", durable, "--durable-every", str(DURABLE_EVERY)]
-            environ_of_rank = _rank_environ(rank, port, own)
+            if rank == WORLD - 1:
+                command += ["--killed-in-save", str(killed_in_save)]
+            environ_of_rank = _rank_environ(rank, port, nodes[rank].environ)
             ranks.append(subprocess.Popen(command, env=environ_of_rank, stdout=log, stderr=log, stdin=_NOTHING))  # noqa: S603 - ours
         _wait(ranks, began)
     phase = Phase([_events(path) for path in events], time.monotonic() - began, tuple(r.returncode for r in ranks))
-    if victim is None and any(phase.status):
+    if not killed_in_save and any(phase.status):
         raise RuntimeError(
             f"a rank failed: {phase.status}\n" + (folder / "rank0.log").read_text(errors="replace")[-3000:]
         )

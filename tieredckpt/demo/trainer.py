@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from peerstore import crashpoints
 from tieredckpt.checkpointer import Checkpointer
 from tieredckpt.null import NullCheckpointer
 
@@ -159,7 +160,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--durable", default="")
     parser.add_argument("--durable-every", type=int, default=5)
+    parser.add_argument("--killed-in-save", type=int, default=0)
     args = parser.parse_args()
+    crashpoints.arm({"stage.half": args.killed_in_save})
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

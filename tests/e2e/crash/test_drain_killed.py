@@ -7,6 +7,7 @@ import urllib.request
 import pytest
 
 from tests.support.agents import agent_pid, end_agent
+from tests.support.crashes import crash_at
 from tests.support.jobs import Job, objects, on_server, state_at
 from tieredckpt.session import open_session
 from tieredckpt.settings import DurableSettings, load_settings
@@ -32,7 +33,7 @@ def behind(proxy, server, **changes):
     "point", ["drain.began", "drain.uploaded", "drain.indexed", "drain.noted", "drain.complete", "drain.committed"]
 )
 def test_killed_while_draining(agent_dir, rclone, rclone_proxy, zygote, point, count):
-    zygote.run(start_agent, environ={"PEERSTORE_CRASH_AT": f"{point}:{count}"})
+    zygote.run(start_agent, environ=crash_at(f"{point}:{count}"))
     doomed = agent_pid(agent_dir)
     job = Job(agent_dir, behind(rclone_proxy, rclone, on_busy="wait"))
     job.save(0, 1, size=SMALL)
@@ -78,7 +79,7 @@ def test_an_orderly_end_leaves_the_rest_to_the_next_agent(agent_dir, rclone, rcl
 
 def test_nothing_is_left_in_the_bucket_but_the_steps(agent_dir, rclone, rclone_proxy, zygote):
     """However often the agent was killed, the bucket holds two objects a shard and one manifest a step."""
-    zygote.run(start_agent, environ={"PEERSTORE_CRASH_AT": "drain.indexed:1"})
+    zygote.run(start_agent, environ=crash_at("drain.indexed:1"))
     settings = behind(rclone_proxy, rclone, on_busy="wait")
     job = Job(agent_dir, settings)
     job.save(0, 1, 2)

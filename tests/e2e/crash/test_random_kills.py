@@ -9,6 +9,7 @@ import pytest
 from peerstore.crashpoints import POINTS
 from tests.e2e.crash.test_trainer_killed import losses, train
 from tests.support.agents import agent_directory, agent_pid, end_agent
+from tests.support.crashes import crash_at
 
 STEPS = 40
 
@@ -30,7 +31,7 @@ def survive(agent_dir, zygote, *, seed, kills):
     rng, lines = random.Random(seed), []
     for _ in range(kills):
         points = [point for point in POINTS if point.startswith(("stage.", "seal.", "load."))]
-        crash = {"PEERSTORE_CRASH_AT": f"{rng.choice(points)}:{rng.randint(1, 6)}"} if rng.random() < 0.5 else {}
+        crash = crash_at(f"{rng.choice(points)}:{rng.randint(1, 6)}") if rng.random() < 0.5 else {}
         running = zygote.start(train, STEPS, environ=crash)
         if not crash:
             running.wait_lines(rng.randint(1, 12))

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.agents import agent_directory, agent_pid, end_agent
 from tests.support.bits import raw
+from tests.support.crashes import crash_at
 from tieredckpt import Checkpointer
 from tieredckpt.cli import main
 
@@ -100,7 +101,7 @@ def check_resumed(first, second, undisturbed):
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("point", ["stage.leased", "stage.half", "stage.filled", "seal.written", "seal.asked"])
 def test_killed_while_saving(agent_dir, zygote, undisturbed, point, count):
-    first = zygote.run(train, environ={"PEERSTORE_CRASH_AT": f"{point}:{count}"})
+    first = zygote.run(train, environ=crash_at(f"{point}:{count}"))
     assert first.status == -signal.SIGKILL
     second = zygote.run(train)
     check_resumed(first, second, undisturbed)
@@ -110,7 +111,7 @@ def test_killed_while_saving(agent_dir, zygote, undisturbed, point, count):
 @pytest.mark.parametrize("point", ["load.voted", "load.half", "load.done"])
 def test_killed_while_loading(agent_dir, zygote, undisturbed, point):
     first = zygote.run(train, 3)
-    killed = zygote.run(train, environ={"PEERSTORE_CRASH_AT": point})
+    killed = zygote.run(train, environ=crash_at(point))
     assert killed.status == -signal.SIGKILL
     second = zygote.run(train)
     check_resumed(first, second, undisturbed)
@@ -141,9 +142,9 @@ def test_loads_that_end_their_process_make_this_node_prefer_an_older_step(agent_
     zygote.run(two_steps, url)
     before = sorted(tmp_path.rglob("*"))
     for point in ["load.half", "load.done"] * 2:
-        assert zygote.run(look, url, environ={"PEERSTORE_CRASH_AT": point}).status == -signal.SIGKILL
+        assert zygote.run(look, url, environ=crash_at(point)).status == -signal.SIGKILL
     assert zygote.run(look, url).result == 1
-    assert zygote.run(look, url, environ={"PEERSTORE_CRASH_AT": "load.done"}).status == -signal.SIGKILL
+    assert zygote.run(look, url, environ=crash_at("load.done")).status == -signal.SIGKILL
     assert zygote.run(look, url).result == 0
     assert zygote.run(look, url, 1).result == 1
     assert sorted(tmp_path.rglob("*")) == before
@@ -161,15 +162,15 @@ def test_a_process_that_came_to_its_first_step_was_not_ended_by_its_load(agent_d
         killed = zygote.run(go_on, url)
         assert (killed.status, killed.lines) == (-signal.SIGKILL, ["restored 1"])
     for _ in range(4):
-        assert zygote.run(look, url, environ={"PEERSTORE_CRASH_AT": "load.done"}).status == -signal.SIGKILL
+        assert zygote.run(look, url, environ=crash_at("load.done")).status == -signal.SIGKILL
     assert zygote.run(go_on, url).lines == ["restored 1"]
-    assert zygote.run(look, url, environ={"PEERSTORE_CRASH_AT": "load.done"}).status == -signal.SIGKILL
+    assert zygote.run(look, url, environ=crash_at("load.done")).status == -signal.SIGKILL
     assert zygote.run(look, url).result == 1, "a load that went well says that the step can be loaded"
 
 
 def test_trainer_and_agent_killed_together_at_any_time(agent_dir, zygote, undisturbed):
     for point in ("stage.half", "seal.written", "seal.asked"):
-        first = zygote.run(train, environ={"PEERSTORE_CRASH_AT": f"{point}:2"})
+        first = zygote.run(train, environ=crash_at(f"{point}:2"))
         assert first.status == -signal.SIGKILL
         end_agent(agent_dir, signal.SIGKILL)
         second = zygote.run(train)
@@ -180,7 +181,7 @@ def test_trainer_and_agent_killed_together_at_any_time(agent_dir, zygote, undist
 
 
 def test_the_agent_outlives_the_trainer_and_is_found_by_the_next(agent_dir, zygote):
-    zygote.run(train, environ={"PEERSTORE_CRASH_AT": "seal.asked:2"})
+    zygote.run(train, environ=crash_at("seal.asked:2"))
     pid = agent_pid(agent_dir)
     assert pid is not None
     zygote.run(train)
@@ -191,7 +192,7 @@ def test_killed_again_and_again(agent_dir, zygote, undisturbed):
     """Every restart makes progress, whatever is killed: at most one step is computed twice per kill."""
     lines, points = [], ["stage.half", "seal.asked", "load.half", "stage.filled", "seal.written", "load.done"]
     for number in range(30):
-        ended = zygote.run(train, environ={"PEERSTORE_CRASH_AT": f"{points[number % len(points)]}:{1 + number % 2}"})
+        ended = zygote.run(train, environ=crash_at(f"{points[number % len(points)]}:{1 + number % 2}"))
         lines += ended.lines
         if ended.status == 0:
             break
@@ -230,7 +231,7 @@ def train_as_rank(say, steps):
 @pytest.mark.parametrize("point", ["stage.half", "seal.asked"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_rank_killed_mid_save_leaves_the_last_whole_step(agent_dir, zygote, point, victim):
-    first = zygote.start_world(2, train_as_rank, 5, environ={victim: {"PEERSTORE_CRASH_AT": f"{point}:3"}})
+    first = zygote.start_world(2, train_as_rank, 5, environ={victim: crash_at(f"{point}:3")})
     assert first[victim].wait().status == -signal.SIGKILL
     first[1 - victim].kill()  # the launcher takes the others down
     survivor = first[1 - victim].wait()

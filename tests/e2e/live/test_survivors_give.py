@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests.support.bridged import bridged
 from tests.support.clusters import cluster_of
+from tests.support.crashes import crash_at
 from tests.support.live_training import train, undisturbed
 from tests.support.neighbours import until
 
@@ -92,7 +93,7 @@ def test_a_rank_dies(zygote, agent_dir, store, size, kind, optimizer, at, expect
 
 def test_another_one_dies_while_it_is_given(zygote, agent_dir, store):
     """What survivors have stays with them until a world has it."""
-    environs = [{}, {}, {"PEERSTORE_CRASH_AT": "live.chosen"}]
+    environs = [{}, {}, crash_at("live.chosen")]
     with started(zygote, store, 2, "ddp", "adamw", "8 forward", environs) as (plane, running, start):
         until(lambda: sum(one.has_ended for one in running) == 2, "a rank has died, and the one in its place")
         start(plane.join())
@@ -124,8 +125,7 @@ def test_two_of_three_nodes_are_lost_at_once_and_the_replica_that_is_left_goes_o
 ):
     with cluster_of(ranks, "n1", "n2", "n3") as cluster:
         environs = [{**cluster[name].environ, "TIEREDCKPT_AGENT_EMBEDDED": "1"} for name in ("n1", "n2", "n3")]
-        for environ in environs[1:]:
-            environ["PEERSTORE_CRASH_AT"] = crash
+        environs[1:] = [{**environ, **crash_at(crash)} for environ in environs[1:]]
         with started(zygote, store, 3, "ddp", "fused", at or "99 never", environs) as (plane, running, _):
             for lost in running[1:]:
                 assert lost.wait().status == -signal.SIGKILL

@@ -102,6 +102,15 @@ def test_killed_while_it_works(directory, point, count):
         go_on(client)
 
 
+def test_a_variable_alone_kills_nobody(directory, monkeypatch):
+    monkeypatch.setenv("PEERSTORE_CRASH_AT", ",".join([*WORKING, *STARTING]))
+    with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20, job="job") as client:
+        sealed = []
+        work(client, range(3), sealed)
+        check(client, sealed)
+        assert agent.end() == 0
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("point", STARTING)
 def test_killed_while_it_adopts(directory, point, count):

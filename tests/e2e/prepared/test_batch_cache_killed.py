@@ -9,6 +9,7 @@ import pytest
 
 from elastic.prepared.keeping import CRASH_POINTS
 from peerstore.owners import started_at
+from tests.support.crashes import crash_at
 from tests.support.preparing import (
     Logged,
     batch_of,
@@ -40,7 +41,7 @@ def log(tmp_path):
 
 
 def crash(point, times):
-    return {"PEERSTORE_CRASH_AT": f"{point}:{times}"}
+    return crash_at(f"{point}:{times}")
 
 
 def gone(pids, timeout_s=60):

@@ -18,7 +18,7 @@ from peerstore.frames import Greeting, Request, Response
 from peerstore.names import blob_name, incarnation_name, job_name
 from peerstore.owners import Owner, myself, owner_of, started_at
 from peerstore.records import Group, Lease, Pinned, ShardFact, ShardKey, ShardRecord
-from peerstore.settings import AgentPlace, StoreSettings, budget_bytes, crash_points, default_place
+from peerstore.settings import AgentPlace, StoreSettings, budget_bytes, default_place
 
 # -- frames -----------------------------------------------------------------------------------------------------------
 
@@ -174,11 +174,6 @@ def test_where_an_agent_lives(tmp_path):
     assert str(default_place({}).directory).endswith(f"peerstore-{os.getuid()}")
     place = AgentPlace(tmp_path)
     assert {path.parent for path in (place.socket, place.lock, place.launch_lock, place.log)} == {tmp_path}
-
-
-def test_crash_points_by_environment():
-    assert crash_points({}) == {}
-    assert crash_points({"PEERSTORE_CRASH_AT": "a.b,c.d:3"}) == {"a.b": 1, "c.d": 3}
 
 
 # -- owners -----------------------------------------------------------------------------------------------------------
