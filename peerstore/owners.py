@@ -18,8 +18,11 @@ class Owner(NamedTuple):
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs. A process of another namespace cannot be seen and counts as alive."""
-        return self.pid <= 0 or started_at(self.pid) == self.started
+        """Whether it still runs. One that cannot be seen counts as alive: of another namespace, or for now."""
+        try:
+            return self.pid <= 0 or started_at(self.pid) == self.started
+        except OSError:
+            return True
 
 
 def owner_of(pid: int) -> Owner:
@@ -61,10 +64,13 @@ def trusted_users(directory: Path, *, named: bool = False, setting: str = "agent
 
 
 def started_at(pid: int) -> int:
-    """Clock ticks after boot at which ``pid`` started, or -1 when it is gone or only a zombie."""
+    """Clock ticks after boot at which ``pid`` started, or -1 when it is gone or only a zombie.
+
+    ``OSError`` when that cannot be seen for now: too many open files, say.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return -1
     fields = stat[stat.rindex(b")") + 2 :].split()
     return -1 if fields[0] in (b"Z", b"X") else int(fields[19])

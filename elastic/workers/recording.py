@@ -215,8 +215,9 @@ def recording() -> Recording:
 
 def process_began() -> float | None:
     """When this process was started, by the wall clock; ``None`` where the kernel does not say."""
-    ticks = started_at(os.getpid())
-    if ticks < 0:
+    try:
+        ticks = started_at(os.getpid())
+    except OSError:
         return None
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - max(0.0, age_s)

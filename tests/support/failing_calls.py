@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _pyio
 import contextlib
 import errno
+import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,5 +31,5 @@ def failing(call: str, code: int, *, below: str) -> Iterator[list[int]]:
             raise OSError(code, os.strerror(code), str(path))
         return real(first, *args, **kwargs)
 
-    with mock.patch.object(os, call, wrapper):
+    with mock.patch.object(os, call, wrapper), mock.patch.object(io, "open", _pyio.open):  # the same, by way of ``os``
         yield failed

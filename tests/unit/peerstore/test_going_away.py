@@ -1,6 +1,7 @@
 """Writers, readers and jobs that went away, by a clock that the test moves."""
 
 import contextlib
+import errno
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from peerstore.notes import FORGOTTEN
 from peerstore.owners import Owner, myself
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
+from tests.support.failing_calls import UNKNOWN, failing
 from tests.support.stores import MIB, content, key, load, save
 
 GRACE, TTL = 30.0, 600.0
@@ -66,6 +68,18 @@ def test_a_silent_writer_keeps_its_lease_for_a_while(store, clock):
     with pytest.raises(LeaseLostError):
         store.seal(lease.id, 10)
     assert store.status().arena.slots == 0, "a slot that its writer may still have mapped is not given to others"
+
+
+@pytest.mark.parametrize("code", UNKNOWN, ids=errno.errorcode.get)
+def test_who_cannot_be_looked_at_has_not_gone(store, code):
+    """An agent without a descriptor left cannot look into ``/proc``: its writers write on, and its readers read on."""
+    save(store, key())
+    lease, pin = store.lease(key(1), MIB, 1), store.pin(key())
+    with failing("open", code, below="/proc") as failed:
+        store.sweep()
+    assert failed
+    assert store.unpin(pin.id)
+    assert store.seal(lease.id, 10).key == key(1)
 
 
 def test_a_reader_that_went_away_holds_nothing(store, clock):
