@@ -131,6 +131,10 @@ def _batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
     size = 0
     for move in moves:
         target, source, left = move
+        if 0 < left < _BATCH_BYTES - size:
+            batch.append(move)
+            size += left
+            continue
         while left:
             part = min(left, _BATCH_BYTES - size)
             batch.append(Move(target, source, part))
@@ -224,12 +228,18 @@ class SlotMemory:
 
     def fill(self, pieces: Sequence[Piece], copier: Copier) -> None:
         """Copy every piece to its place. Returns when the sources may change again."""
-        flat: list[Piece] = []
+        moves: list[Move] = []
         others: list[Piece] = []
+        first, end = (pieces[0].start if pieces else 0), 0
         for piece in pieces:
-            (flat if is_flat(piece.tensor) else others).append(piece)
-        first = min((piece.start for piece in pieces), default=0)
-        end = max((piece.start + piece.tensor.nbytes for piece in pieces), default=0)
+            tensor, start = piece
+            size = tensor.nbytes
+            first = min(first, start)
+            end = max(end, start + size)
+            if is_flat(tensor):
+                moves.append(Move(self.address + start, tensor.data_ptr(), size))
+            else:
+                others.append(piece)
         warm = self._touched
 
         def put_pages(move: Move) -> None:
@@ -237,7 +247,6 @@ class SlotMemory:
             if start + move.size_bytes > warm:
                 self._put_pages(start, move.size_bytes)
 
-        moves = [Move(self.address + start, tensor.data_ptr(), tensor.nbytes) for tensor, start in flat]
         with self._copying_others(others, warm):
             copier.move(moves, before=put_pages if warm < end else None)
         if warm < first <= warm + _BATCH_BYTES:  # the header, which is written last

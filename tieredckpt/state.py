@@ -81,14 +81,16 @@ def local_tensor(flat: Mapping[str, Any], entry: TensorEntry) -> torch.Tensor:
     """The tensor of ``entry`` that this process holds; refuses one whose elements are nowhere."""
     value = flat[entry.fqn]
     found: Any = value._local_tensor if type(value) is DTensor else value
-    if type(found) not in (torch.Tensor, torch.nn.Parameter) or tuple(found.shape) != entry.box.sizes:
+    if type(found) not in (torch.Tensor, torch.nn.Parameter) or found.shape != entry.box.sizes:
         found = find_state_dict_object({entry.fqn: value}, MetadataIndex(entry.fqn, torch.Size(entry.box.offsets)))
-    if not isinstance(found, torch.Tensor):
-        raise UsageError(f"{entry.fqn} was a tensor when the save was planned and is a {type(found).__name__} now")
-    if found.numel() != entry.box.volume:
-        raise UsageError(f"{entry.fqn} was planned with {entry.box.sizes} elements and has {tuple(found.shape)} now")
+        if not isinstance(found, torch.Tensor):
+            raise UsageError(f"{entry.fqn} was a tensor when the save was planned and is a {type(found).__name__} now")
+        if found.numel() != entry.box.volume:
+            raise UsageError(
+                f"{entry.fqn} was planned with {entry.box.sizes} elements and has {tuple(found.shape)} now"
+            )
     require_memory(entry.fqn, found)
-    return found.detach()
+    return found
 
 
 class ObjectArchives:

@@ -49,7 +49,7 @@ def has_ordinary_dispatch(tensor: torch.Tensor) -> bool:
 
 def is_flat(tensor: torch.Tensor) -> bool:
     """Whether its bytes lie in this process's memory, in order, as they are to be saved."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def is_writable_at_its_address(target: torch.Tensor) -> bool:
@@ -61,7 +61,7 @@ def is_writable_at_its_address(target: torch.Tensor) -> bool:
 
 def require_memory(name: str, tensor: torch.Tensor) -> None:
     """Refuse a plain tensor whose elements are not in memory: to read from or write to there would end the process."""
-    if isinstance(tensor, FakeTensor):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and isinstance(tensor, FakeTensor):
         raise UsageError(f"{name} is a fake tensor, a shape without elements: use the real one")
     try:
         address, has = tensor.data_ptr(), tensor.untyped_storage().nbytes()
@@ -82,10 +82,12 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
 
 def _last_byte(tensor: torch.Tensor) -> int:
     if tensor.is_contiguous():
-        last = tensor.numel()
+        last = tensor.nbytes
     else:
-        last = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset() + last) * tensor.element_size()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+    before = tensor.storage_offset()
+    return int(before * tensor.element_size() + last) if before else int(last)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
