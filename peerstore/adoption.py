@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from peerstore import deadlines
 from peerstore.checksum import chunk_count
 from peerstore.crashpoints import reach
 from peerstore.errors import (
@@ -197,12 +198,12 @@ class Adoption:
 
     def wait(self, job: str | None) -> None:
         """Until everything (of ``job``) is verified. Called with the lock held."""
-        deadline = self._shelf.clock() + _WAIT_S
+        deadline = self._shelf.clock() + deadlines.left(_WAIT_S)
         while self.left(job):
             self._shelf.check_open()
             if self._shelf.clock() > deadline:
                 raise UnavailableError("still verifying what the last agent left behind")
-            self._shelf.changed.wait(1.0)
+            self._shelf.changed.wait(deadlines.left(1.0))
 
     def left(self, job: str | None = None) -> int:
         slots = self._shelf.slots.values()

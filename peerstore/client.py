@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peerstore import frames, operations
+import msgspec
+
+from peerstore import deadlines, frames, operations
 from peerstore.errors import (
     AgentUnreachableError,
     PeerRefusedError,
@@ -31,6 +33,8 @@ _CALL_S = 60.0
 _GREETING_S = 10.0
 _SILENT_S = 3.0
 """After so long without a word it is looked whether the agent hangs."""
+_GRACE_S = 1.0
+"""Who is asked gives up in time; so long later nobody expects a word of it any more."""
 _LINE_S = 0.01
 _SLOWEST_BYTES_PER_S = 100e6
 _ADOPTION_S = 660.0
@@ -61,6 +65,7 @@ def connect(path: Path, *, timeout_s: float = 5.0, named: bool = False) -> socke
 
 def _connected(path: Path, timeout_s: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    timeout_s = max(_LINE_S, deadlines.left(timeout_s))
     sock.settimeout(timeout_s)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -69,7 +74,7 @@ def _connected(path: Path, timeout_s: float) -> socket.socket:
         except BlockingIOError as error:  # more wait to be accepted than the kernel keeps in line
             if time.monotonic() > deadline:
                 sock.close()
-                raise AgentUnreachableError(f"the agent on {path} accepts nobody for {timeout_s:.0f} s") from error
+                raise AgentUnreachableError(f"the agent on {path} accepts nobody for {timeout_s:.1f} s") from error
             time.sleep(_LINE_S)
         except OSError as error:
             sock.close()
@@ -114,9 +119,10 @@ class Client:
         self._given_up = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self._heeds_deadlines = False
         self.server_version = ""
         self.arena_id = self.started = ""
-        self._give_back(self._open(time.monotonic() + retry_s))
+        self._give_back(self._open(time.monotonic() + deadlines.left(retry_s)))
 
     # -- Store ------------------------------------------------------------------------------------------------
 
@@ -241,29 +247,35 @@ class Client:
         within_s: float | None = None,
     ) -> tuple[Any, int | None]:
         """The answer, and the open file that came with it."""
-        request = Request(op, frames.encode_raw(body))
-        deadline = time.monotonic() + (self._retry_s if within_s is None else min(self._retry_s, within_s))
-        until = None if within_s is None else time.monotonic() + within_s
-        sock = self._take(deadline, until)
+        if deadlines.over():
+            raise AgentUnreachableError(f"no time was left to ask the agent {op!r}")
+        with deadlines.within(within_s):
+            return self._ask(op, body, result, timeout_s)
+
+    def _ask(self, op: str, body: object, result: type[T] | Any, timeout_s: float) -> tuple[Any, int | None]:
+        raw, began = frames.encode_raw(body), time.monotonic()
+        deadline = began + deadlines.left(self._retry_s)
+        sock = self._take(deadline)
         while True:
             try:
-                if until is not None:
-                    timeout_s = max(0.01, until - time.monotonic())
-                sock.settimeout(timeout_s)
-                frames.send(sock, request)
-                self._await_answer(sock, timeout_s)
+                left_s = deadlines.left(timeout_s)
+                sock.settimeout(left_s + _GRACE_S)
+                frames.send(sock, self._request(op, raw, left_s))
+                self._await_answer(sock, left_s + _GRACE_S)
                 response, fd = frames.receive_with_file(sock, Response)
                 if response is None:
                     raise AgentUnreachableError("the agent closed the connection")
                 break
             except TimeoutError as error:
+                who = f"the agent (process {peer_of(sock)[0]}) hangs, or was stopped"
                 sock.close()
-                raise AgentUnreachableError(f"the agent did not answer {op!r} within {timeout_s:.0f} s") from error
+                waited_s = time.monotonic() - began
+                raise AgentUnreachableError(f"{who}: asked {op!r}, it said nothing for {waited_s:.1f} s") from error
             except (AgentUnreachableError, OSError) as error:
                 sock.close()
                 if time.monotonic() >= deadline:
                     raise AgentUnreachableError(f"the agent was lost while it was asked {op!r}: {error}") from error
-                sock = self._open(deadline, until)
+                sock = self._open(deadline)
             except BaseException:
                 sock.close()
                 raise
@@ -276,6 +288,10 @@ class Client:
             if fd is not None:
                 os.close(fd)
             raise
+
+    def _request(self, op: str, body: msgspec.Raw, left_s: float) -> object:
+        """Agents of releases that knew no deadlines take requests without."""
+        return Request(op, body, left_s) if self._heeds_deadlines else (op, body)
 
     def _await_answer(self, sock: socket.socket, timeout_s: float) -> None:
         """Until something comes. An agent that is at work may say nothing for long; one that hangs is replaced, where
@@ -298,7 +314,7 @@ class Client:
             return
         try:
             sock.settimeout(timeout_s)
-            frames.send(sock, Request(op, frames.encode_raw(body)))
+            frames.send(sock, self._request(op, frames.encode_raw(body), timeout_s))
             if frames.receive(sock, Response) is None:
                 raise AgentUnreachableError("the agent closed the connection")
         except (PeerStoreError, OSError):
@@ -311,7 +327,7 @@ class Client:
         kind = self._errors.get(response.error)
         return kind(message) if kind is not None else from_wire(response.error, message)
 
-    def _take(self, deadline: float, until: float | None = None) -> socket.socket:
+    def _take(self, deadline: float) -> socket.socket:
         with self._lock:
             if self._pid != os.getpid():  # a forked child must not talk on its parent's connections
                 inherited, self._idle, self._pid = self._idle, [], os.getpid()
@@ -319,7 +335,7 @@ class Client:
                     sock.close()
             if self._idle:
                 return self._idle.pop()
-        return self._open(deadline, until)
+        return self._open(deadline)
 
     def _give_back(self, sock: socket.socket) -> None:
         with self._lock:
@@ -328,18 +344,17 @@ class Client:
                 return
         sock.close()
 
-    def _open(self, deadline: float, until: float | None = None) -> socket.socket:
+    def _open(self, deadline: float) -> socket.socket:
         if self._closed:  # a new connection might have an agent started again
             raise RequestError("this client is closed: its job's checkpointer or session has ended")
         pause = 0.02
         while True:
             try:
-                left_s = _GREETING_S if until is None else max(0.1, until - time.monotonic())
-                sock = self._greet(self._connector(), min(_GREETING_S, left_s))
+                sock = self._greet(self._connector(), max(0.1, deadlines.left(_GREETING_S)))
                 self._given_up = False
                 return sock
             except (AgentUnreachableError, OSError) as error:
-                in_time = until is None or until - time.monotonic() > _SILENT_S
+                in_time = deadlines.left() > _SILENT_S
                 replaced = isinstance(error, TimeoutError) and in_time and self._replace()
                 if not replaced and (self._given_up or time.monotonic() + pause >= deadline):
                     self._given_up = True
@@ -365,5 +380,6 @@ class Client:
                     f"this client {PROTOCOL}: use the same release for both"
                 )
             self.server_version, self.arena_id, self.started = answer.server, answer.arena, answer.started
+            self._heeds_deadlines = answer.heeds_deadlines
             undo.pop_all()
         return sock

@@ -7,6 +7,7 @@ compared with a limit. An answer may bring an open file with it, as a descriptor
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -40,6 +41,8 @@ class Greeting(msgspec.Struct, frozen=True):
     """Which arena it serves, in its answer."""
     started: str = ""
     """Which start of the agent it is, in its answer."""
+    heeds_deadlines: bool = False
+    """Whether the server takes requests that say how long they are waited for, in its answer."""
     refused: str = ""
     """Why the server does not go on, in its answer."""
 
@@ -47,6 +50,8 @@ class Greeting(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     op: str
     body: msgspec.Raw
+    left_s: float = math.inf
+    """How long the client waits for the answer."""
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from peerstore import frames
+from peerstore import deadlines, frames
 from peerstore.client import connect
 from peerstore.errors import AgentUnreachableError, PeerStoreError
 from peerstore.frames import PROTOCOL, Greeting
@@ -42,7 +42,7 @@ def connect_or_launch(
     except AgentUnreachableError:
         pass
     private_directory(place.directory)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + deadlines.left(timeout_s)
     fd = os.open(place.launch_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         _lock(fd, place, deadline)

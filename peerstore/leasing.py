@@ -10,8 +10,9 @@ from typing import TypeVar
 
 import msgspec
 
+from peerstore import deadlines
 from peerstore.crashpoints import reach
-from peerstore.errors import ArenaBusyError, ArenaFullError, LeaseLostError, RequestError
+from peerstore.errors import ArenaBusyError, ArenaFullError, LeaseLostError, RequestError, UnavailableError
 from peerstore.jobs import Jobs
 from peerstore.ledger import (
     Busy,
@@ -79,7 +80,7 @@ class Leasing:
             return self._give(slot, key, size_bytes, parts, owner) if slot is not None else refused
 
         # Who takes a copy holds the lock already, and takes no slot that a drain could give up.
-        deadline = self._shelf.clock() + wait_s
+        deadline = self._shelf.clock() + deadlines.left(wait_s)
         lease = self._until_given(attempt, deadline, "" if copy else key.job)
         if lease.size_bytes < size_bytes:  # asked for before, in a smaller slot
             return self.grow(lease.id, size_bytes, wait_s=deadline - self._shelf.clock())
@@ -211,7 +212,7 @@ class Leasing:
             slot.sealing = larger.filling = True
             return _Growth(slot, larger, lease, grown, owner)
 
-        growth = self._until_given(attempt, self._shelf.clock() + wait_s, job)
+        growth = self._until_given(attempt, self._shelf.clock() + deadlines.left(wait_s), job)
         return growth.grown if growth.larger is None else self._moved(growth, growth.larger)
 
     def _moved(self, growth: _Growth, larger: Slot) -> Lease:
@@ -298,7 +299,9 @@ class Leasing:
     def _writable(self, lease_id: str) -> tuple[Slot, Lease, Owner]:
         slot, done = self._shelf.leased(lease_id)
         while slot.sealing and done is None:  # sealed, or moved to a larger slot: the call was repeated
-            self._shelf.changed.wait(1.0)
+            if deadlines.over():
+                raise UnavailableError(f"what lease {lease_id} was for is still being sealed")
+            self._shelf.changed.wait(deadlines.left(1.0))
             slot, done = self._shelf.leased(lease_id)
         if slot.lease is None or slot.owner is None:
             raise RequestError(f"lease {lease_id} is sealed already")

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from peerstore import checksum
+from peerstore import checksum, deadlines
 from peerstore.crashpoints import reach
-from peerstore.errors import LeaseLostError, RequestError, ShardDamagedError
+from peerstore.errors import LeaseLostError, RequestError, ShardDamagedError, UnavailableError
 from peerstore.jobs import Jobs
 from peerstore.notes import LEASE, SEAL, SealNote
 from peerstore.pages import closing
@@ -61,7 +61,9 @@ class Sealing:
         self._shelf.check_open()
         slot, done = self._shelf.leased(lease_id)
         while slot.sealing and done is None:
-            self._shelf.changed.wait(1.0)
+            if deadlines.over():
+                raise UnavailableError(f"what lease {lease_id} was for is still being sealed")
+            self._shelf.changed.wait(deadlines.left(1.0))
             slot, done = self._shelf.leased(lease_id)
         if done is not None or slot.lease is None:
             return slot, done

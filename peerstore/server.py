@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from peerstore import frames
+from peerstore import deadlines, frames
 from peerstore.errors import AgentUnreachableError, PeerStoreError, ProtocolError, RequestError, UnavailableError
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
 from peerstore.names import job_name
@@ -183,7 +183,8 @@ class StoreServer:
             raise
         if owner is None:
             return
-        frames.send(connection, Greeting(PROTOCOL, job, self._version, self._store.arena_id, self._store.started))
+        arena, started = self._store.arena_id, self._store.started
+        frames.send(connection, Greeting(PROTOCOL, job, self._version, arena, started, heeds_deadlines=True))
         if job:
             self._store.arrived(owner, job)
         try:
@@ -229,7 +230,8 @@ class StoreServer:
             operation = self._operations.get(request.op)
             if operation is None:
                 raise RequestError(f"this agent ({self._version or 'unknown version'}) has no operation {request.op!r}")
-            result = operation.answer(frames.decode(request.body, operation.args), owner)
+            with deadlines.within(request.left_s):
+                result = operation.answer(frames.decode(request.body, operation.args), owner)
             file = result if isinstance(result, WithFile) else None
             return Response("", frames.encode_raw(result if file is None else file.result)), file
         except self._errors as error:  # type: ignore[misc]  # a tuple of classes, some given by the caller

@@ -66,7 +66,7 @@ _ADOPTION_S = 660.0
 _RETRY_S = 20.0
 _DROP_S = 300.0
 _SLACK_S = 1.0
-"""For the way to the agent and back, beyond the time that is asked for."""
+"""What an agent has for an answer that is not waited for."""
 _WAIT_AGAIN_S = 300.0
 _HINT_S = 5.0
 
@@ -153,7 +153,7 @@ class AgentNode:
         while True:
             left = max(0.0, deadline - time.monotonic())
             ask = WaitDurable(job, group, min(left, MAX_WAIT_S))
-            view = self.store.call("wait_durable", ask, DrainView | None, within_s=ask.timeout_s + _SLACK_S)
+            view = self.store.call("wait_durable", ask, DrainView | None, within_s=max(_SLACK_S, ask.timeout_s))
             if view is None or view.state not in ("waiting", "running") or left <= MAX_WAIT_S:
                 return view
 
@@ -177,7 +177,8 @@ class AgentNode:
         while True:
             left = max(0.0, deadline - time.monotonic())
             ask = AskDurability(key, copies, domains, min(left, MAX_WAIT_S))
-            found: Durability = self.store.call("durability", ask, Durability, within_s=ask.timeout_s + _SLACK_S)
+            within_s = max(_SLACK_S, ask.timeout_s)
+            found: Durability = self.store.call("durability", ask, Durability, within_s=within_s)
             if left <= MAX_WAIT_S or (found.copies >= copies and found.domains >= domains):
                 return found
 

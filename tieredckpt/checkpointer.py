@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import DTensor
 
-from peerstore.errors import AgentUnreachableError, PeerStoreError
+from peerstore import deadlines
+from peerstore.errors import PeerStoreError, UnavailableError
 from peerstore.records import Group, ShardKey, ShardRecord
 from tieredckpt.board import Board, board_for, last_step_for
 from tieredckpt.copying import Piece
@@ -512,22 +513,29 @@ class Checkpointer:
                 return tier == "memory"
             left_s = max(0.0, deadline - time.monotonic())
             view = self.session.node.wait_durable(self._location.job, None, left_s)
-        except (StoreBusyError, AgentUnreachableError):
-            return False
-        return view is None or view.state in ("done", "skipped")
+        except (StoreBusyError, UnavailableError) as error:
+            why = str(error)
+        else:
+            if view is None or view.state in ("done", "skipped"):
+                return True
+            why = f"step {view.group.version} is {view.state}{f': {view.error}' if view.error else ''}"
+        log.warning("%s: not all saves are in the %s tier after %.1f s: %s", self._location.job, tier, timeout_s, why)
+        return False
 
     def _until_durable(self, group: Group, timeout_s: float) -> bool:
         try:
             view = self.session.node.wait_durable(self._location.job, group, timeout_s)
         except PeerStoreError as error:
-            raise TierUnavailableError(f"whether step {group.version} is durable is not known: {error}") from error
+            raise TierUnavailableError(
+                f"whether step {group.version} is durable is not known after {timeout_s:.1f} s: {error}"
+            ) from error
         if view is None or view.state == "skipped":
             return False
         if view.state == "failed":
             raise SaveFailedError(f"step {group.version} did not become durable: {view.error}")
         if view.state != "done":
             raise TierUnavailableError(
-                f"step {group.version} is not durable after {timeout_s:.0f} s: {view.error or view.state}"
+                f"step {group.version} is not durable after {timeout_s:.1f} s: {view.error or view.state}"
             )
         return True
 
@@ -554,6 +562,7 @@ class Checkpointer:
         strict: bool = True,
         on_lost: OnLost = "raise",
         unproven: Collection[str] = (),
+        timeout_s: float | None = None,
     ) -> int:
         """Fill ``state`` from the newest whole step (or ``step``) and return which one it was.
 
@@ -572,11 +581,14 @@ class Checkpointer:
         a load than was saved, and mean to; ``last_restore.proof`` says what was compared. ``proof=False`` (or
         ``memory.proof``) turns it off.
 
+        ``timeout_s``: when it is not known by then what there is, because the agent, other nodes or the durable tier do
+        not answer, that is a ``TierUnavailableError`` too. What is being read then is read to its end.
+
         After an error ``state`` may hold parts of what was being read: do not train on it.
         """
         job = self._location.job
         self._check_open()
-        with self._recorded.restoring() as told:
+        with self._recorded.restoring() as told, deadlines.within(timeout_s):
             expected = expectation(job, self._together.from_all) if step is None else None
             if expected is not None and expected.exactly:
                 step = expected.step

@@ -42,8 +42,9 @@ class NullCheckpointer:
         strict: bool = True,
         on_lost: OnLost = "raise",
         unproven: Collection[str] = (),
+        timeout_s: float | None = None,
     ) -> int:
-        del state, step, strict, on_lost, unproven
+        del state, step, strict, on_lost, unproven, timeout_s
         return -1
 
     def wait(self, tier: Literal["memory", "durable"] = "memory", *, timeout_s: float = 600.0) -> bool:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from peerstore import deadlines
 from peerstore.crashpoints import reach
 from peerstore.records import Group
 from tieredckpt.boxes import Box
@@ -269,7 +270,7 @@ class TieredReader(StorageReader):
         if self._plain:
             return self._plain[1].read_data(plan, planner)
         try:
-            with collector_paused():
+            with collector_paused(), deadlines.lifted():
                 self.report = self._read(plan, planner)
         except TieredCheckpointError as error:
             self.error = error

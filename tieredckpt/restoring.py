@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+from peerstore import deadlines
 from peerstore.errors import PeerStoreError
 from peerstore.units import show_size
 from tieredckpt.dcp_errors import typed_error
@@ -184,12 +185,12 @@ class Restoring:
                 found = self._anything(reader, step)
             except TierUnavailableError as error:
                 unknown = error
-            awaited = any(self._together.from_all("awaited" if reader.awaited else ""))
-            if not awaited or tries >= _TRIES:
+            told = self._together.from_all("late" if deadlines.over() else "awaited" if reader.awaited else "")
+            if tries >= _TRIES or "late" in told or not any(told):
                 break
             if tries == 1:
                 log.warning("%s: nodes that may have newer steps do not answer; they are waited for", self._job)
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(deadlines.left(_LOOK_AGAIN_S))
             reader.fresh = True
         if unknown is not None:
             raise unknown

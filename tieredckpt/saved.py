@@ -10,6 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Literal
 
+from peerstore.errors import PeerStoreError
 from peerstore.records import Group, ShardKey, ShardRecord
 from tieredckpt.errors import StoreBusyError, TierUnavailableError
 from tieredckpt.node import Durability, Survey
@@ -73,9 +74,13 @@ class Saved:
         try:
             record = self._sealing.result(timeout_s)
         except FutureTimeoutError:
-            raise StoreBusyError(f"step {self.step} was not sealed within {timeout_s:.0f} s") from None
+            raise StoreBusyError(
+                f"step {self.step} was not sealed within {timeout_s:.0f} s: this node's agent has not said that it is"
+            ) from None
         if copies > 1 or domains > 1:
             self._wait_copied(record.key, copies, domains, max(0.0, deadline - time.monotonic()))
+        if self._state is SaveState.DURABLE:
+            return self._state
         left_s = max(0.0, deadline - time.monotonic())
         if tier == "durable" and self._until_durable is not None and self._until_durable(record.key.group, left_s):
             self._state = SaveState.DURABLE
@@ -84,11 +89,17 @@ class Saved:
     def _wait_copied(self, key: ShardKey, copies: int, domains: int, timeout_s: float) -> None:
         if self._until_copied is None:
             raise TierUnavailableError(f"step {self.step} has one copy: no other node keeps copies for this job")
-        found = self._until_copied(key, copies, domains, timeout_s)
+        wanted = f"{copies} copies in {domains} domain{'' if domains == 1 else 's'}"
+        try:
+            found = self._until_copied(key, copies, domains, timeout_s)
+        except PeerStoreError as error:
+            raise TierUnavailableError(
+                f"whether step {self.step} has {wanted} is not known after {timeout_s:.1f} s: {error}"
+            ) from error
         if found.copies < copies or found.domains < domains:
             raise TierUnavailableError(
-                f"step {self.step} has {show_durability(found)} after {timeout_s:.0f} s, {copies} in {domains} were "
-                f"asked for{f': {found.trouble}' if found.trouble else ''}"
+                f"step {self.step} has {show_durability(found)} after {timeout_s:.1f} s, {wanted} were asked for"
+                f"{f': {found.trouble}' if found.trouble else ''}"
             )
         if self._state is SaveState.SEALED:
             self._state = SaveState.COPIED

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from peerstore import frames
+from peerstore import deadlines, frames
 from peerstore.cluster.nodes import NodeId
 from peerstore.errors import PeerStoreError, PeerUnreachableError, ProtocolError, from_wire
 from peerstore.peers.messages import Answer, Request
@@ -120,7 +121,8 @@ class Peer:
         within_s: float | None = None,
     ) -> Any:
         """``timeout_s`` is for the answer to begin, ``within_s`` for all of it, a connection that is made included."""
-        until = None if within_s is None else time.monotonic() + within_s
+        limit_s = deadlines.left(math.inf if within_s is None else within_s)
+        until = None if math.isinf(limit_s) else time.monotonic() + limit_s
         if self._idle:  # one that was kept may lead to an agent that was restarted since
             with contextlib.suppress(PeerUnreachableError), self.line(until=until) as line:
                 return line.ask(op, body, result, payload=payload, into=into, timeout_s=timeout_s, until=until)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from peerstore import deadlines
 from peerstore.bandwidth import Bandwidth
 from peerstore.checksum import chunk_count
 from peerstore.cluster.discovery import Discovery
@@ -313,7 +314,7 @@ class Team:
         while self.shares and not self._stop.is_set():
             waited_s = self._clock() - began
             reason = self._awaited()
-            if not reason or waited_s >= timeout_s:
+            if not reason or waited_s >= timeout_s or deadlines.over():
                 break
             if reason != told:
                 log.warning("job %s: waiting, up to %.0f s: %s", self.job, timeout_s, reason)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from peerstore import deadlines
 from peerstore.cluster.discovery import Discovery
 from peerstore.cluster.gossip import Gossip
 from peerstore.cluster.members import MembershipSettings
@@ -146,7 +147,7 @@ class Tending:
 
     def wait_quorum(self, timeout_s: float) -> bool:
         with self._seen:
-            return self._seen.wait_for(lambda: self._members.quorum or self._stop.is_set(), timeout_s)
+            return self._seen.wait_for(lambda: self._members.quorum or self._stop.is_set(), deadlines.left(timeout_s))
 
     def peer(self, node: str) -> Peer:
         """A node's agent, to be called."""

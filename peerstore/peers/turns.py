@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from peerstore import deadlines
+from peerstore.errors import UnavailableError
+
 T = TypeVar("T")
+
+
+def _left() -> float | None:
+    left_s = deadlines.left()
+    return None if math.isinf(left_s) else left_s
+
+
+def _late() -> UnavailableError:
+    return UnavailableError("the answers that were asked for have not all come in the time that was given")
 
 
 class Turns(Generic[T]):
@@ -29,17 +42,18 @@ class Turns(Generic[T]):
         """How many have asked and have no answer yet."""
 
     def next(self) -> T:
-        """What comes of a turn that begins from now on."""
+        """What comes of a turn that begins from now on; :class:`UnavailableError` where who asks cannot wait for it."""
         with self._changed:
             begun = self._begun
             self.waiting += 1
         try:
             with self._changed:
-                self._changed.wait_for(lambda: not self._working or self._found_after(begun))
+                if not self._changed.wait_for(lambda: not self._working or self._found_after(begun), _left()):
+                    raise _late()
                 if self._last is not None and self._found_after(begun):
                     return self._last[2]
                 self._working = True
-            return self._turn()
+            return deadlines.in_time(self._turn, _late)
         finally:
             with self._changed:
                 self.waiting -= 1
@@ -52,7 +66,8 @@ class Turns(Generic[T]):
             with self._changed:
                 self._begun = number = self._begun + 1
                 since = self._clock()
-            found = self._work()
+            with deadlines.lifted():  # others share it, who may have more time
+                found = self._work()
             with self._changed:
                 self._last = (since, number, found)
             return found

@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from peerstore import deadlines
 from peerstore.arena import TmpfsArena
 from peerstore.errors import (
     ArenaBusyError,
@@ -623,6 +625,20 @@ def test_waiting_for_not_a_number_does_not_wait(store):
     store.lease(key(job="other"), 40 * MIB, 1)
     with pytest.raises(ArenaBusyError):
         store.lease(key(), 40 * MIB, 1, wait_s=float("nan"))
+
+
+def test_a_wait_ends_with_the_time_that_the_caller_has(store):
+    """Wherever the store is: what is left of the caller's time goes with the request."""
+    store.lease(key(job="other"), 40 * MIB, 1)
+    lease = store.lease(key(), 10 * MIB, 1)
+    for wait in (
+        lambda: store.lease(key(2), 40 * MIB, 1, wait_s=60),
+        lambda: store.grow(lease.id, 40 * MIB, wait_s=60),
+    ):
+        began = time.monotonic()
+        with deadlines.within(0.3), pytest.raises(ArenaBusyError):
+            wait()
+        assert time.monotonic() - began < 20
 
 
 # -- growing ----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from typing import Protocol
 import msgspec
 import xxhash
 
+from peerstore import deadlines
 from peerstore.crashpoints import reach
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
 from peerstore.records import Group, ShardKey, ShardRecord
@@ -225,7 +226,7 @@ class Drain(SealListener):
             return not any(step.open for step in steps)
 
         with self._changed:
-            self._changed.wait_for(lambda: settled() or self._stop.is_set(), timeout_s)
+            self._changed.wait_for(lambda: settled() or self._stop.is_set(), deadlines.left(timeout_s))
             steps = self._wanted(job, group)
             still = [step for step in steps if step.open]
             return (still or steps)[-1].view if steps else None
@@ -454,7 +455,8 @@ class Drain(SealListener):
                 if step.state == "waiting":
                     self._skip(step, "it was dropped")
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not any(step.open for step in steps) or self._stop.is_set(), _DROP_S)
+            left_s = deadlines.left(_DROP_S)
+            self._changed.wait_for(lambda: not any(step.open for step in steps) or self._stop.is_set(), left_s)
 
     def _retain(self, job: str, catalog: Catalog) -> None:
         settings = self._places.durable_settings(job)

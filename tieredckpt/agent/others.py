@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from peerstore import deadlines
 from peerstore.cluster.domains import point
 from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.errors import PeerStoreError, ShardDamagedError
@@ -120,7 +121,7 @@ class Others:
         nodes = sorted(wanted)
         said: dict[int, dict[str, ShardRecord]] = defaultdict(dict)
         with ThreadPoolExecutor(min(_ASKED_AT_ONCE, len(nodes)), thread_name_prefix="tieredckpt-describe") as pool:
-            for node, records in zip(nodes, pool.map(ask, nodes), strict=True):
+            for node, records in zip(nodes, pool.map(deadlines.carried(ask), nodes), strict=True):
                 for record in records:
                     if record.key.part in sources:
                         said[record.key.part][node] = record
@@ -158,7 +159,7 @@ class Others:
                         del untried[name]
                     else:
                         questions[node].append(name)
-                for said in pool.map(ask, questions.keys(), questions.values()):
+                for said in pool.map(deadlines.carried(ask), questions.keys(), questions.values()):
                     found |= said
                 for name in found:
                     untried.pop(name, None)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
+from peerstore import deadlines
 from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.cluster.nodes import NodeId
-from peerstore.errors import PeerStoreError, RequestError, ShardNotFoundError
+from peerstore.errors import PeerStoreError, RequestError, ShardNotFoundError, UnavailableError
 from peerstore.operations import Operation
 from peerstore.owners import Owner, myself
 from peerstore.peers.neighbourhood import Neighbourhood
@@ -24,7 +25,7 @@ from peerstore.peers.plan import TeamPlan
 from peerstore.peers.team import Team
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
-from tieredckpt.agent.catalog import Catalog
+from tieredckpt.agent.catalog import Catalog, Listing
 from tieredckpt.agent.crashed_loads import CrashedLoads
 from tieredckpt.agent.drain import Drain, delete_step
 from tieredckpt.agent.memory_service.names import JOB
@@ -173,14 +174,17 @@ class NodeService(SealListener):
     def survey(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> Survey:
         if job == JOB:  # shards of somebody else's, which are nobody's steps
             return Survey((), {})
-        if self.others is not None and patience_s > 0:
-            self.others.await_others(job, patience_s)
         unreachable: dict[Tier, str] = {}
         elsewhere: Facts = {}
         once_whole = [self.store.copies.once_whole(job)]
         if self.others is not None:
-            # What was sealed a moment ago counts: a job that goes on at once must not find an older step, or nothing.
-            elsewhere, silent, settled = self.others.facts(job)
+            try:
+                if patience_s > 0:
+                    self.others.await_others(job, patience_s)
+                # What was sealed a moment ago counts: a job that goes on at once must not find an older step.
+                elsewhere, silent, settled = self.others.facts(job)
+            except UnavailableError as error:
+                silent, settled = str(error), None
             once_whole.append(settled)
             if silent:
                 unreachable[Tier.PEER] = silent
@@ -449,7 +453,7 @@ class NodeService(SealListener):
             now = durability_of(team, key)
             return now.copies >= copies and now.domains >= domains
 
-        team.protecting.wait(enough, timeout_s)
+        team.protecting.wait(enough, deadlines.left(timeout_s))
         return durability_of(team, key)
 
     def cluster(self, job: str) -> ClusterView:
@@ -603,10 +607,14 @@ class NodeService(SealListener):
 
     def _add_durable(self, job: str, views: dict[Group, StepView], *, fresh: bool) -> tuple[int, ...]:
         """Put what the durable tier has beside what is in memory; the answer is the plain checkpoints there."""
-        catalog = self.catalog(job)
-        if catalog is None:
+
+        def listed() -> Listing | None:
+            catalog = self.catalog(job)
+            return None if catalog is None else catalog.listing(fresh=fresh)
+
+        listing = deadlines.in_time(listed, functools.partial(self._late, job))
+        if listing is None:
             return ()
-        listing = catalog.listing(fresh=fresh)
         for group, entry in listing.manifests.items():
             view = views.get(group)
             if view is None:
@@ -620,19 +628,23 @@ class NodeService(SealListener):
         return listing.plain
 
     def _durable_manifest(self, job: str, group: Group, *, needed: bool) -> Manifest | None:
-        catalog = self.catalog(job)
-        if catalog is None:
-            return None
-        try:
-            if not needed and group not in catalog.listing().manifests:
+        def read() -> Manifest | None:
+            catalog = self.catalog(job)
+            if catalog is None or not (needed or group in catalog.listing().manifests):
                 return None
             return catalog.manifest(group)
+
+        try:
+            return deadlines.in_time(read, functools.partial(self._late, job))
         except ObjectNotFoundError:
             return None
         except (TierUnavailableError, DurableRefusedError):
             if needed:
                 raise
             return None
+
+    def _late(self, job: str) -> TierUnavailableError:
+        return TierUnavailableError(f"{self.durable_settings(job).url} has not answered in the time that was given")
 
     def _quarantined_here(self, job: str, group: Group) -> str:
         blob = self._blob(job, QUARANTINE + names.stem(group))

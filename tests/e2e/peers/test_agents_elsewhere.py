@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
+from peerstore import deadlines
 from peerstore.errors import PeerStoreError
 from tests.e2e.peers.test_node_lost import restore, sharded
 from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import zeroed
 from tests.support.clusters import cluster_of
+from tests.support.neighbours import until
 from tieredckpt import Checkpointer
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.saved import SaveState
@@ -61,53 +65,78 @@ def test_an_agent_that_hangs_is_replaced_and_costs_a_save_at_most(ranks):
         cluster.run(["n1"], restore, 7)
 
 
+def stop(pid):
+    """Until none of its threads runs any more: a signal that was sent has not stopped anybody yet."""
+    os.kill(pid, signal.SIGSTOP)
+    until(
+        lambda: (
+            {one.read_text().rpartition(")")[2].split()[0] for one in Path(f"/proc/{pid}/task").glob("*/stat")} == {"T"}
+        ),
+        "it is stopped",
+    )
+
+
 def wait_for_a_stopped_agent(job, url):
-    """What each wait of the public surface says while the agent, which is not this process's, is stopped."""
+    """What each wait of the public surface says while the agent is stopped, and after how long."""
     from tieredckpt.session import open_session
 
-    with Checkpointer(job, durable=url, on_sigterm="ignore") as ckpt:
+    with Checkpointer(job, durable=url, durable_every=5, on_sigterm="ignore") as ckpt:
         ckpt.restore(zeroed(sharded(0)))
-        saved = ckpt.save(sharded(5), 5)
-        saved.wait("durable", timeout_s=60)
+        durable = ckpt.save(sharded(5), 5)
+        durable.wait("durable", timeout_s=60)
+        saved = ckpt.save(sharded(6), 6)
+        saved.wait(timeout_s=60)
         node = open_session(job, ckpt.settings).node
         (view,) = node.survey(job).views
         key = ckpt._last
         pid = agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]))
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         said = {}
         try:
             waits = {
-                "copies": lambda: saved.wait(copies=2, timeout_s=2.0),
+                "known": lambda: durable.wait("durable", timeout_s=2.0),
+                "copies": lambda: saved._until_copied(key, 2, 1, 2.0),
                 "durable": lambda: saved.wait("durable", timeout_s=2.0),
                 "all durable": lambda: ckpt.wait("durable", timeout_s=2.0),
                 "wait_durable": lambda: node.wait_durable(job, None, 2.0),
                 "durability": lambda: node.durability(key, copies=2, timeout_s=2.0),
+                "restore": lambda: ckpt.restore(zeroed(sharded(5)), timeout_s=2.0),
+            }
+            asked = {
                 "status": node.store.status,
                 "survey": lambda: node.survey(job, fresh=True),
                 "describe": lambda: node.describe(job, view.group),
                 "pin": lambda: node.store.pin(key),
-                "restore": lambda: ckpt.restore(zeroed(sharded(5))),
+                "drains": lambda: node.drains(job),
+                "cluster": lambda: node.cluster(job),
+                "lease": lambda: node.store.lease(msgspec.structs.replace(key, version=7), 1000, 1, wait_s=60),
             }
-            for name, wait in waits.items():
+            for name, wait in (*waits.items(), *asked.items()):
                 began = time.monotonic()
                 try:
-                    found = repr(wait())
+                    with deadlines.within(2.0 if name in asked else None):
+                        found = repr(wait())
                 except (TieredCheckpointError, PeerStoreError) as error:
-                    found = type(error).__name__
+                    found = str(error)
                 said[name] = time.monotonic() - began, found
         finally:
             os.kill(pid, signal.SIGCONT)
         return said
 
 
-def test_every_wait_ends_in_its_time_while_an_agent_is_stopped_that_nobody_may_replace(ranks, tmp_path):
+@pytest.mark.parametrize("embedded", ["0", "1"], ids=["not its own", "its own"])
+def test_every_wait_ends_in_its_time_while_an_agent_is_stopped_and_says_why(ranks, tmp_path, embedded):
     with cluster_of(ranks, "n1") as cluster:
         cluster["n1"].start()
-        environ = {"TIEREDCKPT_AGENT_EMBEDDED": "0"}
+        pid = cluster["n1"].pid
+        environ = {"TIEREDCKPT_AGENT_EMBEDDED": embedded}
         (said,) = cluster.run(["n1"], wait_for_a_stopped_agent, tmp_path.as_uri(), environ=environ)
-    bounded = ["copies", "durable", "all durable", "wait_durable", "durability"]
-    late = {
-        name: seconds for name, (seconds, _) in said.items() if seconds > (2.0 + 1.0 + 2.0 if name in bounded else 40)
-    }
+    late = {name: seconds for name, (seconds, _) in said.items() if seconds > 2.0 + 1.0 + 2.0}
     assert late == {}, said  # a second for the way there and back, and two that a busy machine may take
-    assert said["all durable"][1] != "True", said
+    found = {name: text for name, (_, text) in said.items()}
+    assert found.pop("known") == repr(SaveState.DURABLE), "nobody has to be asked for that"
+    assert found.pop("all durable") == "False"
+    silent = rf"the agent \(process {pid}\) hangs, or was stopped: asked '\w+', it said nothing for [23]\.\d s"
+    before = {"durable": "whether step 6 is durable is not known after 2.0 s: "}
+    wrong = {name: text for name, text in found.items() if not re.fullmatch(before.get(name, "(.*: )?") + silent, text)}
+    assert wrong == {}

@@ -1,16 +1,20 @@
 """The client's connections: pooled while it is open, all closed when it is not."""
 
 import contextlib
+import os
 import socket
 import threading
+import time
 
+import msgspec
 import pytest
 
-from peerstore import frames
-from peerstore.client import Client
+from peerstore import deadlines, frames
+from peerstore.client import Client, connect
 from peerstore.errors import AgentUnreachableError, ProtocolError, RequestError
 from peerstore.frames import PROTOCOL, Greeting, Request, Response
 from peerstore.operations import EpochOf, Status
+from tests.support.neighbours import until
 
 
 class ScriptedAgent:
@@ -139,3 +143,90 @@ def test_who_may_not_replace_an_agent_that_hangs_does_not_wait_for_it(agent):
     client = Client(agent.connect, retry_s=0, replace=hangs)
     with contextlib.closing(client), pytest.raises(AgentUnreachableError, match="it hangs"):
         client.call("epoch", EpochOf("job"), int, timeout_s=600)
+
+
+# -- deadlines --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def heeding(agent):
+    agent.greeting = Greeting(PROTOCOL, "", "1.0", "arena", heeds_deadlines=True)
+    return agent
+
+
+def test_a_request_says_how_long_it_is_waited_for(heeding):
+    with contextlib.closing(Client(heeding.connect, retry_s=0)) as client:
+        heeding.answer(1)
+        client.epoch("job")
+        assert heeding.request().left_s == 60.0
+        heeding.answer(1)
+        client.call("epoch", EpochOf("job"), int, within_s=7.0)
+        heeding.answer(1)
+        with deadlines.within(3.0), deadlines.within(50.0):
+            client.epoch("job")
+        within, budget = (frames.receive(heeding.ends[0], Request).left_s for _ in range(2))
+        assert 6.0 < within <= 7.0
+        assert 2.0 < budget <= 3.0
+
+
+def test_an_agent_that_knows_no_deadlines_is_told_none(agent):
+    with contextlib.closing(Client(agent.connect, retry_s=0)) as client:
+        agent.answer(1)
+        with deadlines.within(3.0):
+            client.epoch("job")
+        assert agent.request().left_s == float("inf")
+        agent.answer(1)
+        client.epoch("job")
+        length = int.from_bytes(agent.ends[0].recv(4), "big")
+        assert len(msgspec.msgpack.decode(agent.ends[0].recv(length))) == 2
+
+
+def test_a_try_that_is_repeated_has_what_is_left_of_the_same_time(heeding):
+    with contextlib.closing(Client(heeding.connect)) as client:
+        answers = []
+        caller = threading.Thread(
+            target=lambda: answers.append(client.call("epoch", EpochOf("job"), int, within_s=30.0))
+        )
+        caller.start()
+        first = heeding.request()
+        heeding.ends[0].close()
+        until(lambda: len(heeding.ends) == 2, "it tries again")
+        second = heeding.request(1)
+        heeding.answer(7, 1)
+        caller.join(30)
+        assert answers == [7]
+        assert 0 < second.left_s < first.left_s <= 30.0
+
+
+def test_an_agent_that_says_nothing_is_an_error_that_says_so(heeding):
+    with contextlib.closing(Client(heeding.connect)) as client:
+        began = time.monotonic()
+        with pytest.raises(
+            AgentUnreachableError, match=rf"process {os.getpid()}\) hangs.* asked 'epoch', .* for 1\.\d s"
+        ):
+            client.call("epoch", EpochOf("job"), int, within_s=0.2)
+        assert time.monotonic() - began < 20
+        with deadlines.within(0.0), pytest.raises(AgentUnreachableError, match="no time was left"):
+            client.epoch("job")
+
+
+def test_an_agent_that_accepts_nobody_costs_no_more_than_the_time_there_is(agent_of_nobody):
+    with deadlines.within(0.2), pytest.raises(AgentUnreachableError):
+        Client(agent_of_nobody)
+
+
+@pytest.fixture
+def agent_of_nobody(tmp_path):
+    """It listens, and its line is full."""
+    path = tmp_path / "agent.sock"
+    tmp_path.chmod(0o700)
+    with contextlib.ExitStack() as open_sockets:
+        listener = open_sockets.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                one = open_sockets.enter_context(socket.socket(socket.AF_UNIX))
+                one.setblocking(False)
+                one.connect(str(path))
+        yield lambda: connect(path)

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from peerstore import deadlines
 from peerstore.cluster.nodes import NodeId
 from peerstore.errors import PeerStoreError, PeerUnreachableError
 from peerstore.peers.calling import Pass, Peer
@@ -38,6 +39,9 @@ def test_a_call_that_has_a_second_gives_connecting_no_more():
     with pytest.raises(PeerUnreachableError, match="in time"):
         peer.call("look", None, Looked, within_s=0.0)
     assert len(drops.waited) == 2
+    with deadlines.within(0.5), pytest.raises(PeerUnreachableError):
+        peer.call("look", None, Looked)
+    assert 0.0 < drops.waited[2] <= 0.5
 
 
 class Silent:

@@ -4,6 +4,8 @@ import threading
 
 import pytest
 
+from peerstore import deadlines
+from peerstore.errors import UnavailableError
 from peerstore.peers.turns import Turns
 from tests.support.neighbours import until
 
@@ -98,3 +100,27 @@ def test_an_answer_is_as_new_as_the_question():
         thread.start()
     until(lambda: not any(thread.is_alive() for thread in threads), "all have looked")
     assert failures == []
+
+
+def test_who_cannot_wait_is_told_so_and_the_turn_is_still_everybody_elses():
+    work = Work()
+    turns = Turns(work)
+    with deadlines.within(0.2), pytest.raises(UnavailableError, match="in the time"):
+        turns.next()  # whose turn it is
+    with deadlines.within(0.2), pytest.raises(UnavailableError, match="in the time"):
+        turns.next()
+    later = []
+    patient = threading.Thread(target=lambda: later.append(turns.next()))
+    patient.start()
+    until(lambda: turns.waiting == 1, "the first two have gone")
+    work.go_on.release(2)
+    patient.join(60)
+    assert later == [2]
+
+
+def test_what_is_found_for_all_is_not_cut_short_by_who_began_it():
+    left = []
+    turns = Turns(lambda: left.append(deadlines.left()))
+    with deadlines.within(60):
+        turns.next()
+    assert left == [float("inf")]
