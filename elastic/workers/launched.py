@@ -47,18 +47,25 @@ def by_environment(environ: Mapping[str, str]) -> StorePlane:
 
 
 def place_in(environ: Mapping[str, str], *, epoch: int = 0) -> Assignment:
-    """The rank that ``environ`` speaks of, in torchrun's words."""
+    """The rank that ``environ`` speaks of, in torchrun's words.
+
+    What it says of nodes is taken where ranks can be so: some launchers count other things there.
+    """
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     local = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    node, nodes = rank // local, -(-size // local)
+    told, of = int(environ.get("GROUP_RANK", node)), int(environ.get("GROUP_WORLD_SIZE", nodes))
+    if 0 <= told < of <= size - local + 1 and (of > 1 or local == size):
+        node, nodes = told, of
     return Assignment(
         epoch=epoch,
         rank=rank,
         world_size=size,
         local_rank=int(environ.get("LOCAL_RANK", "0")),
         local_world_size=local,
-        node_rank=int(environ.get("GROUP_RANK", str(rank // local))),
-        node_count=int(environ.get("GROUP_WORLD_SIZE", str(-(-size // local)))),
+        node_rank=node,
+        node_count=nodes,
         store=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         reason="started",
