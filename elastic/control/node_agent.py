@@ -12,7 +12,7 @@ from pathlib import Path
 
 from elastic.control.processes import importable
 from peerstore.agent_watch import AgentWatch
-from peerstore.client import Client, connect
+from peerstore.client import connect
 from peerstore.errors import PeerStoreError
 from peerstore.launch import connect_or_launch, replace_hung
 from peerstore.owners import started_at
@@ -35,7 +35,6 @@ class NodeAgent:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self._mine: AgentPlace | None = None
-        self._needing: Client | None = None
         self._watch: AgentWatch | None = None
 
     def start(self) -> None:
@@ -47,9 +46,8 @@ class NodeAgent:
             place = settings.agent_place
             launch = partial(connect_or_launch, place, agent_command(settings), environ=importable(self._environ))
             try:
-                self._needing = Client(partial(connect, place.socket, named=place.named), retry_s=0.0)
+                connect(place.socket, named=place.named).close()
             except PeerStoreError:
-                self._needing = Client(launch, retry_s=0.0)
                 self._mine = place
             self._watch = AgentWatch(launch, partial(replace_hung, place))
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
@@ -57,33 +55,25 @@ class NodeAgent:
 
     def cut_off(self, seconds: float) -> None:
         """Have it reach no other node's agent for so long. One that other jobs use as well is left alone."""
-        needing = self._needing
-        if needing is None or not self._environ.get("TIEREDCKPT_AGENT_DIRECTORY"):
+        if self._watch is None or not self._environ.get("TIEREDCKPT_AGENT_DIRECTORY"):
             return
         try:
-            needing.call("cut_off", CutOff(seconds), type(None))
+            self._watch.call("cut_off", CutOff(seconds), type(None))
         except PeerStoreError as error:
             log.warning("the node agent was not cut off: %s", error)
 
     def end(self) -> None:
         """The job has succeeded: nobody will ask for its memory again."""
-        self._leave_alone()
+        self.close()
         if self._mine is not None:
             with contextlib.suppress(OSError, ValueError):
                 pid = int(self._mine.lock.read_text())
                 if started_at(pid) >= 0:
                     os.kill(pid, signal.SIGTERM)
             self._mine = None
-        self.close()
 
     def close(self) -> None:
         """Whoever else needs the agent says so."""
-        self._leave_alone()
-        needing, self._needing = self._needing, None
-        if needing is not None:
-            needing.close()
-
-    def _leave_alone(self) -> None:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()

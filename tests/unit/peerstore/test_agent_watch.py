@@ -1,0 +1,54 @@
+"""Somebody who calls an agent while nobody needs anything of it, and how that ends."""
+
+import contextlib
+import socket
+import threading
+import time
+
+from peerstore import frames
+from peerstore.agent_watch import AgentWatch
+from peerstore.frames import PROTOCOL, Greeting, Request
+from tests.support.neighbours import until
+
+
+def greeted(ends):
+    here, there = socket.socketpair()
+    there.settimeout(30)
+    frames.send(there, Greeting(PROTOCOL, ""))
+    ends.append(there)
+    return here
+
+
+def test_an_agent_that_says_nothing_does_not_keep_its_watch_from_ending():
+    ends = []
+    with contextlib.ExitStack() as cleanup:
+        watch = AgentWatch(lambda: greeted(ends), lambda: False)
+        cleanup.callback(lambda: [end.close() for end in ends])
+        until(lambda: ends)
+        assert frames.receive(ends[0], Greeting).protocol == PROTOCOL
+        assert frames.receive(ends[0], Request).op == "epoch"
+        began = time.monotonic()
+        watch.close()
+        assert time.monotonic() - began < 5
+
+
+def test_a_start_that_is_under_way_is_not_waited_for_and_no_other_follows():
+    ends, starting, go_on = [], threading.Event(), threading.Event()
+
+    def connect():
+        if ends:
+            starting.set()
+            assert go_on.wait(60)
+        return greeted(ends)
+
+    watch = AgentWatch(connect, lambda: False)
+    until(lambda: ends)
+    ends[0].close()  # the agent has died
+    assert starting.wait(60)
+    began = time.monotonic()
+    watch.close()
+    assert time.monotonic() - began < 5
+    go_on.set()
+    watch._thread.join(60)
+    assert len(ends) == 2
+    ends[1].close()
