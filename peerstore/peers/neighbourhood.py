@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from peerstore import deadlines
 from peerstore.cluster.discovery import Discovery, parse_discovery
 from peerstore.cluster.members import MembershipSettings
 from peerstore.cluster.nodes import Node, NodeId, node_id
@@ -21,6 +22,7 @@ from peerstore.peers.calling import Pass
 from peerstore.peers.desk import Desk
 from peerstore.peers.plan import TEAM, SharedNames, TeamPlan
 from peerstore.peers.team import Team
+from peerstore.peers.tending import FAREWELL_S
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore
 from peerstore.transport.seam import Listener, Transport
@@ -94,8 +96,9 @@ class Neighbourhood(SealListener):
         with self._lock:
             teams, self._teams = list(self._teams.values()), {}
             listener, self._listener = self._listener, None
-        for team in teams:
-            team.protecting.close()  # nothing new goes out
+        with deadlines.within(FAREWELL_S):
+            for team in teams:
+                team.protecting.close()  # nothing new goes out
         if listener is not None:
             listener.close()
         for team in teams:

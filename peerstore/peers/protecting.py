@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from peerstore import deadlines
 from peerstore.bandwidth import Bandwidth
 from peerstore.checksum import chunk_count
 from peerstore.cluster.nodes import Node
@@ -18,7 +19,7 @@ from peerstore.peers.messages import Suspect
 from peerstore.peers.paths import Paths
 from peerstore.peers.sending import Push
 from peerstore.peers.settling import Settlement, Totals
-from peerstore.peers.tending import Tending
+from peerstore.peers.tending import FAREWELL_S, Tending
 from peerstore.records import ShardFact, ShardKey
 from peerstore.store import NodeStore
 
@@ -65,10 +66,14 @@ class Protecting:
         self._thread.start()
 
     def close(self) -> None:
+        """What is on its way may come to its end, if it does that soon."""
         self._stop.set()
         self.wake()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(deadlines.left(FAREWELL_S))
+            if self._thread.is_alive():
+                self._tending.hang_up()
+                self._thread.join()
         self.settlement.close()
 
     def wake(self) -> None:

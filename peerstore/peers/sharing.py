@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from peerstore import deadlines
 from peerstore.bandwidth import Bandwidth
 from peerstore.cluster.grouping import groups
 from peerstore.cluster.nodes import Node
@@ -31,7 +32,7 @@ from peerstore.peers.paths import Paths
 from peerstore.peers.recovering import Recovering
 from peerstore.peers.settling import Settlement, Totals
 from peerstore.peers.striping import Kept, lost_shards, numbered
-from peerstore.peers.tending import Tending
+from peerstore.peers.tending import FAREWELL_S, Tending
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore
 
@@ -119,10 +120,14 @@ class Sharing:
         self._thread.start()
 
     def close(self) -> None:
+        """What is on its way may come to its end, if it does that soon."""
         self._stop.set()
         self.wake()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(deadlines.left(FAREWELL_S))
+            if self._thread.is_alive():
+                self._tending.hang_up()
+                self._thread.join()
         self.settlement.close()
 
     def wake(self) -> None:

@@ -30,6 +30,8 @@ _DISCOVER_S = 10.0
 _PINGERS = 24
 _CONNECT_S = 5.0
 """How long one ping may take, a connection that is made for it included; its answer has less."""
+FAREWELL_S = 2.0
+"""How long what is on its way has to come to its end, once this node's agent ends."""
 
 
 class Tending:
@@ -66,19 +68,25 @@ class Tending:
         self._waited = False
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(_PINGERS, thread_name_prefix="peerstore-ping")
+        self._hung_up = False
         self._thread = threading.Thread(target=self._run, name="peerstore-tend", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+    def hang_up(self) -> None:
+        """Nobody is called any more, and who waits for an answer has none."""
         with self._lock:
-            peers, self._peers = list(self._peers.values()), {}
+            self._hung_up = True
+            peers = list(self._peers.values())
         for peer in peers:
             peer.close()
+
+    def close(self) -> None:
+        self._stop.set()
+        self.hang_up()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._pool.shutdown(cancel_futures=True)
 
     # -- what is known ------------------------------------------------------------------------------------------------
@@ -158,6 +166,8 @@ class Tending:
                 if known is not None:
                     known.close()
                 known = self._peers[node] = Peer(self._transport, address, self._pass)
+                if self._hung_up:
+                    known.close()
             return known
 
     def _address(self, node: str) -> str:

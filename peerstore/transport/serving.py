@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from peerstore.errors import PeerStoreError
@@ -13,7 +14,7 @@ from peerstore.transport.seam import Channel
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S = 30.0
+_FAREWELL_S = 5.0
 
 
 class Serving:
@@ -46,10 +47,13 @@ class Serving:
         for channel in channels.values():
             if channel is not None:
                 channel.close()
-        for thread in channels.keys() - {threading.current_thread()}:
-            thread.join(_FAREWELL_S)
-            if thread.is_alive():
-                log.warning("a connection's work goes on %g s after the connection was ended", _FAREWELL_S)
+        until = time.monotonic() + _FAREWELL_S
+        others = channels.keys() - {threading.current_thread()}
+        for thread in others:
+            thread.join(max(0.0, until - time.monotonic()))
+        still = sum(thread.is_alive() for thread in others)
+        if still:
+            log.warning("the work of %d connections goes on %g s after they were ended", still, _FAREWELL_S)
 
     def _run(self, accepted: Callable[[], FramedChannel], peer: str, stranger: Stranger | None) -> None:
         me = threading.current_thread()

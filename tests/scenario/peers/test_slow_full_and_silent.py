@@ -1,7 +1,9 @@
 """Partners that are slow, silent or full: the writer goes on, says what is missing, and others take the copy."""
 
 import threading
+import time
 
+from peerstore.cluster.members import MembershipSettings
 from peerstore.cluster.placement import place
 from peerstore.peers.messages import Wanted
 from tests.support.neighbours import neighbours, until
@@ -142,3 +144,16 @@ def test_neighbours_in_a_black_hole_make_nobody_suspect_and_cost_no_quorum():
 
         until(looked_often)
         assert {(who, standing) for one in seen for who, standing in one.items() if standing != "alive"} == set()
+
+
+def test_a_node_whose_ways_are_cut_while_it_waits_for_an_answer_closes_soon():
+    """Also while it takes the others for alive."""
+    with neighbours("n1", "n2", membership=MembershipSettings(heartbeat_s=0.1, dead_after_s=600.0)) as nodes:
+        n1 = nodes["n1"]
+        nodes.network.stall("n2", "n1")
+        n1.write(key(1))
+        until(lambda: n1.team.protecting.sending, "it has offered a copy")
+        nodes.network.cut("n1", "n2")
+        began = time.monotonic()
+        n1.close()
+        assert time.monotonic() - began < 20
