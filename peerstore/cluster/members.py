@@ -48,6 +48,8 @@ class Member:
     patience: int
     rumour: Rumour | None = None
     since: float = 0.0
+    heard_at: float = -math.inf
+    """When it spoke to this node itself."""
     misses: int = 0
     accused: bool = False
     """Suspected by this node, which has had no answer from it since."""

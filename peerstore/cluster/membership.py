@@ -8,7 +8,8 @@
 
 Each node pings its few neighbours on a ring of the living and one random node of the whole roster every period, so
 the traffic of a node does not grow with the job, and a partition heals without anybody's help. What changed travels
-with the pings. Nobody's word brings a node back but its own: it hears that it is suspected and raises its number.
+with the pings. Nobody's word brings a node back but its own: it hears that it is suspected and raises its number. And
+while a node speaks to this one, another's word that it is dead makes it a suspect.
 
 Who belongs to the job is not decided here: that is the roster, and it comes from discovery. A node of the roster counts
 for the quorum even when it was never seen; one outside of it never does.
@@ -20,6 +21,8 @@ import math
 import random
 from collections.abc import Iterable
 from typing import NamedTuple
+
+import msgspec
 
 from peerstore.cluster.gossip import Fence, Gossip, News, Rumour, Standing
 from peerstore.cluster.members import Member, MembershipSettings, describe, ring_from
@@ -174,11 +177,13 @@ class Membership:
         self.advance_fence(gossip.fence)
         if gossip.roster is not None:
             self._compare(now, sender, gossip.roster)
+        if sender in self._members:
+            self._members[sender].heard_at = now
         for rumour in gossip.rumours:
             if rumour.node.id == self._me.node.id:
                 self._refute(rumour)
             elif rumour.node.id in self._members:
-                self._believe(now, rumour)
+                self._believe(now, self._as_hearsay(now, rumour))
 
     def answered(self, now: float, node: NodeId) -> None:
         """``node`` answered a ping, however late."""
@@ -189,6 +194,7 @@ class Membership:
         member = self._members.get(node)
         if member is not None:
             member.misses, member.accused, member.patience = 0, False, self.settings.suspect_after
+            member.heard_at = now
 
     def failed(self, now: float, node: NodeId) -> None:
         """``node`` could not be pinged. A ping of which nothing is said counts as failed after ``ping_timeout_s``."""
@@ -349,6 +355,7 @@ class Membership:
             for member in self._members.values():
                 member.since = now if member.standing is Standing.SUSPECT else member.since + (now - before)
                 member.misses = 0
+                member.heard_at += now - before
             self._sent.clear()
             self._came_of.clear()
             self._awake_at = now + (self.settings.suspect_after + 2) * period + self.settings.ping_timeout_s
@@ -404,6 +411,15 @@ class Membership:
         self._news.add(rumour.node.id)
         if before is None or (before.standing, before.node) != (rumour.standing, rumour.node):
             self.changes += 1
+
+    def _as_hearsay(self, now: float, rumour: Rumour) -> Rumour:
+        """Of a node that has just spoken to this one nobody else's word makes more than a suspect: it may refute it,
+        and what is not refuted becomes its death in time.
+        """
+        silent_s = self.settings.suspect_after * self.settings.heartbeat_s + self.settings.ping_timeout_s
+        if rumour.standing is Standing.DEAD and now - self._members[rumour.node.id].heard_at <= silent_s:
+            return msgspec.structs.replace(rumour, standing=Standing.SUSPECT)
+        return rumour
 
     def _refute(self, rumour: Rumour) -> None:
         """Whatever is said about this node beyond what it says itself, it says louder."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from peerstore.cluster.gossip import Gossip, News, Rumour, Standing
 from peerstore.cluster.members import MembershipSettings
@@ -167,6 +169,70 @@ def test_a_suspected_node_raises_its_number_and_that_refutes_it():
     assert other.standing(N2.id) is ALIVE
 
 
+def test_who_speaks_to_this_node_is_only_suspected_on_anothers_word_and_refutes_it():
+    member = view(sees=[N2, N3, N4, N5])
+    member.heard(1.0, N3.id, says(lives(N3)))
+    member.heard(2.0, N4.id, says(Rumour(N3, 1, DEAD)))
+    assert (member.standing(N3.id), N3 in member.living) == (SUSPECT, True)
+    assert Rumour(N3, 1, SUSPECT) in member.gossip_for(N3.id).rumours, "it is told what is said about it"
+    assert Rumour(N3, 1, DEAD) not in member.gossip_for(N5.id).rumours, "and nobody is told that it died"
+    member.heard(2.5, N3.id, says(lives(N3, 2)))
+    assert member.standing(N3.id) is ALIVE
+    member.heard(2.6, N4.id, says(Rumour(N3, 1, DEAD)))
+    assert member.standing(N3.id) is ALIVE
+
+
+def test_who_answers_a_ping_has_spoken():
+    member = view(sees=[N2, N3, N4, N5])
+    member.answered(3.0, N3.id)
+    member.heard(4.0, N4.id, says(Rumour(N3, 1, DEAD)))
+    assert member.standing(N3.id) is SUSPECT
+
+
+def test_anothers_word_counts_of_a_node_that_says_nothing_to_this_one():
+    member = view(sees=[N2, N3, N4, N5])
+    member.heard(1.0, N4.id, says(Rumour(N3, 1, DEAD)))  # which was never heard itself
+    assert member.standing(N3.id) is DEAD
+    member.heard(1.0, N5.id, says(lives(N5)))
+    member.heard(5.5, N4.id, says(Rumour(N5, 1, DEAD)))  # which has been silent for longer than three pings take
+    assert member.standing(N5.id) is DEAD
+
+
+def test_what_is_not_refuted_is_its_death_in_time():
+    member = view(sees=[N2, N3, N4, N5])
+    member.heard(0.5, N3.id, says(lives(N3)))
+    member.heard(1.0, N4.id, says(Rumour(N3, 1, DEAD)))
+    for second in range(2, 10):
+        for ping in member.tick(float(second)):
+            if ping.node.id != N3.id:
+                member.answered(float(second), ping.node.id)
+        member.heard(float(second), N4.id, says(Rumour(N3, 1, DEAD)))  # said again and again
+    assert member.standing(N3.id) is DEAD
+
+
+@given(st.data())
+def test_a_node_that_answers_every_ping_is_never_dead_whatever_others_say(data):
+    """They may repeat what is long refuted, and say of its present life that it is over."""
+    member, other = view(sees=[N2, N3, N4, N5]), view(N3, number=data.draw(st.integers(1, 9)))
+    for second in range(20):
+        now = float(second)
+        for ping in member.tick(now):
+            if ping.node.id == N3.id:
+                other.heard(now, N1.id, ping.gossip)
+                member.answered(now, N3.id)
+                member.heard(now, N3.id, other.gossip_for(N1.id))
+            else:
+                member.answered(now, ping.node.id)
+        if second < 4:  # until it was met
+            other.heard(now, N1.id, member.gossip_for(N3.id))
+            member.heard(now, N3.id, other.gossip_for(N1.id))
+        for teller in data.draw(st.lists(st.sampled_from([N2, N4, N5]), max_size=3)):
+            number = data.draw(st.integers(0, other.number))
+            member.heard(now + 0.5, teller.id, says(Rumour(N3, number, data.draw(st.sampled_from([SUSPECT, DEAD])))))
+            assert member.standing(N3.id) is not DEAD
+            assert N3 in member.living
+
+
 @pytest.mark.parametrize("standing", [SUSPECT, DEAD])
 def test_a_refuted_rumour_that_comes_late_changes_nothing(standing):
     member = view(sees=[N2])
@@ -286,10 +352,10 @@ def test_without_a_roster_there_is_no_quorum_and_nobody_to_ping():
 
 def test_a_quorum_is_explained_in_words():
     member = view(sees=[N3])
-    member.heard(0.0, N3.id, says(Rumour(N2, 1, DEAD)))
+    member.heard(0.0, N3.id, says(Rumour(N4, 1, DEAD)))
     member.tick(1.0)
     assert member.explain() == (
-        "sees 2 of 5 nodes: n1, n3; not n2 (dead for 1 s), n4 (never seen), n5 (never seen); that is no quorum"
+        "sees 2 of 5 nodes: n1, n3; not n2 (never seen), n4 (dead for 1 s), n5 (never seen); that is no quorum"
     )
     many = nodes(100)
     assert len(view(many[0], roster_of(1, many), sees=many[:50]).explain()) < 400

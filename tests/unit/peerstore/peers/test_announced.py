@@ -54,8 +54,8 @@ def test_who_was_not_heard_of_yet_is_not_gone_for_a_while():
 def test_who_was_seen_alive_and_is_dead_is_gone_at_once():
     now = [100.0]
     with tending(now) as tended:
-        says(tended, "n8", "n8", Standing.ALIVE)
         says(tended, "n16", "n16", Standing.ALIVE)
+        says(tended, "n16", "n8", Standing.ALIVE)
         assert set(tended.living) == {"n0", "n8", "n16"}
         says(tended, "n16", "n8", Standing.DEAD)
         assert set(tended.living) == {"n0", "n16"}
