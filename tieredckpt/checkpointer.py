@@ -147,6 +147,8 @@ class Checkpointer:
 
     @property
     def session(self) -> Session:
+        if self._closed and session_if_open(self._location.job, self.settings) is None:
+            self._check_open()  # a session that is opened has an agent started
         return open_session(self._location.job, self.settings)
 
     def _join(self, *, restoring: bool = False) -> None:

@@ -535,3 +535,19 @@ def test_one_that_is_closed_says_so(agent_dir):
     with pytest.raises(UsageError, match="loop is closed"):
         ckpt.restore(state_at(1))
     ckpt.close()
+
+
+def test_one_that_is_closed_has_no_agent_started_again(agent_dir):
+    from tieredckpt.session import close_sessions
+
+    ckpt = Checkpointer(JOB)
+    saved = ckpt.save(state_at(0), 0)
+    saved.wait()
+    ckpt.close()
+    assert [one.step for one in ckpt.steps()] == [0], "what its process still has a session for can be looked at"
+    close_sessions()
+    end_agent(agent_dir)
+    for ask in (ckpt.steps, lambda: saved.wait("durable"), lambda: ckpt.session):
+        with pytest.raises(UsageError, match="closed"):
+            ask()
+    assert agent_pid(agent_dir) is None
