@@ -83,6 +83,13 @@ def _connected(path: Path, timeout_s: float) -> socket.socket:
             return sock
 
 
+def _silent(sock: socket.socket, what: str, since: float) -> str:
+    return (
+        f"the agent (process {peer_of(sock)[0]}) {what}: nothing was heard of it for {time.monotonic() - since:.1f} s. "
+        "It hangs, was stopped or is overwhelmed"
+    )
+
+
 def _brought(fd: int | None, what: str) -> int:
     if fd is None:  # this process has as many open files as it may have
         raise UnavailableError(f"the file of {what} could not be taken over: raise the limit on open files (ulimit -n)")
@@ -267,10 +274,9 @@ class Client:
                     raise AgentUnreachableError("the agent closed the connection")
                 break
             except TimeoutError as error:
-                who = f"the agent (process {peer_of(sock)[0]}) hangs, or was stopped"
+                silent = _silent(sock, f"did not answer {op!r}", began)
                 sock.close()
-                waited_s = time.monotonic() - began
-                raise AgentUnreachableError(f"{who}: asked {op!r}, it said nothing for {waited_s:.1f} s") from error
+                raise AgentUnreachableError(silent) from error
             except (AgentUnreachableError, OSError) as error:
                 sock.close()
                 if time.monotonic() >= deadline:
@@ -359,7 +365,7 @@ class Client:
                 if not replaced and (self._given_up or time.monotonic() + pause >= deadline):
                     self._given_up = True
                     if isinstance(error, TimeoutError):
-                        raise AgentUnreachableError("the agent takes connections and says nothing: it hangs") from error
+                        raise AgentUnreachableError(str(error)) from error
                     raise
                 time.sleep(pause)
                 pause = min(pause * 2, 1.0)
@@ -368,8 +374,12 @@ class Client:
         with contextlib.ExitStack() as undo:
             undo.callback(sock.close)
             sock.settimeout(timeout_s)
-            frames.send(sock, Greeting(PROTOCOL, self._job))
-            answer = frames.receive(sock, Greeting, limit_bytes=frames.MAX_GREETING_BYTES)
+            began = time.monotonic()
+            try:
+                frames.send(sock, Greeting(PROTOCOL, self._job))
+                answer = frames.receive(sock, Greeting, limit_bytes=frames.MAX_GREETING_BYTES)
+            except TimeoutError:
+                raise TimeoutError(_silent(sock, "takes connections and does not greet", began)) from None
             if answer is None:
                 raise AgentUnreachableError("the agent closed the connection before it greeted")
             if answer.refused and answer.protocol == PROTOCOL:

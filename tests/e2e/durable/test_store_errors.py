@@ -2,6 +2,7 @@
 
 import re
 import socket
+import time
 
 import pytest
 
@@ -97,6 +98,26 @@ def test_a_job_that_starts_from_memory_says_it_too(agent_dir, broken, caplog):
     assert settings.url in said
     assert re.search(cause, said), said
     assert "`tieredckpt doctor`" in said
+
+
+@pytest.mark.timeout(60)
+def test_a_restore_and_a_wait_that_have_two_seconds_end_with_them_and_name_the_store_that_is_silent(
+    agent_dir, black_hole, caplog
+):
+    settings, _ = black_hole
+    with Job(agent_dir, settings).checkpointer() as ckpt:
+        ckpt.session.node.store.status()  # the agent runs
+        began = time.monotonic()
+        with pytest.raises(TierUnavailableError) as raised:
+            ckpt.restore(state_at(0), timeout_s=2.0)
+        took_s = time.monotonic() - began
+        assert took_s < 2.0 + 1.0 + 2.0, "a second for the way there and back, two that a busy machine may take"
+        assert f"{settings.url} has not answered in the time that was given" in str(raised.value)
+        ckpt.save(state_at(1), 1)
+        began = time.monotonic()
+        assert not ckpt.wait("durable", timeout_s=2.0)
+        assert time.monotonic() - began < 2.0 + 1.0 + 2.0
+    assert re.search(r"not all saves are in the durable tier after 2\.0 s: step 1 is (waiting|running)", caplog.text)
 
 
 @pytest.mark.timeout(60)

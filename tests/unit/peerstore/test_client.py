@@ -201,9 +201,8 @@ def test_a_try_that_is_repeated_has_what_is_left_of_the_same_time(heeding):
 def test_an_agent_that_says_nothing_is_an_error_that_says_so(heeding):
     with contextlib.closing(Client(heeding.connect)) as client:
         began = time.monotonic()
-        with pytest.raises(
-            AgentUnreachableError, match=rf"process {os.getpid()}\) hangs.* asked 'epoch', .* for 1\.\d s"
-        ):
+        said = rf"process {os.getpid()}\) did not answer 'epoch': nothing was heard of it for \d\.\d s"
+        with pytest.raises(AgentUnreachableError, match=said):
             client.call("epoch", EpochOf("job"), int, within_s=0.2)
         assert time.monotonic() - began < 20
         with deadlines.within(0.0), pytest.raises(AgentUnreachableError, match="no time was left"):
