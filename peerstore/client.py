@@ -182,8 +182,14 @@ class Client:
     def report(self, key: ShardKey, reason: str) -> None:
         self.call("report", operations.Report(key, reason), type(None))
 
-    def mark_whole(self, job: str, group: Group) -> None:
-        self.call("mark_whole", operations.MarkWhole(job, group), type(None))
+    def call_whole(self, job: str, group: Group) -> None:
+        self.call("mark_whole", operations.CallWhole(job, group), type(None))
+
+    def leave_out(self, job: str, group: Group, part: int) -> None:
+        self.call("leave_out", operations.LeaveOut(job, group, part), type(None))
+
+    def newest_whole(self, job: str) -> Group | None:
+        return self.call("newest_whole", operations.EpochOf(job), Group | None)
 
     def forget(self, job: str, groups: list[Group] | None = None) -> int:
         return self.call("forget", operations.Forget(job, groups), int)

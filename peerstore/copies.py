@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import msgspec
 
+from peerstore.commit import Decided
 from peerstore.crashpoints import reach
 from peerstore.errors import FencedError, LeaseLostError, RequestError, ShardDamagedError, ShardPendingError
 from peerstore.jobs import Jobs
+from peerstore.keeping import Keeping
 from peerstore.leasing import Leasing, check_key
-from peerstore.ledger import is_wanted
 from peerstore.notes import LEASE, SEAL, SealNote
 from peerstore.owners import Owner
 from peerstore.records import CHUNK_BYTES, Base, Group, Kept, Lease, ShardFact, ShardKey, ShardRecord
@@ -26,10 +27,21 @@ MAX_META_BYTES = 16 << 20
 class Copies:
     """What the store does for other nodes. The shelf's lock is taken here."""
 
-    def __init__(self, shelf: Shelf, jobs: Jobs, leasing: Leasing) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        jobs: Jobs,
+        leasing: Leasing,
+        keeping: Keeping,
+        *,
+        torn: Callable[[str, Group], None] = lambda _job, _group: None,
+    ) -> None:
         self._shelf = shelf
         self._jobs = jobs
         self._leasing = leasing
+        self._keeping = keeping
+        self._torn = torn
+        """Told of versions that other nodes say are torn; not with the lock held."""
 
     def begin(self, record: ShardRecord, *, whole: bool, owner: Owner) -> Lease | None:
         """A slot for a copy of ``record``, or ``None`` when it is here already.
@@ -77,6 +89,8 @@ class Copies:
         known = self._jobs.of(key.job)
         if known.settled is not None and key.group < known.settled and not self._kept(key):
             raise FencedError(f"{key} is older than version {known.settled.version}, which has all its copies")
+        if key.group in known.torn:
+            raise FencedError(f"{key}: a part of its version was left out, so that it is given up")
         base = known.base
         back = base is not None and key.epoch < base.before and key.group not in (base.group, known.settled)
         if base is not None and back and not self._kept(key):
@@ -86,7 +100,7 @@ class Copies:
         if (key.epoch, key.incarnation) > (known.epoch, known.incarnation):
             self._jobs.fence(key.job, key.epoch, key.incarnation)
         elif (key.epoch, key.incarnation) != (known.epoch, known.incarnation) and not (
-            whole or key.group in known.marks or key.group == known.settled or self._kept(key)
+            whole or known.vouched(key.group) or self._kept(key)
         ):
             raise FencedError(
                 f"{key} is of a past incarnation and not whole: job {key.job} is now owned by epoch {known.epoch} "
@@ -116,6 +130,8 @@ class Copies:
                 self._shelf.counters["copies_taken"] += 1
                 self._shelf.counters["copied_in_bytes"] += record.size_bytes
             reach("peer.copied")
+            if self._jobs.is_torn(record.key.job, record.key.group):  # while it was on its way
+                self._keeping.forget(record.key.job, [record.key.group])
 
     def relist(self, key: ShardKey, holders: tuple[str, ...]) -> bool:
         """Who holds the shard has changed; no holders: it is this node's own from now on. Whether it is here."""
@@ -195,11 +211,35 @@ class Copies:
             except RequestError as error:  # each node refuses at its own users' calls
                 log.warning("what other nodes keep of job %s is not kept here: %s", job, error)
 
-    # -- versions that can always be gone back to -----------------------------------------------------------------
+    # -- what is decided of versions ------------------------------------------------------------------------------
 
-    def settle(self, job: str, group: Group) -> None:
+    def decide(self, job: str, decided: Decided) -> None:
+        """What the node that counts has come to, wherever it was heard."""
         with self._shelf.lock:
-            self._jobs.settle(job, group)
+            if decided.whole is not None and self._jobs.of(job).is_newer(decided.whole):
+                self._jobs.call_whole(job, decided.whole)
+            if decided.settled is not None:
+                self._jobs.settle(job, decided.settled)
+            news = self._jobs.tear(job, decided.torn)
+            if news:
+                log.info("job %s: versions %s are torn, given up", job, [group.version for group in news])
+                self._keeping.forget(job, news)
+        for group in news:
+            self._torn(job, group)
+
+    def decided(self, job: str) -> Decided:
+        """All of it that this node has heard."""
+        with self._shelf.lock:
+            known = self._jobs.if_known(job)
+            if known is None:
+                return Decided()
+            return Decided(max(known.marks, default=None), known.settled, tuple(sorted(known.torn)))
+
+    def left_out(self, job: str) -> dict[Group, tuple[int, ...]]:
+        """The parts that writers of this node have left out, by version."""
+        with self._shelf.lock:
+            known = self._jobs.if_known(job)
+            return {group: tuple(parts) for group, parts in known.torn.items() if parts} if known is not None else {}
 
     def go_back(self, job: str, group: Group) -> None:
         """The job goes on from this version: it stays, and so does what is newer, until a newer one is settled."""
@@ -246,23 +286,19 @@ class Copies:
         """Whether somebody may still need this version."""
         with self._shelf.lock:
             known = self._jobs.if_known(job)
-            return known is None or is_wanted(
-                group, epoch=known.epoch, settled=known.settled, whole=self.vouched(job, group), base=known.base
-            )
+            return known is None or known.wanted(group)
 
     def vouched(self, job: str, group: Group) -> bool:
         """Whether somebody has said that this version is whole."""
         with self._shelf.lock:
             known = self._jobs.if_known(job)
-            return known is not None and (group in known.marks or group == known.settled)
+            return known is not None and known.vouched(group)
 
     def once_whole(self, job: str) -> Group | None:
         """The newest version of the job that is known to have been whole, whether it is still there or not."""
         with self._shelf.lock:
             known = self._jobs.if_known(job)
-            if known is None:
-                return None
-            return max({*known.marks, *({known.settled} if known.settled is not None else ())}, default=None)
+            return known.once_whole() if known is not None else None
 
     def touch(self, job: str) -> None:
         """Other nodes still take part in the job: what is kept for it here is not forgotten."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from peerstore.commit import MOST_KEPT, TooManyKeptError, Versions
 from peerstore.crashpoints import reach
 from peerstore.errors import (
     ArenaFullError,
@@ -17,8 +18,7 @@ from peerstore.errors import (
     RequestError,
     ShardDamagedError,
 )
-from peerstore.ledger import kept_groups, newest_whole, whole_groups
-from peerstore.names import AHEAD, MAX_NUMBER, incarnation_name, job_name
+from peerstore.names import MAX_NUMBER, incarnation_name, job_name
 from peerstore.notes import CLAIM, FORGOTTEN, ClaimNote, Mark, OwnerNote
 from peerstore.owners import Owner
 from peerstore.records import Base, Forgotten, Group, JobStatus, Kept, ShardKey
@@ -26,35 +26,17 @@ from peerstore.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
-_DAMAGED_REMEMBERED = 256
 _FORGOTTEN_REMEMBERED = 1000
-MOST_KEPT = 64
-"""Versions of a job that may be kept on request: nodes say them with every ping."""
 _SPARED_S = 3600.0
 """So long after its last process a job gives way to no other: who was interrupted begins again."""
 
 
 @dataclass
-class Job:
-    epoch: int = 0
-    incarnation: str = ""
-    marks: dict[Group, tuple[int, ...]] = field(default_factory=dict)
-    """Versions somebody called whole, with the parts that were here then."""
-    damaged: set[Group] = field(default_factory=set)
-    """Versions that lost a part here: nobody's word makes them whole again, only the part itself does."""
-    lost: dict[Group, set[int]] = field(default_factory=dict)
-    """The parts they lost, as far as this agent has seen it."""
-    guarded: bool = False
-    """Copies are kept on other nodes: only a settled version makes older ones superfluous."""
-    settled: Group | None = None
-    base: Base | None = None
-    """The version the job went on from: of the past before it, that one and what is settled are still needed."""
+class Job(Versions):
+    """What is known of its versions, and of the processes of this node that take part in it."""
+
     loaded: Group | None = None
     """What processes of this node went on from where there was no quorum: said once they may write."""
-    kept: dict[Group, Kept] = field(default_factory=dict)
-    """What was said of versions that are not to be given up for newer ones."""
-    dropped: set[Group] = field(default_factory=set)
-    """Versions that their owner gave up lately: nobody's word brings them back."""
     clients: Counter[Owner] = field(default_factory=Counter)
     seen: float = 0.0
 
@@ -143,7 +125,7 @@ class Jobs:
     def is_near(self, job: str, epoch: int) -> bool:
         """Whether the job can have come so far since this node heard of it."""
         known = self.of(job)
-        if epoch <= known.epoch + AHEAD:
+        if known.is_near(epoch):
             return True
         if job not in self._warned:
             self._warned.add(job)
@@ -172,14 +154,14 @@ class Jobs:
         for slot in list(self._shelf.slots.values()):
             if slot.lease is None or slot.job != job or slot.lease.key.epoch >= known.epoch:
                 continue
-            # What is whole has no writers any more: this is a copy or a parity of it, on its way.
-            if slot.lease.key.group != known.settled and slot.lease.key.group not in known.marks:
+            if not known.may_still_write(slot.lease.key.group):
                 self._shelf.end_lease(slot, "fenced by a newer incarnation")
         self._shelf.changed.notify_all()
 
     def _save(self, job: str) -> None:
         known = self._jobs[job]
         marks = tuple(Mark(group, parts) for group, parts in sorted(known.marks.items()))
+        torn = tuple(Mark(group, tuple(sorted(parts))) for group, parts in sorted(known.torn.items()))
         note = ClaimNote(
             known.epoch,
             known.incarnation,
@@ -189,6 +171,7 @@ class Jobs:
             known.settled,
             known.base,
             tuple(sorted(known.kept.values(), key=lambda one: one.group)),
+            torn,
         )
         self._shelf.notes.put(CLAIM, job, note)
 
@@ -210,6 +193,7 @@ class Jobs:
                 settled=note.settled,
                 base=note.base,
                 kept={one.group: one for one in note.kept},
+                torn={one.group: set(one.parts) for one in note.torn},
                 seen=self._shelf.clock(),
             )
 
@@ -223,19 +207,38 @@ class Jobs:
         if owner is not None and 0 <= owner.epoch < MAX_NUMBER:
             self._jobs[job] = Job(owner.epoch, owner.incarnation, seen=self._shelf.clock())
 
-    # -- wholeness --------------------------------------------------------------------------------------------
+    # -- wholeness: decided in peerstore.commit, noted here ---------------------------------------------------
 
-    def mark_whole(self, job: str, group: Group) -> bool:
-        """Somebody who can see the whole job says this version is whole; whether that is news."""
+    def call_whole(self, job: str, group: Group) -> bool:
+        """Every part of this version is sealed, as somebody says who has counted or loaded them; whether it is news."""
         known = self.of(job)
-        if group in known.marks or group in known.damaged:
+        if not known.call_whole(group, self._parts_here(job, group)):
             return False
-        known.marks[group] = self._parts_here(job, group)
-        newest = max(known.marks)
-        known.marks = {old: parts for old, parts in known.marks.items() if old == newest or self._parts_here(job, old)}
+        known.tidy(lambda old: self._parts_here(job, old))
+        self._noted(job)
+        return True
+
+    def leave_out(self, job: str, group: Group, part: int) -> bool:
+        """A writer of this node will never seal its part of this version; whether it is news."""
+        news = self.of(job).leave_out(group, part, self._parts_here(job, group))
+        if news:
+            self._noted(job)
+        return news
+
+    def tear(self, job: str, groups: Iterable[Group]) -> list[Group]:
+        """These versions will never be whole, as other nodes say; those of them that are news."""
+        news = self.of(job).tear(groups)
+        if news:
+            self._noted(job)
+        return news
+
+    def is_torn(self, job: str, group: Group) -> bool:
+        known = self._jobs.get(job)
+        return known is not None and group in known.torn
+
+    def _noted(self, job: str) -> None:
         self._save(job)
         self._shelf.changed.notify_all()
-        return True
 
     def _parts_here(self, job: str, group: Group) -> tuple[int, ...]:
         keys = [slot.record.key for slot in self._shelf.slots.values() if slot.record is not None]
@@ -244,28 +247,12 @@ class Jobs:
     def forgot(self, job: str, groups: Collection[Group] | None) -> None:
         """These versions (all, when none is named) are not kept any more, whoever called them whole."""
         known = self._jobs.get(job)
-        if known is None:
-            return
-        gone = {*known.marks, known.settled} if groups is None else set(groups)
-        known.dropped = set(
-            sorted(known.dropped | {group for group in gone if group is not None})[-_DAMAGED_REMEMBERED:]
-        )
-        if groups is None:
-            known.kept.clear()
-        for group in gone & known.kept.keys():
-            if group is not None and known.kept[group].kept:
-                known.kept[group] = Kept(group, False, time.time_ns())
-        if gone & {*known.marks, known.settled, *known.kept}:
-            known.marks = {group: parts for group, parts in known.marks.items() if group not in gone}
-            known.settled = None if known.settled in gone else known.settled
+        if known is not None and known.drop(groups, time.time_ns()):
             self._save(job)
 
     def lost_part(self, job: str, group: Group, part: int) -> None:
         """A part of this version turned out damaged."""
-        known = self.of(job)
-        known.marks.pop(group, None)
-        known.lost.setdefault(group, set()).add(part)
-        known.damaged = set(sorted(known.damaged | {group})[-_DAMAGED_REMEMBERED:])
+        self.of(job).lose(group, part)
         try:
             self._save(job)
         except ArenaFullError as error:
@@ -273,42 +260,25 @@ class Jobs:
 
     def mended(self, job: str, group: Group, part: int) -> None:
         """A part that was damaged here has been fetched from another node."""
-        known = self.of(job)
-        lost = known.lost.get(group, set())
-        lost.discard(part)
-        if group in known.lost and not lost:
-            del known.lost[group]
-            known.damaged.discard(group)
-            self._save(job)
-            self._shelf.changed.notify_all()
+        if self.of(job).mend(group, part):
+            self._noted(job)
 
     def keep(self, job: str, said: Collection[Kept]) -> bool:
         """These versions stay, whatever is newer, or do not have to any more; whether that is news."""
-        known = self.of(job)
-        news = {one.group: one for one in said if one.at_ns > known.kept.get(one.group, one).at_ns}
-        news |= {one.group: one for one in said if one.group not in known.kept and one.group not in known.dropped}
-        if not news:
-            return False
-        after = known.kept | news
-        stay = sorted((one for one in after.values() if one.kept), key=lambda one: one.at_ns)
-        if len(stay) > MOST_KEPT:
+        try:
+            news = self.of(job).keep(said)
+        except TooManyKeptError as error:
             raise RequestError(
                 f"job {job} keeps {MOST_KEPT} steps in memory already, which is the most: "
-                f"{', '.join(str(one.group.version) for one in stay[:8])}... Let some of them go (tieredckpt unpin)"
-            )
-        over = sorted((one for one in after.values() if not one.kept), key=lambda one: -one.at_ns)[:MOST_KEPT]
-        known.kept = {one.group: one for one in (*stay, *over)}
-        self._save(job)
-        self._shelf.changed.notify_all()
-        return True
+                f"{', '.join(map(str, error.versions[:8]))}... Let some of them go (tieredckpt unpin)"
+            ) from None
+        if news:
+            self._noted(job)
+        return news
 
     def kept(self, whole: Mapping[str, Collection[Group]]) -> dict[str, Collection[Group]]:
         """Which versions of each job are not given up for newer ones."""
-        return {
-            job: kept_groups([one.group for one in known.kept.values() if one.kept], whole.get(job, ()))
-            for job, known in self._jobs.items()
-            if known.kept
-        }
+        return {job: known.stays(whole.get(job, ())) for job, known in self._jobs.items() if known.kept}
 
     def whole(self) -> dict[str, set[Group]]:
         """Each job's whole versions, by what was verified here."""
@@ -318,23 +288,19 @@ class Jobs:
             job, group = record.key.job, record.key.group
             here[job][group].add(record.key.part)
             parts[job][group] = max(record.parts, parts[job].get(group, 0))
-        marked = {job: known.marks for job, known in self._jobs.items()}
-        jobs = here.keys() | marked.keys()
-        return {job: whole_groups(here[job], parts[job], marked.get(job, {})) for job in jobs}
+        return {job: self._known(job).whole(here[job], parts[job]) for job in here.keys() | self._jobs.keys()}
+
+    def _known(self, job: str) -> Versions:
+        return self._jobs.get(job) or _NOTHING_KNOWN
 
     def settled(self, whole: Mapping[str, Collection[Group]], mending: ShardKey | None = None) -> dict[str, Group]:
-        """The version each job can always go back to: what is older may be given up.
-
-        Not for one that lost a part here, except to take in that very part again (``mending``): without a slot for it
-        the version would stay damaged, nothing else would be given up either, and the job could not go on.
-        """
-        found = newest_whole(whole)
-        for job, known in self._jobs.items():
-            if known.guarded:
-                found.pop(job, None)
-                back = mending is not None and (mending.job, mending.group) == (job, known.settled)
-                if known.settled is not None and (back or known.settled not in known.damaged):
-                    found[job] = known.settled
+        """The version each job can always go back to: what is older may be given up."""
+        found = {}
+        for job in whole.keys() | self._jobs.keys():
+            back = mending.group if mending is not None and mending.job == job else None
+            safe = self._known(job).safe(whole.get(job, ()), back)
+            if safe is not None:
+                found[job] = safe
         return found
 
     def _check_may_begin(self, job: str) -> None:
@@ -355,29 +321,20 @@ class Jobs:
 
     def horizon(self, job: str) -> int:
         """What incarnations before this one left unfinished is given up when room is short."""
-        known = self.of(job)
-        return max(known.epoch, known.base.before if known.base is not None else 0)
+        return self.of(job).horizon()
 
     def needed(self, whole: Mapping[str, Collection[Group]]) -> dict[str, Collection[Group]]:
         """What is not given up for lack of room: whole versions, and of the past only what can be gone back to."""
-        found = dict(whole)
-        for job, known in self._jobs.items():
-            base = known.base
-            if known.guarded and base is not None:
-                back = {base.group, known.settled or base.group}
-                stay = {group for group in known.kept if known.kept[group].kept and group in whole.get(job, ())}
-                found[job] = {group for group in whole.get(job, ()) if group.epoch >= base.before} | back | stay
-        return found
+        jobs = whole.keys() | self._jobs.keys()
+        return {job: self._known(job).needed(whole.get(job, ())) for job in jobs}
 
     def settle(self, job: str, group: Group) -> None:
-        """Every part of this version has the copies it was to have."""
+        """Every part of this version has the copies it was to have: it is whole, then."""
         known = self.of(job)
-        if group in known.dropped or (known.base is not None and known.base.leaves(group)):
-            return  # whoever says so has not heard what the job went on from
-        if known.settled is None or group > known.settled:
-            known.settled = group
-            self._save(job)
-            self._shelf.changed.notify_all()
+        if known.settle(group):
+            known.call_whole(group, self._parts_here(job, group))
+            known.tidy(lambda old: self._parts_here(job, old))
+            self._noted(job)
 
     def go_back(self, job: str, group: Group) -> None:
         """The job goes on from this version: what was called whole or settled after it is of a past that it left.
@@ -413,13 +370,7 @@ class Jobs:
         self.fence(job, base.epoch, base.incarnation)
 
     def _go_on_from(self, job: str, base: Base) -> None:
-        known = self.of(job)
-        known.base = base
-        known.marks = {group: parts for group, parts in known.marks.items() if not base.leaves(group)}
-        if known.settled is not None and base.leaves(known.settled):
-            known.settled = base.group
-        if base.group not in known.damaged:
-            known.marks.setdefault(base.group, self._parts_here(job, base.group))
+        self.of(job).go_on_from(base, self._parts_here(job, base.group))
         self._shelf.changed.notify_all()
 
     # -- processes --------------------------------------------------------------------------------------------
@@ -478,9 +429,8 @@ class Jobs:
 
     def bury(self, job: str, reason: str) -> None:
         """Keep in mind what the job had that nobody has told this node to forget."""
-        known = self.of(job)
-        had = {*self.whole().get(job, ()), *known.marks, known.settled} - {None}
-        newest = max((group for group in had if group is not None), default=None)
+        once = self.of(job).once_whole()
+        newest = max({*self.whole().get(job, ()), *([once] if once is not None else [])}, default=None)
         if newest is None:
             return
         try:
@@ -530,3 +480,6 @@ class Jobs:
             expires_in_s=left,
             settled=known.settled.version if known.guarded and known.settled else None,
         )
+
+
+_NOTHING_KNOWN = Versions()

@@ -9,8 +9,10 @@ copies it was to have, before an older one goes. Else a node that dies while cop
 last version with it that was recoverable.
 
 One exception keeps a job from locking itself out: when a writer could not get a slot otherwise, unfinished versions
-of incarnations before its own go, the oldest first. The running incarnation has chosen what it continues from and
-had that marked whole.
+of incarnations before its own go, the oldest first. The running incarnation has chosen what it continues from, and
+that is known to be whole.
+
+What is whole, settled or torn is decided in :mod:`peerstore.commit`; what is torn is given up at once.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from peerstore.records import Base, Group, SlotState
+from peerstore.commit import left_unfinished, newest_whole, superseded
+from peerstore.records import Group, SlotState
 
 
 @dataclass(frozen=True)
@@ -100,44 +103,6 @@ def suits(slot: SlotView, size_bytes: int) -> bool:
     return slot.reusable and size_bytes <= slot.size_bytes <= size_bytes + size_bytes // 4
 
 
-def whole_groups(
-    here: Mapping[Group, Collection[int]],
-    parts: Mapping[Group, int],
-    marked: Mapping[Group, Collection[int]] | None = None,
-) -> set[Group]:
-    """The versions all of whose parts are here, and those somebody called whole that lost no part here since.
-
-    ``here`` are the parts that were verified; ``marked`` has the parts that were here when the word was given.
-    """
-    complete = {group for group, found in here.items() if len(set(found)) >= parts[group]}
-    return complete | {group for group, then in (marked or {}).items() if set(then) <= set(here.get(group, ()))}
-
-
-def newest_whole(whole: Mapping[str, Collection[Group]]) -> dict[str, Group]:
-    """What each job goes on from when nobody else keeps copies for it."""
-    return {job: max(groups) for job, groups in whole.items() if groups}
-
-
-def is_wanted(group: Group, *, epoch: int, settled: Group | None, whole: bool, base: Base | None) -> bool:
-    """Whether somebody may still need this version: it is not older than the settled one, nor of a past that was left
-    unfinished. Of a past that the job has left only what it went on from is needed, and what is settled.
-    """
-    if settled is not None and group <= settled:
-        return group == settled
-    if base is not None and group.epoch < base.before:
-        return group == base.group
-    return group.epoch >= epoch or whole
-
-
-def kept_groups(kept: Collection[Group], whole: Collection[Group]) -> set[Group]:
-    """Of the attempts at one version that somebody wants kept, a whole one makes those before it superfluous."""
-    newest: dict[int, Group] = {}
-    for group in kept:
-        if group in whole:
-            newest[group.version] = max(group, newest.get(group.version, group))
-    return {group for group in kept if group >= newest.get(group.version, group)}
-
-
 def evictable(
     slots: Iterable[SlotView],
     settled: Mapping[str, Group],
@@ -157,10 +122,9 @@ def evictable(
         for group in groups:
             latest[job, group.version] = max(group, latest.get((job, group.version), group))
     for slot in slots:
-        keep = settled.get(slot.job)
-        if slot.state is not SlotState.SEALED or slot.busy or slot.group is None or keep is None:
+        if slot.state is not SlotState.SEALED or slot.busy or slot.group is None:
             continue
-        if slot.group < keep and slot.group not in (kept or {}).get(slot.job, ()):
+        if superseded(slot.group, settled.get(slot.job), (kept or {}).get(slot.job, ())):
             found.append(slot)
 
     def again(slot: SlotView) -> bool:
@@ -177,16 +141,12 @@ def stranded(
     job: str,
     epoch: int,
 ) -> list[SlotView]:
-    """What incarnations of ``job`` before ``epoch`` left unfinished, the oldest first.
-
-    The settled version is whole, also where this node has not all of it and nobody has told it so.
-    """
-    finished = {*whole.get(job, ()), settled.get(job)}
+    """What incarnations of ``job`` before ``epoch`` left unfinished, the oldest first."""
     found = [
         slot
         for slot in slots
         if slot.state is SlotState.SEALED and not slot.busy and slot.job == job
-        if slot.group is not None and slot.group.epoch < epoch and slot.group not in finished
+        if slot.group is not None and left_unfinished(slot.group, epoch, whole.get(job, ()), settled.get(job))
     ]
     return sorted(found, key=_age)
 

@@ -36,8 +36,8 @@ class SealListener:
     def parity(self, record: ShardRecord) -> None:
         """A parity came or went: it is no shard, and none of the above is said of it."""
 
-    def marked(self, job: str, group: Group) -> None:
-        """Somebody who can see more than this node says that a version is whole."""
+    def decided(self, job: str, group: Group, *, torn: bool) -> None:
+        """A version is whole, as is known from elsewhere, or torn: some writer has left its part out."""
 
     def give_way(self, job: str) -> bool:
         """A writer of ``job`` finds no slot: let go of something that is held and can be spared; False: nothing is."""
@@ -96,8 +96,9 @@ class Listeners(SealListener):
     def dropped(self, job: str) -> None:
         self.tell(f"job {job} is forgotten", lambda one: one.dropped(job))
 
-    def marked(self, job: str, group: Group) -> None:
-        self.tell(f"version {group.version} of job {job} is whole", lambda one: one.marked(job, group))
+    def decided(self, job: str, group: Group, *, torn: bool) -> None:
+        what = "torn" if torn else "whole"
+        self.tell(f"version {group.version} of job {job} is {what}", lambda one: one.decided(job, group, torn=torn))
 
     def give_way(self, job: str) -> bool:
         return any(listener.give_way(job) for listener in self._all)

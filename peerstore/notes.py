@@ -65,6 +65,8 @@ class ClaimNote(msgspec.Struct, frozen=True):
     settled: Group | None = None
     base: Base | None = None
     kept: tuple[Kept, ...] = ()
+    torn: tuple[Mark, ...] = ()
+    """Versions that will never be whole, with the parts that writers of this node left out."""
     format: int = FORMAT
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from peerstore.names import Number
 from peerstore.owners import Owner
 from peerstore.records import Group, Lease, Pin, Pinned, ShardFact, ShardKey, ShardRecord, SlotInfo, StoreStatus
 from peerstore.store import NodeStore
@@ -24,6 +25,7 @@ class Store(Protocol):
 
     - What was sealed is read back exactly, or an error is raised; it never changes while it is pinned.
     - The newest whole version is never given up for a newer one that is not whole.
+    - A version of which a part is left out is torn: it is given up, and never whole again.
     - A writer of a past incarnation gets :class:`FencedError`, never a slot.
     - ``lease``, ``grow`` and ``seal`` may be repeated after a lost answer.
     - What is kept is given up for no newer version, nor for want of room, until its owner says so.
@@ -53,7 +55,9 @@ class Store(Protocol):
     def unpin(self, pin_id: str) -> bool: ...
     def verify(self, key: ShardKey, chunks: tuple[int, int] | None = None) -> tuple[int, ...]: ...
     def report(self, key: ShardKey, reason: str) -> None: ...
-    def mark_whole(self, job: str, group: Group) -> None: ...
+    def call_whole(self, job: str, group: Group) -> None: ...
+    def leave_out(self, job: str, group: Group, part: int) -> None: ...
+    def newest_whole(self, job: str) -> Group | None: ...
     def forget(self, job: str, groups: list[Group] | None = None) -> int: ...
     def keep(self, job: str, group: Group, *, kept: bool = True) -> None: ...
     def kept(self, job: str) -> set[Group]: ...
@@ -136,9 +140,15 @@ class Report(msgspec.Struct, frozen=True):
     reason: str
 
 
-class MarkWhole(msgspec.Struct, frozen=True):
+class CallWhole(msgspec.Struct, frozen=True):
     job: str
     group: Group
+
+
+class LeaveOut(msgspec.Struct, frozen=True):
+    job: str
+    group: Group
+    part: Number
 
 
 class Forget(msgspec.Struct, frozen=True):
@@ -222,7 +232,9 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
         "unpin": Operation(Unpin, bool, lambda a, _: store.unpin(a.pin_id)),
         "verify": Operation(Verify, tuple[int, ...], lambda a, _: store.verify(a.key, a.chunks)),
         "report": Operation(Report, none, lambda a, _: store.report(a.key, a.reason)),
-        "mark_whole": Operation(MarkWhole, none, lambda a, _: store.mark_whole(a.job, a.group)),
+        "mark_whole": Operation(CallWhole, none, lambda a, _: store.call_whole(a.job, a.group)),
+        "leave_out": Operation(LeaveOut, none, lambda a, _: store.leave_out(a.job, a.group, a.part)),
+        "newest_whole": Operation(EpochOf, Group | None, lambda a, _: store.newest_whole(a.job)),
         "forget": Operation(Forget, int, lambda a, _: store.forget(a.job, a.groups)),
         "keep": Operation(Keep, none, lambda a, _: store.keep(a.job, a.group, kept=a.kept)),
         "kept": Operation(EpochOf, set[Group], lambda a, _: store.kept(a.job)),

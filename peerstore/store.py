@@ -85,7 +85,13 @@ class NodeStore:
         self._adoption = Adoption(self._shelf, self._jobs, self._leasing)
         self._reading = Reading(self._shelf, self._jobs, self._pool, self._adoption.wait)
         self._warming = Warming(self._shelf)
-        self.copies = Copies(self._shelf, self._jobs, self._leasing)
+        self.copies = Copies(
+            self._shelf,
+            self._jobs,
+            self._leasing,
+            self._keeping,
+            torn=lambda job, group: self._listeners.decided(job, group, torn=True),
+        )
         self.arena_id = self._shelf.notes.identity()
         self.started = secrets.token_hex(6)
         with self._lock:
@@ -160,7 +166,13 @@ class NodeStore:
 
     def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord:
         """Checksum what was written, keep the note beside it, and make it immutable. Idempotent by lease."""
-        return self._sealing.seal(lease_id, size_bytes, meta, self._listeners.sealed)
+        record = self._sealing.seal(lease_id, size_bytes, meta, self._listeners.sealed)
+        with self._lock:
+            torn = self._jobs.is_torn(record.key.job, record.key.group)
+        if torn:  # another writer has left its part out meanwhile
+            self._keeping.forget(record.key.job, [record.key.group])
+            self._listeners.decided(record.key.job, record.key.group, torn=True)
+        return record
 
     def abandon(self, lease_id: str) -> None:
         """Give the slot back unsealed. Unknown leases are fine: there is nothing to give back."""
@@ -245,12 +257,28 @@ class NodeStore:
         if record is not None:
             self._listeners.damaged(key, record, reason)
 
-    def mark_whole(self, job: str, group: Group) -> None:
-        """Somebody who can see the whole job says this version is whole. It counts while no part of it is lost here."""
+    def call_whole(self, job: str, group: Group) -> None:
+        """Every part of this version was sealed, as is known from elsewhere: it was loaded, or is durable, or all ranks
+        of a job whose agents do not know each other have agreed on it. It counts while no part of it is lost here.
+        """
         with self._lock:
-            news = self._jobs.mark_whole(job, group)
+            news = self._jobs.call_whole(job_name(job), group)
         if news:
-            self._listeners.marked(job, group)
+            self._listeners.decided(job, group, torn=False)
+
+    def leave_out(self, job: str, group: Group, part: int) -> None:
+        """The writer of this part will never seal it: what there is of the version is given up, on every node."""
+        with self._lock:
+            news = self._jobs.leave_out(job_name(job), group, part)
+        if news:
+            log.info("job %s: part %d of version %s was left out, which is given up", job, part, group.version)
+            self._keeping.forget(job, [group])
+            self._listeners.decided(job, group, torn=True)
+
+    def newest_whole(self, job: str) -> Group | None:
+        """The newest version that is known to be whole, and lost nothing here."""
+        with self._lock:
+            return max(self._jobs.whole().get(job, ()), default=None)
 
     def forget(self, job: str, groups: list[Group] | None = None) -> int:
         """Drop versions (all when ``groups`` is None) because their owner said so. Who reads one may finish.

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from peerstore import deadlines
 from peerstore.errors import PeerStoreError, UnavailableError
 from peerstore.records import Group, ShardKey, ShardRecord
-from tieredckpt.board import Board, board_for, last_step_for
 from tieredckpt.copying import Piece
 from tieredckpt.dcp_errors import own_error
 from tieredckpt.errors import (
@@ -35,6 +34,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.joining import join_others
+from tieredckpt.last_step import last_step_for
 from tieredckpt.live.noting import Noter
 from tieredckpt.location import check_step, parse_location
 from tieredckpt.node import Durability
@@ -51,7 +51,6 @@ from tieredckpt.session import Session, Staged, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override
 from tieredckpt.state import ObjectArchives, as_plain, fingerprint, flatten, local_tensor
 from tieredckpt.together import Together
-from tieredckpt.torn import Torn
 from tieredckpt.writer import TieredWriter
 
 log = logging.getLogger(__name__)
@@ -71,8 +70,6 @@ class _Tried(msgspec.Struct, frozen=True):
     """Its last save was of that step, and is sealed."""
     attempts: int
     """How often it has tried."""
-    sealed: tuple[Group, ...]
-    """What it has sealed in this incarnation, as far as its node still has it."""
 
 
 class Checkpointer:
@@ -127,8 +124,6 @@ class Checkpointer:
         self._noter = Noter(self._location.job, self.settings)
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-seal")
         self._sealing: Future[ShardRecord] | None = None
-        self._board: Board | None = None
-        self._torn = Torn(self._location.job, lambda: self.session)
         self._planned_before = False
         self._preparing: list[threading.Thread] = []
         self._joined = False
@@ -212,8 +207,6 @@ class Checkpointer:
             log.error("step %d of %s was not saved: %s", step, self._location.job, saved.error)
         if self.settings.enabled:
             self._observe(saved, time.perf_counter() - began)
-            if saved.state in (SaveState.SKIPPED, SaveState.FAILED) and self._torn.is_told:
-                self._sealer.submit(self._torn.left_out, step)
         self._last_saved = saved
         self._recorded.saved(saved, time.perf_counter() - began)
         if self._preemption is not None and last and self._preemption.requested:
@@ -232,9 +225,13 @@ class Checkpointer:
     def _save(
         self, state: State, step: int, *, durable: bool, keep: bool = False, wait_s: float | None = None
     ) -> Saved:
-        if not self._planned_before:
+        if wait_s is None:
+            wait_s = self.settings.memory.wait_s if self.settings.memory.on_busy == "wait" else 0.0
+        if not self._planned_before or self._last is None:
             return self._save_first(state, step, durable=durable, keep=keep)
         session = self.session
+        if session.apart:
+            return self._save_first(state, step, durable=durable, keep=keep, wait_s=wait_s)
         knowing = session.owner.changed_by
         if knowing is not None and knowing < self._together.size:
             raise SaveFailedError(
@@ -242,24 +239,36 @@ class Checkpointer:
                 f"{self._location.job} without the others, which do not know what the job goes on from. Restore on all "
                 "ranks; to look at an old step use a process of its own, and for a part of the state another job"
             )
-        flat = flatten(as_plain(state))
-        planned = session.planned_for(fingerprint(flat))
-        if planned is None:
-            return self._save_first(state, step, durable=durable, keep=keep)
-        if wait_s is None:
-            wait_s = self.settings.memory.wait_s if self.settings.memory.on_busy == "wait" else 0.0
         required = durable and bool(self.settings.durable.url)
         wanted = required or session.is_durable(step)
-        self._finish_last(wait_s=max(wait_s, _SEALING_S))
-        self._until_last_is_copied()
-        if wanted and self.settings.durable.on_busy == "wait":
-            session.wait_drained(self.settings.durable.retry_s)
-        staged, items = self._stage(session, planned, flat, step, wait_s)
+        key: ShardKey | None = None
+        try:
+            flat = flatten(as_plain(state))
+            planned = session.planned_for(fingerprint(flat))
+            if planned is not None:
+                key = session.owner.next_key(step, planned.part)
+                self._finish_last(wait_s=max(wait_s, _SEALING_S))
+                self._until_last_is_copied()
+                if wanted and self.settings.durable.on_busy == "wait":
+                    session.wait_drained(self.settings.durable.retry_s)
+                staged, items = self._stage(session, planned, flat, key, wait_s)
+        except BaseException:
+            self._leave_out(session, key, step)
+            raise
+        if planned is None:
+            return self._save_first(state, step, durable=durable, keep=keep)
         saved = self._followed(Saved(step, SaveState.STAGED), durable=wanted)
         self._sealing = saved._sealing = self._sealer.submit(
             self._seal, saved, staged, items, planned, durable=wanted, required=required, keep=keep
         )
         return saved
+
+    def _leave_out(self, session: Session, key: ShardKey | None, step: int) -> None:
+        """In the background: what the other ranks have of this step can never be whole."""
+        if session.owner.parts < 2 or session.owner.current is None or self._last is None:
+            return
+        # Also where it is not known yet what would have been written: the next try has the others' number then.
+        self._sealer.submit(session.left_out, key or session.owner.next_key(step, self._last.part))
 
     def seal(self, state: State, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> Saved:
         """Have ``step`` safe on every rank before all of them leave: sealed, and with its copies on other nodes.
@@ -296,20 +305,15 @@ class Checkpointer:
             except (TieredCheckpointError, PeerStoreError):  # it is saved again
                 good = False
         session = self.session
-        rank = self._together.rank
-        mine = _Tried(bool(good), session.owner.attempts_at(step), session.sealed_by(rank))
+        mine = _Tried(bool(good), session.owner.attempts_at(step))
         answers = [
             msgspec.json.decode(answer, type=_Tried)
             for answer in self._together.from_all(msgspec.json.encode(mine).decode())
         ]
         if all(answer.good for answer in answers):
             return saved
-        self._torn.made_anew(step)
         # Some may have tried more often than others, and parts of different attempts make no step.
-        session.owner.skip_attempts(step, max(answer.attempts for answer in answers))
-        # Where each skipped other steps than the rest, their slots hold what can never be whole: nobody would get one.
-        kept = set(answers[0].sealed).intersection(*(answer.sealed for answer in answers))
-        session.forget_torn(kept, before=step)
+        session.catch_up(step, max(answer.attempts for answer in answers), self._together.rank)
         return None
 
     def _copied(self, saved: Saved, timeout_s: float) -> None:
@@ -347,11 +351,10 @@ class Checkpointer:
         return found
 
     def _stage(
-        self, session: Session, planned: PlannedSave, flat: Mapping[str, Any], step: int, wait_s: float
+        self, session: Session, planned: PlannedSave, flat: Mapping[str, Any], key: ShardKey, wait_s: float
     ) -> tuple[Staged, list[bytes]]:
         layout = planned.layout
         items = [self._archives.archive(item.fqn, flat[item.fqn]) for item in layout.items]
-        key = session.owner.next_key(step, planned.part)
         staged = session.stage(key, planned.parts, layout, sum(map(len, items)), wait_s=wait_s)
         with session.abandoned_on_error(staged):
             pieces = [Piece(local_tensor(flat, entry), layout.header_bytes + entry.start) for entry in layout.tensors]
@@ -389,38 +392,34 @@ class Checkpointer:
             saved._state, saved._error = SaveState.FAILED, error
             session.abandon(staged)
             session.observe(failed=1)
-            self._torn.left_out(saved.step)
+            session.left_out(staged.lease.key)
             if error is problem:
                 raise
             raise error from problem
         saved._state = SaveState.SEALED
         self._last = record.key
         session.observe(saves=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)
-        self._torn.give_up(before=saved.step)
-        if self._board is not None:
-            self._board.sealed(record.key.group)
-            whole = self._board.newest()
-            try:
-                if whole is not None:
-                    session.commit(whole)
-            except PeerStoreError as error:  # this part is sealed all the same; the next save says it again
-                log.warning("the node agent was not told that step %d is whole: %s", saved.step, error)
         account(session)
         return record
 
-    def _save_first(self, state: State, step: int, *, durable: bool, keep: bool) -> Saved:
-        """A state that was not planned before: once through DCP's planning, with its collectives."""
+    def _save_first(self, state: State, step: int, *, durable: bool, keep: bool, wait_s: float | None = None) -> Saved:
+        """Through DCP's planning, with its collectives: a state that was not planned before, or every one where nobody
+        but the ranks could tell the agents that a step is whole.
+        """
         self._all_ready(self._noter.names)
         self._join()
         writer = TieredWriter(self._location.job, step, settings=self.settings)
         writer.required, writer.keep = durable and bool(self.settings.durable.url), keep
-        self._together.dcp(dcp.save, state, storage_writer=writer)
+        writer.wait_s = wait_s
+        try:
+            self._together.dcp(dcp.save, state, storage_writer=writer)
+        except CheckpointException as failure:
+            error = own_error(failure)
+            raise error if wait_s is not None and isinstance(error, StoreBusyError) else failure from None
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
         self._planned_before = True
         self._last = writer.record.key
-        self._board = self._board or board_for(self.session)
-        self._torn.follow(self.session)
         saved = self._followed(Saved(step, SaveState.SEALED), durable=durable or self.session.is_durable(step))
         saved._sealing = Future()
         saved._sealing.set_result(writer.record)
@@ -446,10 +445,7 @@ class Checkpointer:
         self._together.dcp(dcp.save, {}, storage_writer=writer, planner=planner)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
-        try:
-            self.session.commit(writer.record.key.group)
-        except PeerStoreError as error:  # it is whole all the same
-            log.warning("the node agent did not note that step %d is whole: %s", step, error)
+        self.session.commit(writer.record.key.group)
 
     def _all_ready(self, names: str = "") -> None:
         """Before a collective: a rank that cannot reach its node must not leave the others waiting in it.
@@ -612,7 +608,6 @@ class Checkpointer:
             self.session.go_back(-1)
         else:
             self.last_restore = report
-            self._board = self._board or board_for(self.session)
             account(self.session)
         self._prepare(state)
         return restored

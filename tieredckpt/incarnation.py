@@ -80,6 +80,8 @@ class SaveProposal(msgspec.Struct, frozen=True):
     """The newest version that it knows to be whole."""
     problem: str = ""
     """Why it cannot save."""
+    left_out: tuple[tuple[Group, int], ...] = ()
+    """Parts that it will never seal, where agents do not tell each other: the version, and its part of it."""
 
 
 class SaveDecision(msgspec.Struct, frozen=True):
@@ -92,6 +94,7 @@ class SaveDecision(msgspec.Struct, frozen=True):
     attempt: int
     base: int | None
     whole: Group | None
+    left_out: tuple[tuple[Group, int], ...] = ()
 
     def key(self, part: int) -> ShardKey:
         return ShardKey(self.job, self.step, self.incarnation.epoch, self.incarnation.name, self.attempt, part)
@@ -130,6 +133,7 @@ def decide(proposals: Sequence[SaveProposal], name: str) -> SaveDecision:
         max(one.attempts for one in proposals),
         base,
         max((one.whole for one in proposals if one.whole is not None), default=None),
+        tuple(sorted({left for one in proposals for left in one.left_out})),
     )
 
 
@@ -222,12 +226,19 @@ class IncarnationOwner:
             life = self._life
             return CapturePoint(life.name, life.current, life.parts, life.base, life.reached)
 
-    def propose(self, step: int, point: CapturePoint, known_epoch: int, whole: Group | None) -> SaveProposal:
+    def propose(
+        self,
+        step: int,
+        point: CapturePoint,
+        known_epoch: int,
+        whole: Group | None,
+        left_out: Sequence[tuple[Group, int]] = (),
+    ) -> SaveProposal:
         with self._lock:
             left = point.life != self._life.name
             name = point.current.name if point.current is not None else ""
             tried = self._tries.get((name, step), 0)
-            return SaveProposal(self.job, step, point, left, tried, known_epoch, whole)
+            return SaveProposal(self.job, step, point, left, tried, known_epoch, whole, left_out=tuple(left_out))
 
     def next_key(self, step: int, part: int) -> ShardKey:
         """For a save that needs no agreement, because nothing has changed since the last one that had it."""

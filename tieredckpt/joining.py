@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hmac
 import logging
-import os
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -25,8 +24,8 @@ from peerstore.transport.secret import new_secret
 from tieredckpt.errors import SettingsError, TierUnavailableError
 from tieredckpt.node import Acquaintance
 from tieredckpt.session import Session
-from tieredckpt.settings import PeerSettings, is_first_of_node
-from tieredckpt.teaming import WORLD, alone, configured_plan, secret_of, team_settings
+from tieredckpt.settings import PeerSettings, is_first_of_node, ranks_of_node
+from tieredckpt.teaming import OFF, WORLD, alone, configured_plan, secret_of, team_settings
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +42,8 @@ class _Invitation(msgspec.Struct, frozen=True):
     secret: bytes
     """Where none is configured: the store asks nobody who he is, so everybody who reaches it can read this."""
     problem: str = ""
+    one_agent: bool = False
+    """There is only one node, whatever the launcher says."""
     nonce: bytes = b""
     proof: bytes = b""
     """Where one is configured: of ``nonce`` and the nodes, and only who has the same secret can have made it."""
@@ -57,14 +58,15 @@ class _Guest(msgspec.Struct, frozen=True):
 
 
 def join_others(session: Session, *, restoring: bool = False) -> bool:
-    """Have this node's agent keep copies on the job's other nodes, as the settings say; whether there are any.
+    """Have this node's agent know those of the job's other nodes, to which it says what is whole, and where it keeps
+    copies, as the settings say. Whether there are copies.
 
     ``restoring``: also nodes that no rank is on any more may be read from, while they are there: where several leave
     at once, a shard and all its copies may be on those. Before the next save they are let go of, so that nothing new is
     kept there, and nobody's quorum depends on them.
     """
     peer = session.settings.peer
-    if alone(peer):
+    if peer.discovery == OFF:
         return False
     try:
         plan = _plan_of_world(session, peer, restoring) if peer.discovery == WORLD else configured_plan(peer)
@@ -72,14 +74,14 @@ def join_others(session: Session, *, restoring: bool = False) -> bool:
             session.join(plan)
             first = peer.discovery == WORLD and is_first_of_node()
             session.renew = partial(_renewed, session) if first else None
-        return plan is not None
+        return plan is not None and not alone(peer)
     except PeerStoreError as error:
         raise TierUnavailableError(f"{session.job}: its nodes cannot keep copies for each other: {error}") from error
 
 
 def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> TeamPlan | None:
     """The nodes of all ranks, told through the store that the ranks met at; ``None`` on a single node."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # set by every launcher that starts several nodes
+    local = ranks_of_node()
     if not dist.is_initialized() or local == 0:
         return None
     if local == dist.get_world_size():
@@ -108,6 +110,7 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Tea
         _forget(store, prefix)
     if invitation.problem:
         raise SettingsError(invitation.problem)
+    session.one_agent = invitation.one_agent
     if invitation.roster is None:
         return None
     return TeamPlan(_agreed(invitation, peer, session.job), team_settings(peer), roster=invitation.roster)
@@ -250,7 +253,7 @@ def _invite(
     if restoring and known is not None:
         nodes = {**{node.id: node for node in known.nodes}, **nodes}
     if len(nodes) < 2 and (known is None or restoring):
-        return _Invitation(None, b"")
+        return _Invitation(None, b"", one_agent=bool(nodes))
     roster = roster_of(time.time_ns(), nodes.values())
     if not peer.secret:
         return _Invitation(roster, known.secret if known is not None and known.secret else new_secret())

@@ -101,9 +101,9 @@ def compare(job: str, expected: Expected | None, restored: int) -> None:
 def newest_whole(session: Session, *, ask: bool, fresh: bool = False) -> int:
     """The newest whole step of a session's job that its process knows of, or (``ask``) its node; -1 for none.
 
-    Ranks on several nodes know it from each other; with one node only its agent does.
+    A node knows it as soon as its agent has counted, or heard from the one that counts.
     """
-    known = session.committed.version if session.committed is not None else -1
+    known = session.newest_whole()
     if not ask or (known >= session.sealed_step and not fresh):
         return known
     survey = session.node.survey(session.job, fresh=fresh)

@@ -9,10 +9,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
+import torch.distributed as dist
 
 from peerstore.cluster.nodes import node_id
 from peerstore.crashpoints import reach
@@ -22,13 +23,14 @@ from peerstore.errors import (
     FencedError,
     LeaseLostError,
     PeerStoreError,
+    RequestError,
     ShardNotFoundError,
 )
 from peerstore.owners import Owner, myself
 from peerstore.peers.calling import Pass, Peer
 from peerstore.peers.plan import TeamPlan
 from peerstore.peers.pulling import Puller
-from peerstore.records import Group, Lease, ShardFact, ShardKey, ShardRecord
+from peerstore.records import Group, Lease, ShardKey, ShardRecord
 from peerstore.store import MAX_BLOB_BYTES
 from tieredckpt.agent.messages import LAYOUT, TABLE
 from tieredckpt.agent_node import AgentNode
@@ -41,7 +43,7 @@ from tieredckpt.layout import Layout, encode, round_up
 from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack
 from tieredckpt.node import Node, Passport, Source
 from tieredckpt.planned import PlannedSave
-from tieredckpt.settings import Settings, copy_threads
+from tieredckpt.settings import Settings, copy_threads, ranks_of_node
 from tieredckpt.state import Fingerprint
 from tieredckpt.teaming import configured_plan, transport_of
 
@@ -51,6 +53,7 @@ _SLOT_STEP = 1 << 20
 _SMALL = 16 << 20
 _PROVISIONAL = 1 << 40
 _KEPT_PLANS = 4
+_REMEMBERED = 64
 _RESUMED = "resumed."
 
 NodeFactory = Callable[[Settings, str], Node]
@@ -154,9 +157,15 @@ class Session:
         self._loaded: Group | None = None
         """What was loaded and not gone on from yet: who never comes to a step, or to a save, has only looked."""
         self.committed: Group | None = None
-        """The newest version this process knows to be whole."""
-        self.unfinished: list[Group] = []
-        """What DCP's saves have sealed here and what is not known to be whole, oldest first."""
+        """The newest version that all ranks have written or loaded, as DCP told them."""
+        self._told_whole: Group | None = None
+        """Of which the agent has heard, where it cannot count by itself."""
+        self.one_agent = False
+        """All ranks have this node's agent, whatever the launcher says of nodes."""
+        self._unsaid: list[tuple[Group, int]] = []
+        """Parts that this rank left out, and of which its agent has not heard."""
+        self._unagreed: list[tuple[Group, int]] = []
+        """The same, of which the ranks of a save have not heard."""
         self._planned: list[PlannedSave] = []
         self._item_bytes = 0
         self._provisional = itertools.count()
@@ -196,12 +205,22 @@ class Session:
                 self._close_durable()
                 self._configure()
 
+    @property
+    def apart(self) -> bool:
+        """Whether ranks are on several nodes whose agents do not know each other. Those hear from the ranks what is
+        whole, and what was left out, by what the ranks agree on at each save.
+        """
+        if self._plan is not None or self.one_agent or not dist.is_initialized():
+            return False
+        return ranks_of_node() not in (0, dist.get_world_size())
+
     # -- incarnation ------------------------------------------------------------------------------------------
 
     def propose(self, step: int, point: CapturePoint) -> SaveProposal:
         """What this rank says to the others of a save of what was captured at ``point``."""
         self.go_on()  # before any rank writes for the incarnation that this save may begin
-        return self.owner.propose(step, point, self.known_epoch(), self.committed)
+        left_out = self._unagreed if self.apart else ()
+        return self.owner.propose(step, point, self.known_epoch(), self.committed, left_out)
 
     def adopt(self, decision: SaveDecision, point: CapturePoint) -> None:
         """Write for what the ranks of a save have decided."""
@@ -212,7 +231,10 @@ class Session:
                 self._planned.clear()
         if decision.whole is not None:
             self.commit(decision.whole)
-        self.forget_unfinished()
+        with self._lock:
+            self._unsaid += [left for left in decision.left_out if left not in self._unagreed]
+            self._unagreed = [left for left in self._unagreed if left not in decision.left_out]
+        self._say_left_out()
 
     def forget_world(self) -> None:
         """What is saved next is of a new incarnation, also where the next world is as large as the last one was."""
@@ -245,49 +267,37 @@ class Session:
         # A tier that cannot be asked may hold any number that was counted so far; the time is above all of them.
         return max(newest, int(time.time())) if seen.unreachable else newest
 
-    def sealed_by(self, part: int) -> tuple[Group, ...]:
-        """What this node still has of the versions that ``part`` sealed in this incarnation."""
-        mine = self._of_this_incarnation()
-        return tuple(sorted({fact.key.group for fact in mine if fact.key.part == part}))
+    def left_out(self, key: ShardKey) -> None:
+        """This rank will never seal this part: its agent hears it, which has all nodes give the version up."""
+        with self._lock:
+            self._unsaid.append((key.group, key.part))
+            self._unagreed = [*self._unagreed, (key.group, key.part)][-_REMEMBERED:]
+        self._say_left_out()
 
-    def forget_torn(self, kept: Collection[Group], *, before: int) -> None:
-        """Give up what this incarnation sealed before a step, but for ``kept``: some part of it was never sealed."""
-        torn = {fact.key.group for fact in self._of_this_incarnation() if fact.key.version < before} - {*kept}
-        if torn:
-            log.warning("%s: versions %s are torn, given up", self.job, sorted(group.version for group in torn))
-            self.node.store.forget(self.job, sorted(torn))
+    def _say_left_out(self) -> None:
+        with self._lock:
+            unsaid, self._unsaid = self._unsaid, []
+        for number, (group, part) in enumerate(unsaid):
+            try:
+                self.node.store.leave_out(self.job, group, part)
+            except RequestError as error:  # an agent of an earlier release
+                log.debug("%s: the node agent does not take what was left out: %s", self.job, error)
+            except PeerStoreError as error:
+                log.warning(
+                    "%s: the node agent has not heard that step %d was left out: %s", *(self.job, group.version, error)
+                )
+                with self._lock:
+                    self._unsaid = [*unsaid[number:], *self._unsaid][-_REMEMBERED:]  # with the next save
+                return
 
-    def forget_steps(self, steps: Collection[int]) -> None:
-        """Give up what this incarnation sealed of these steps: some rank has left them out."""
-        torn = {fact.key.group for fact in self._of_this_incarnation() if fact.key.version in steps}
-        if torn:
-            log.info("%s: steps %s were left out by some rank, given up", self.job, sorted(steps))
-            self.node.store.forget(self.job, sorted(torn))
-
-    def forget_unfinished(self) -> None:
-        """Give up what DCP's saves sealed and never finished, but for the last: it takes the slots of what could be.
-
-        For a process that has just heard which version is the newest whole one. A version of this incarnation that is
-        newer than that one was left by a save that some rank failed.
-        """
-        mine, whole = self.owner.current, self.committed
-        torn = [
-            group
-            for group in self.unfinished
-            if mine is not None
-            and (group.epoch, group.incarnation) == (mine.epoch, mine.name)
-            and not (whole is not None and whole >= group)
-        ]
-        given_up, self.unfinished = torn[:-1], torn[-1:]
-        if given_up:
-            log.warning("%s: versions %s are torn, given up", self.job, [group.version for group in given_up])
-            self.node.store.forget(self.job, given_up)
-
-    def _of_this_incarnation(self) -> list[ShardFact]:
-        mine = self.owner.current
-        if mine is None:
-            return []
-        return [one for one in self.node.store.inventory(self.job) if (one.key.epoch, one.key.incarnation) == mine]
+    def catch_up(self, step: int, attempts: int, part: int) -> None:
+        """Others have tried ``step`` so often: of tries that this rank has not made it has left its part out."""
+        current = self.owner.current
+        if current is None:
+            return
+        for attempt in range(self.owner.attempts_at(step), attempts):
+            self.left_out(ShardKey(self.job, step, current.epoch, current.name, attempt, part))
+        self.owner.skip_attempts(step, attempts)
 
     def dropped(self, groups: Sequence[Group]) -> None:
         """The user gives up these steps, wherever they are."""
@@ -296,10 +306,22 @@ class Session:
             self.committed = None
 
     def commit(self, group: Group) -> None:
-        """A version is known to be whole: the node may give up older ones for newer."""
-        if self.committed is None or group > self.committed:
-            self.node.store.mark_whole(self.job, group)
-            self.committed = group
+        """All ranks have written their parts of a version, as DCP told one of them. Agents that know each other count
+        by themselves.
+        """
+        self.committed = group if self.committed is None else max(group, self.committed)
+        if self.apart and self._told_whole != self.committed:
+            try:
+                self.node.store.call_whole(self.job, self.committed)
+                self._told_whole = self.committed
+            except PeerStoreError as error:  # it is whole all the same, and said again with the next save
+                log.warning("%s: its agent has not heard that step %d is whole: %s", self.job, group.version, error)
+
+    def newest_whole(self) -> int:
+        """The newest step that this node knows to be whole; -1 for none."""
+        group = self.node.store.newest_whole(self.job)
+        known = [one.version for one in (group, self.committed) if one is not None]
+        return max(known, default=-1)
 
     @contextlib.contextmanager
     def loading(self, group: Group, rank: int) -> Iterator[None]:
@@ -342,7 +364,7 @@ class Session:
             self.go_back(group.version, ranks)
             self._loaded = group
         try:
-            self.commit(group)
+            self.committed = group if self.committed is None else max(group, self.committed)
             self.node.restored(self.job, group, goes_on=False)
             self._tell_children(group)
         except PeerStoreError as error:  # every byte is where it belongs: no reason to fail the load
@@ -420,6 +442,8 @@ class Session:
     def stage(self, key: ShardKey, parts: int, layout: Layout, item_bytes: int, *, wait_s: float) -> Staged:
         """A slot for ``layout`` and ``item_bytes`` more, mapped."""
         self.came_further()
+        if self._unsaid:
+            self._say_left_out()
         size = layout.header_bytes + layout.tensor_bytes + item_bytes
         size = round_up(size, _SLOT_STEP if size > _SMALL else 1 << 16)
         self._notice_new_agent()

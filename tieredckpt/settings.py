@@ -255,6 +255,11 @@ def copy_threads(settings: Settings, environ: Mapping[str, str] = os.environ) ->
     return settings.memory.copy_threads or max(1, min(8, share))
 
 
+def ranks_of_node(environ: Mapping[str, str] | None = None) -> int:
+    """How many ranks are on this node; 0 where no launcher that starts several nodes has said so."""
+    return int((os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "0"))
+
+
 def is_first_of_node(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process does what one rank of a node does for all of them."""
     return environ.get("LOCAL_RANK", "0") == "0"

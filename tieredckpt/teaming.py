@@ -19,7 +19,7 @@ WORLD, OFF = "world", "off"
 
 
 def alone(peer: PeerSettings) -> bool:
-    """Whether nothing is to be kept on other nodes."""
+    """Whether nothing is to be kept on other nodes. Their agents know each other all the same, to say what is whole."""
     return peer.discovery == OFF or (peer.copies == 1 and peer.mode == "mirror")
 
 
@@ -38,7 +38,7 @@ def team_settings(peer: PeerSettings) -> TeamSettings:
 
 def configured_plan(peer: PeerSettings) -> TeamPlan | None:
     """The plan, where the configuration alone says who the nodes are; ``None`` where the ranks tell each other."""
-    if alone(peer) or peer.discovery == WORLD:
+    if peer.discovery in (OFF, WORLD) or (alone(peer) and not peer.secret):
         return None
     if not peer.secret:
         raise SettingsError(

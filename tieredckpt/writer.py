@@ -85,6 +85,8 @@ class TieredWriter(Stager, StorageWriter):
         self._proposal: SaveProposal | None = None
         self._assignment: Assignment | None = None
         self._table: StateTable | None = None
+        self._key: ShardKey | None = None
+        """What this rank is to write, once that is agreed."""
         self._plain: StorageWriter | None = None
         """DCP's own writer, while this package is switched off."""
         self.error: TieredCheckpointError | None = None
@@ -95,6 +97,8 @@ class TieredWriter(Stager, StorageWriter):
         """The step is to become durable whatever policy says, and is not left out for newer ones."""
         self.keep = False
         """The step is not given up for newer ones."""
+        self.wait_s: float | None = None
+        """How long a slot is waited for; as the settings say where nothing is said."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -127,7 +131,7 @@ class TieredWriter(Stager, StorageWriter):
         self._rank = kwargs.get("rank", 0)
         self._collectives = kwargs.get("use_collectives", True)
         self._saving = saving_ranks()
-        self._proposal = self._assignment = self._table = None
+        self._proposal = self._assignment = self._table = self._key = None
         self.error = self.record = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -170,7 +174,7 @@ class TieredWriter(Stager, StorageWriter):
             with collector_paused():
                 self.record = self._write(plan, planner)
         except (TieredCheckpointError, PeerStoreError) as problem:
-            self._discard_staged()
+            self._leave_out()
             error = problem if isinstance(problem, TieredCheckpointError) else SaveFailedError(str(problem))
             if self._collectives and error is problem:
                 raise
@@ -180,10 +184,16 @@ class TieredWriter(Stager, StorageWriter):
             log.error("step %s of %s was not saved by this rank: %s", self._location.step, self._location.job, error)
             self.error = error
         except BaseException:
-            self._discard_staged()
+            self._leave_out()
             raise
         future.set_result([])
         return future
+
+    def _leave_out(self) -> None:
+        """This rank has no part of the step, which therefore is torn: what the others have of it is given up."""
+        self._discard_staged()
+        if self._key is not None:
+            self.session.left_out(self._key)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Only the coordinator, and only when every rank has written: the step is whole now."""
@@ -259,10 +269,11 @@ class TieredWriter(Stager, StorageWriter):
         session = self.session
         assigned = self._assigned()
         decision, part = assigned.decision, assigned.part
+        key = self._key = decision.key(part)
         session.adopt(decision, self._saved_at)
         if part == 0:
             session.say_memory_only()
-        key = decision.key(part)
+        wait_s = self.settings.memory.wait_s if self.wait_s is None else self.wait_s
         work = Work(plan, planner, staged=self._staged is not None)
         if not self.settings.memory.trust_objects:
             work.warn_of_objects()
@@ -273,7 +284,7 @@ class TieredWriter(Stager, StorageWriter):
         if staged is None:
             layout = work.layout(session.layouts)
             size = sum(map(len, work.item_bytes(layout)))
-            staged = session.stage(key, decision.parts, layout, size, wait_s=self.settings.memory.wait_s)
+            staged = session.stage(key, decision.parts, layout, size, wait_s=wait_s)
             with session.abandoned_on_error(staged):
                 self._fill(session, staged, work)
                 if before is not None and earlier is None and not before.owner.alive:
@@ -295,8 +306,6 @@ class TieredWriter(Stager, StorageWriter):
             keep=self.keep,
         )
         self._end_staging()
-        if self._collectives:
-            session.unfinished.append(record.key.group)
         self._remember(session, PlannedSave(staged.layout, part, decision.parts, table), planner)
         session.observe(
             saves=1,

@@ -6,11 +6,12 @@ went.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peerstore.cluster.nodes import Node, NodeId
 from peerstore.cluster.placement import place
+from peerstore.commit import Reports, Settling, is_wanted
 from peerstore.errors import (
     ArenaBusyError,
     ArenaFullError,
@@ -20,9 +21,7 @@ from peerstore.errors import (
     ShardDamagedError,
     ShardPendingError,
 )
-from peerstore.ledger import is_wanted
-from peerstore.peers.duties import Duty, Held, Reports, Standing, due, stand_ins, standing
-from peerstore.peers.messages import Settling
+from peerstore.peers.duties import Duty, Held, Standing, due, stand_ins, standing
 from peerstore.records import Base, Group, ShardFact, ShardKey
 
 AGAIN_S = 1.0
@@ -64,6 +63,8 @@ class Outlook:
     """What that one went on from, as far as this node has heard."""
     life: Callable[[str], int]
     """A number for each node that rises when it starts again: it may have lost what it held."""
+    left_out: Mapping[Group, Collection[int]] = field(default_factory=dict)
+    """Parts that their writers on this node will never seal."""
 
 
 @dataclass
@@ -255,7 +256,7 @@ class Accounts:
         self._seen = None
         return self._known.setdefault(key, _Known())
 
-    # -- what is settled ----------------------------------------------------------------------------------------------
+    # -- what is to be counted ----------------------------------------------------------------------------------------
 
     def unreported(self, look: Outlook) -> tuple[str, list[Settling]]:
         """Who keeps the tally, and what it has not been told yet."""
@@ -263,7 +264,12 @@ class Accounts:
         standings = [self._standing(held, look, candidates) for held in shards if held.wanted]
         parts_of = {fact.key.group: fact.parts for fact in look.facts}
         return self.reports.unreported(
-            standings, parts_of, living=look.living, settled=look.settled, life=look.life(self._me)
+            standings,
+            parts_of,
+            living=look.living,
+            settled=look.settled,
+            life=look.life(self._me),
+            left_out=look.left_out,
         )
 
     def unreached(self, teller: str, now: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from peerstore import frames
 from peerstore.cluster.nodes import NodeId
+from peerstore.commit import Decided, Settling
 from peerstore.crashpoints import reach
 from peerstore.errors import (
     PeerStoreError,
@@ -41,7 +42,6 @@ from peerstore.peers.messages import (
     Relist,
     Request,
     Settled,
-    Settling,
     Stake,
     Striped,
     Suspect,
@@ -145,7 +145,8 @@ class _Conversation:
             "roster": (AskRoster, self._roster),
             "settling": (Settling, team.protecting.settlement.settling),
             "dropped": (Dropped, lambda a: self._store.forget(team.job, list(a.groups)) and None),
-            "settled": (Settled, lambda a: team.protecting.settlement.settled(a.group)),
+            "settled": (Settled, lambda a: team.protecting.settlement.decided(Decided(a.group, a.group))),
+            "decided": (Decided, team.protecting.settlement.decided),
         }
 
     def run(self) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from peerstore.cluster.gossip import Gossip
-from peerstore.jobs import MOST_KEPT
+from peerstore.commit import MOST_KEPT, MOST_TORN
 from peerstore.records import Base, Group, Kept, ShardFact, ShardKey, ShardRecord
 
 PEER_PROTOCOL = 1
@@ -224,6 +224,10 @@ class Ping(msgspec.Struct, frozen=True):
     """What the job went on from, as far as the sender has heard."""
     kept: Annotated[tuple[Kept, ...], msgspec.Meta(max_length=2 * MOST_KEPT)] = ()
     """Versions that somebody wants kept, or not any more."""
+    whole: Group | None = None
+    """The newest version the sender knows to be whole."""
+    torn: Annotated[tuple[Group, ...], msgspec.Meta(max_length=MOST_TORN)] = ()
+    """Versions the sender knows to be torn."""
 
 
 class Dropped(msgspec.Struct, frozen=True):
@@ -242,19 +246,9 @@ class AskRoster(msgspec.Struct, frozen=True):
     """Who belongs to the job, as far as the other node knows?"""
 
 
-class Settling(msgspec.Struct, frozen=True):
-    """These parts of a version have all the copies they were to have, or all they can get."""
-
-    group: Group
-    parts_in_all: int
-    parts: tuple[int, ...]
-    by: str = ""
-    """The node that answers for these parts, and for no others of this version any more."""
-    life: int = 0
-    """Which of its lives: what it said in an earlier one may not be so any more."""
-
-
 class Settled(msgspec.Struct, frozen=True):
-    """Every part of this version has its copies: what is older may be given up."""
+    """Every part of this version has its copies: what is older may be given up. For agents of a release that does not
+    know :class:`~peerstore.commit.Decided`.
+    """
 
     group: Group

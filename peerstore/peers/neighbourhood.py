@@ -236,7 +236,7 @@ class Neighbourhood(SealListener):
     def parity(self, record: ShardRecord) -> None:
         self.sealed(record)
 
-    def marked(self, job: str, group: Group) -> None:
+    def decided(self, job: str, group: Group, *, torn: bool) -> None:
         team = self.team(job)
         if team is not None:
             team.protecting.wake()

@@ -90,7 +90,9 @@ class Protecting:
         settled = self._store.copies.settled(self._job)
         epoch, _ = self._store.copies.owner_of(self._job)
         base = self._store.copies.base(self._job)
-        return Outlook(self._clock(), self._tending.living, facts, settled, epoch, base, self._tending.life)
+        left_out = self._store.copies.left_out(self._job)
+        living, life = self._tending.living, self._tending.life
+        return Outlook(self._clock(), living, facts, settled, epoch, base, life, left_out)
 
     @property
     def partners(self) -> tuple[str, ...]:
@@ -224,10 +226,10 @@ class Protecting:
             self._accounts.confirm(key, node, self._tending.life(node))
             self._changed.notify_all()
 
-    # -- what is settled ----------------------------------------------------------------------------------------------
+    # -- what is decided ----------------------------------------------------------------------------------------------
 
     def _tell_scribe(self) -> None:
-        """Say which parts of which versions have their copies; who keeps the tally says when a version is settled."""
+        """Say which parts of which versions are here, and have their copies; who counts says what follows."""
         if not (self.protection.settles and self._tending.knows):  # others may be there that have no copies yet
             return
         look = self._look()

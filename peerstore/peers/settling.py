@@ -1,4 +1,4 @@
-"""Which version every part of is kept as well as was asked for: counted by one node, told to all."""
+"""What becomes of versions: counted by one node, told to all. What follows from what is in :mod:`peerstore.commit`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from peerstore.commit import Decided, Reports, Settling, scribe, told_at_once
 from peerstore.crashpoints import reach
-from peerstore.errors import PeerStoreError
-from peerstore.peers.duties import Reports, scribe, told_at_once
-from peerstore.peers.messages import Settled, Settling
+from peerstore.errors import PeerStoreError, RequestError
+from peerstore.peers.messages import Settled
 from peerstore.peers.tending import Tending
-from peerstore.records import Group
 from peerstore.store import NodeStore
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Totals:
 
 
 class Settlement:
-    """One job's :class:`~peerstore.peers.duties.Reports`, sent and received. ``changed`` guards them."""
+    """One job's :class:`~peerstore.commit.Reports`, sent and received. ``changed`` guards them."""
 
     def __init__(
         self,
@@ -60,13 +59,12 @@ class Settlement:
         self._changed = changed
         self._first: tuple[Mapping[str, object], str | None] = ({}, None)
         self._announcing = threading.Lock()
-        self._newest: Group | None = None
-        self._untold: set[str] = set()
-        """Nodes that are to be told of the newest version, and whose turn has not come."""
+        self._untold: dict[str, Decided] = {}
+        """What nodes are to be told, whose turn has not come."""
         self._tellers = ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-settled")
 
     def tell(self, teller: str, notes: Iterable[Settling]) -> bool:
-        """Tell the scribe which parts of which versions are kept as they are to be; whether it heard all of that."""
+        """Tell the scribe which parts of which versions are here and have copies; whether it heard all of that."""
         heard = True
         for note in notes:
             if self._told(teller, note):
@@ -88,7 +86,7 @@ class Settlement:
             try:
                 self._tell(node, note, timeout_s=_TOLD_S if node == teller else 2 * _TOLD_S)
             except (PeerStoreError, OSError) as error:
-                log.debug("job %s: %s was not told by %s what is settled: %s", self._job, teller, node, error)
+                log.debug("job %s: %s was not told by %s what is here: %s", self._job, teller, node, error)
             else:
                 return True
         return False
@@ -97,7 +95,7 @@ class Settlement:
         self._tending.peer(node).call("settling", note, type(None), timeout_s=timeout_s)
 
     def settling(self, note: Settling) -> None:
-        """A node of the job says that these parts are kept as they are to be. Raises when the scribe cannot be told."""
+        """A node of the job says which parts it answers for. Raises when the scribe cannot be told."""
         with self._changed:
             self._reports.count(note)
         if not self._look():
@@ -115,47 +113,52 @@ class Settlement:
         return found
 
     def _look(self) -> bool:
-        """Whether a version is settled by what was told so far. Then all hear of it."""
+        """Whether something follows from what was told so far. Then all hear of it."""
         living, settled = self._tending.living, self._store.copies.settled(self._job)
         quorum = self._tending.quorum
         with self._changed:
-            group = self._reports.complete(living=living, life=self._tending.life, settled=settled, quorum=quorum)
-        if group is None:
+            found = self._reports.complete(living=living, life=self._tending.life, settled=settled, quorum=quorum)
+        if not found:
             return False
-        self.settled(group)
-        reach("peer.settling")
-        self._announce(group, told_at_once(living, self._tending.me.id))
+        self.decided(found)
+        if found.settled is not None:
+            reach("peer.settling")
+        self._announce(found, told_at_once(living, self._tending.me.id))
         return True
 
-    def _announce(self, group: Group, nodes: Iterable[str]) -> None:
+    def _announce(self, found: Decided, nodes: Iterable[str]) -> None:
         """Have these nodes told, several at a time: whoever reported the last part does not wait for all of them."""
         with self._announcing:
-            self._newest = group
             new = [node for node in nodes if node not in self._untold]
-            self._untold.update(new)
+            for node in nodes:
+                self._untold[node] = self._untold.get(node, Decided()) | found
         for node in new:
             with contextlib.suppress(RuntimeError):  # this agent ends, and the others hear it by the pings
-                self._tellers.submit(self._tell_settled, node)
+                self._tellers.submit(self._tell_decided, node)
 
-    def _tell_settled(self, node: str) -> None:
+    def _tell_decided(self, node: str) -> None:
         with self._announcing:
-            self._untold.discard(node)
-            group = self._newest  # who could not be told of an older one in time hears of the newest only
-        if group is None:
-            return
+            found = self._untold.pop(node)  # all that was decided while it waited for its turn
         try:
-            self._tending.peer(node).call("settled", Settled(group), type(None), timeout_s=_TOLD_S, within_s=_TOLD_S)
+            try:
+                self._say(node, "decided", found)
+            except RequestError:  # an agent of a release that knows no more than what is settled
+                if found.settled is not None:
+                    self._say(node, "settled", Settled(found.settled))
         except (PeerStoreError, OSError) as error:  # it learns with the next version, or by the next ping
-            log.debug("job %s: %s was not told of %s: %s", self._job, node, group, error)
+            log.debug("job %s: %s was not told %s: %s", self._job, node, found, error)
+
+    def _say(self, node: str, what: str, body: object) -> None:
+        self._tending.peer(node).call(what, body, type(None), timeout_s=_TOLD_S, within_s=_TOLD_S)
 
     def close(self) -> None:
         self._tellers.shutdown(cancel_futures=True)
 
-    def settled(self, group: Group) -> None:
-        """Every part of this version is kept as it is to be: what is older may go."""
+    def decided(self, found: Decided) -> None:
+        """What the scribe has come to: noted here, and what is given up for it goes."""
         before = self._store.copies.settled(self._job)
-        self._store.copies.settle(self._job, group)
-        if before is None or before < group:
+        self._store.copies.decide(self._job, found)
+        if found.settled is not None and (before is None or before < found.settled):
             self._totals.settled += 1
         with self._changed:
             self._changed.notify_all()

@@ -23,9 +23,10 @@ from peerstore import deadlines
 from peerstore.bandwidth import Bandwidth
 from peerstore.cluster.grouping import groups
 from peerstore.cluster.nodes import Node
+from peerstore.commit import Reports
 from peerstore.errors import PeerStoreError
 from peerstore.peers.accounts import Protection
-from peerstore.peers.duties import Duty, Reports, Standing
+from peerstore.peers.duties import Duty, Standing
 from peerstore.peers.keeping import AGAIN_S, Due, Keeping
 from peerstore.peers.messages import Stake, Striped
 from peerstore.peers.paths import Paths
@@ -297,7 +298,10 @@ class Sharing:
         settled = self._store.copies.settled(self._job)
         with self._changed:
             life = self._tending.life(self._tending.me.id)
-            teller, notes = self._reports.unreported(standings, parts_of, living=living, settled=settled, life=life)
+            left_out = self._store.copies.left_out(self._job)
+            teller, notes = self._reports.unreported(
+                standings, parts_of, living=living, settled=settled, life=life, left_out=left_out
+            )
         if self._later.get(teller, 0.0) <= self._clock() and not self.settlement.tell(teller, notes):
             self._later.setdefault(teller, self._clock() + AGAIN_S)
 

@@ -112,7 +112,9 @@ class Team:
         self.taken_over = 0
 
     def start(self, discovery: Discovery) -> None:
-        self._store.copies.guard(self.job, guarded=self.settings.guarded, permit=self.tending.check_quorum)
+        guarded = self.settings.guarded
+        permit = self.tending.check_quorum if guarded else None
+        self._store.copies.guard(self.job, guarded=guarded, permit=permit)
         self.tending.follow(discovery)
         self.tending.beat()
         self.tending.start()

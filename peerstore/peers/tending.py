@@ -17,6 +17,7 @@ from peerstore.cluster.membership import AskAnother, Membership
 from peerstore.cluster.membership import Ping as PingOut
 from peerstore.cluster.nodes import Node, NodeId
 from peerstore.cluster.roster import Roster
+from peerstore.commit import Decided
 from peerstore.copies import Copies
 from peerstore.errors import NoQuorumError, PeerStoreError
 from peerstore.peers.calling import Pass, Peer
@@ -356,7 +357,8 @@ class Tending:
 
 def ping_with(gossip: Gossip, copies: Copies, job: str) -> Ping:
     """Gossip, and what this node's store knows of the job."""
-    return Ping(gossip, copies.settled(job), copies.active(job), copies.base(job), copies.kept(job))
+    known = copies.decided(job)
+    return Ping(gossip, known.settled, copies.active(job), copies.base(job), copies.kept(job), known.whole, known.torn)
 
 
 def take_over(copies: Copies, job: str, fence: tuple[int, str], ping: Ping) -> None:
@@ -365,8 +367,7 @@ def take_over(copies: Copies, job: str, fence: tuple[int, str], ping: Ping) -> N
         copies.learn(job, ping.base)
     if fence > copies.owner_of(job):
         copies.fence(job, *fence)
-    if ping.settled is not None:
-        copies.settle(job, ping.settled)
+    copies.decide(job, Decided(ping.whole, ping.settled, ping.torn))
     copies.keep(job, ping.kept)
     if ping.active:
         copies.touch(job)

@@ -260,7 +260,7 @@ def test_the_newest_whole_version_is_never_given_up_for_unfinished_ones(store):
 def test_a_word_from_outside_makes_a_version_whole(store):
     save(store, key(1, 0), parts=2)
     save(store, key(2, 0), parts=2)
-    store.mark_whole("job", key(2).group)
+    store.call_whole("job", key(2).group)
     assert [fact.marked_whole for fact in sorted(store.inventory("job"), key=lambda fact: fact.key)] == [False, True]
     save(store, key(3, 0), parts=2)
     save(store, key(4, 0), parts=2)
@@ -428,9 +428,9 @@ def test_damage_is_found_reported_and_the_shard_dropped(store):
 def test_a_version_that_lost_a_part_is_not_whole_whoever_says_so(store):
     for version in (1, 2):
         save(store, key(version))
-        store.mark_whole("job", key(version).group)
+        store.call_whole("job", key(version).group)
     store.report(key(2), "a reader saw other bytes")
-    store.mark_whole("job", key(2).group)
+    store.call_whole("job", key(2).group)
     assert store.status().jobs[0].newest_whole == 1
     for version in (3, 4):
         save(store, key(version), parts=2)
@@ -454,7 +454,7 @@ def test_chunks_that_are_not_there_are_a_wrong_request(store, chunks):
 def test_what_was_forgotten_is_not_whole_any_more(store):
     for version in (1, 2):
         save(store, key(version))
-        store.mark_whole("job", key(version).group)
+        store.call_whole("job", key(version).group)
     assert store.forget("job", [key(2).group]) == 1
     assert store.status().jobs[0].newest_whole == 1
     for version in (3, 4):
@@ -578,7 +578,7 @@ def test_names_that_could_not_be_files_are_refused(store, name):
         lambda: store.claim(name, "a"),
         lambda: store.reserve(name, 0, 10),
         lambda: store.put_blob(name, "a", b""),
-        lambda: store.mark_whole(name, key().group),
+        lambda: store.call_whole(name, key().group),
         lambda: store.epoch(name),
     ]
     for attempt in attempts:

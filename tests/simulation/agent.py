@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from peerstore.adoption import Adoption
 from peerstore.cluster.gossip import Standing
 from peerstore.cluster.membership import Membership
+from peerstore.commit import Decided, Settling
 from peerstore.copies import Copies
 from peerstore.errors import NoQuorumError, PeerStoreError, PeerUnreachableError, ShardNotFoundError
 from peerstore.jobs import Jobs
@@ -19,7 +20,7 @@ from peerstore.owners import Owner
 from peerstore.peers import tending
 from peerstore.peers.accounts import Accounts, Outlook, Protection
 from peerstore.peers.duties import Duty, inherited, remembered, worth_mending
-from peerstore.peers.messages import Looked, Ping, Settling
+from peerstore.peers.messages import Looked, Ping
 from peerstore.peers.newcomers import Newcomers
 from peerstore.records import Group, ShardKey, ShardRecord
 from peerstore.shelf import Shelf
@@ -46,7 +47,7 @@ class Agent:
         self.keeping = Keeping(self.shelf, self.jobs)
         self.leasing = Leasing(self.shelf, self.jobs, lambda _: False, self.keeping.expire)
         self.sealing = SimulatedSealing(self.shelf, self.jobs, None)  # type: ignore[arg-type]
-        self.copies = Copies(self.shelf, self.jobs, self.leasing)
+        self.copies = Copies(self.shelf, self.jobs, self.leasing, self.keeping)
         self.adoption = Adoption(self.shelf, self.jobs, self.leasing)
         with self.shelf.lock:
             self.adoption.read_notes()
@@ -65,7 +66,7 @@ class Agent:
             "ping_for": lambda _, node: self.world.reaches(self.name, node, self.members.settings.ping_timeout_s),
             "roster": lambda *_: self.members.roster,
             "settling": lambda _, note: self.settling(note),
-            "settled": lambda _, group: self._settled(group),
+            "decided": lambda _, found: self._decided(found),
             "look": lambda *_: self.look(),
             "read": lambda _, key: self.read(key),
             "suspect": lambda _, key: self.verify(key),
@@ -209,6 +210,7 @@ class Agent:
             epoch,
             self.copies.base(JOB),
             self.members.life,
+            self.copies.left_out(JOB),
         )
 
     def wake(self, delay_s: float = 0.001) -> None:
@@ -254,30 +256,52 @@ class Agent:
         self._tally()
 
     def _tally(self) -> None:
-        group = self.accounts.reports.complete(
+        found = self.accounts.reports.complete(
             living=self.living,
             life=self.members.life,
             settled=self.copies.settled(JOB),
             quorum=self.members.quorum,
         )
-        if group is None:
+        if not found:
             return
-        self.world.say(f"{self.name} says that {self.world.short(group)} is settled")
-        self.world.truth.declared(self, group)
-        self._settled(group)
+        self.world.say(f"{self.name} says that {self._in_words(found)}")
+        self.world.truth.decided(self, found)
+        self._decided(found)
         for node in self.living:
             if node != self.name:
-                self.call(node, "settled", group)
+                self.call(node, "decided", found)
 
-    def _settled(self, group: Group) -> None:
-        self.copies.settle(JOB, group)
+    def _in_words(self, found: Decided) -> str:
+        whole = f"{self.world.short(found.whole)} is whole" if found.whole is not None else ""
+        settled = f"{self.world.short(found.settled)} is settled" if found.settled is not None else ""
+        torn = ", ".join(map(self.world.short, found.torn)) + " is torn" if found.torn else ""
+        return ", ".join(filter(None, (whole, settled, torn)))
+
+    def _decided(self, found: Decided) -> None:
+        self.copies.decide(JOB, found)
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
-    def mark_whole(self, group: Group) -> None:
+    def sealed(self, key: ShardKey) -> None:
+        """What the store does after each seal."""
         with self.shelf.lock:
-            news = self.jobs.mark_whole(JOB, group)
+            if self.jobs.is_torn(JOB, key.group):
+                self.keeping.forget(JOB, [key.group])
+        self.wake()
+
+    def call_whole(self, group: Group) -> None:
+        with self.shelf.lock:
+            news = self.jobs.call_whole(JOB, group)
         if news:
+            self.wake()
+
+    def leave_out(self, key: ShardKey) -> None:
+        with self.shelf.lock:
+            news = self.jobs.leave_out(JOB, key.group, key.part)
+            if news:
+                self.keeping.forget(JOB, [key.group])
+        if news:
+            self.world.truth.left_out(key)
             self.wake()
 
     def look(self) -> Looked:

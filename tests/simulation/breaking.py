@@ -15,12 +15,12 @@ import msgspec
 from peerstore import ledger
 from peerstore.cluster.membership import Membership
 from peerstore.cluster.placement import Placement, place
+from peerstore.commit import Decided, Reports, Settling, Tally, Versions, newest_whole
 from peerstore.errors import FencedError
 from peerstore.jobs import Jobs
 from peerstore.peers import duties
 from peerstore.peers.accounts import Accounts
-from peerstore.peers.duties import Held, Reports, Tally
-from peerstore.peers.messages import Settling
+from peerstore.peers.duties import Held
 from peerstore.records import Group, ShardKey
 from tests.simulation import agent, memory, restoring, transfers
 from tests.simulation.schedule import Schedule, schedule_of
@@ -49,6 +49,7 @@ class Broken:
 
 
 _add, _check_fence, _complete, _plan = Tally.add, Jobs.check_fence, Reports.complete, duties.plan
+_torn, _leave_out = Tally.torn, Versions.leave_out
 
 
 def _what_one_tells_is_all(tally: Tally, note: Settling) -> None:
@@ -60,8 +61,31 @@ def _all_may_write(jobs: Jobs, key: ShardKey) -> None:
         _check_fence(jobs, key)
 
 
-def _settle_alone(reports: Reports, *, quorum: bool, **known: Any) -> Group | None:
+def _settle_alone(reports: Reports, *, quorum: bool, **known: Any) -> Decided:
     return _complete(reports, quorum=True, **known)
+
+
+def _left_out_is_there(tally: Tally, note: Settling) -> None:
+    _add(tally, msgspec.structs.replace(note, sealed=(*note.sealed, *note.left_out), left_out=()))
+
+
+def _believe_the_writer(versions: Versions, group: Group, part: int, _here: Any) -> bool:
+    return _leave_out(versions, group, part, ())
+
+
+def _tear_alone(jobs: Jobs, job: str, groups: Any) -> list[Group]:
+    jobs.of(job).tear(groups)
+    return []
+
+
+def _what_is_on_its_way_is_torn(tally: Tally) -> tuple[Group, ...]:
+    tally._torn |= {group: False for group, said in tally._said.items() if not said.whole}
+    return _torn(tally)
+
+
+def _what_is_whole_is_torn(tally: Tally) -> tuple[Group, ...]:
+    tally._torn |= {group: False for group, said in tally._said.items() if said.whole}
+    return _torn(tally)
 
 
 def _no_new_partner(held: Held, *, partners: Any, **known: Any) -> tuple[str, ...]:
@@ -74,7 +98,7 @@ def _as_if_without_racks(nodes: Any, copies: int, levels: tuple[str, ...]) -> Pl
 
 BROKEN = {
     "evict below whole": Broken(
-        Jobs, "settled", lambda _, whole, mending=None: ledger.newest_whole(whole), "the last copy of a part of what"
+        Jobs, "settled", lambda _, whole, mending=None: newest_whole(whole), "the last copy of a part of what"
     ),
     "keep all of the past": Broken(ledger, "stranded", lambda *_, **__: [], "cannot go on"),
     "count what was not compared": Broken(transfers, "arrived_whole", lambda *_: True, "that has bytes nobody wrote"),
@@ -104,6 +128,11 @@ BROKEN = {
         Shape(nodes=3, copies=2, parts=1),
     ),
     "settle with what one tells": Broken(Tally, "add", _what_one_tells_is_all, "is settled, but part"),
+    "count what was left out": Broken(Tally, "add", _left_out_is_there, "is whole without"),
+    "tear what is on its way": Broken(Tally, "torn", _what_is_on_its_way_is_torn, "and nobody left a part out"),
+    "tear what is whole": Broken(Tally, "torn", _what_is_whole_is_torn, "two answers"),
+    "believe who did not hear": Broken(Versions, "leave_out", _believe_the_writer, "for left out, and was sealed"),
+    "keep what is torn": Broken(Jobs, "tear", _tear_alone, "what is torn still takes room"),
     "ignore racks": Broken(memory, "_placed", _as_if_without_racks, "in one rack"),
     "seek no new partner": Broken(
         duties, "plan", _no_new_partner, "took the last copy", ("save", "wait", "crash", *["wait"] * 4, "crash")

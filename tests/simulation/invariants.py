@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from peerstore.commit import Decided
 from peerstore.notes import CLAIM, ClaimNote
 from peerstore.records import Group, ShardKey
 from tests.simulation.holdings import Holdings, Violation
@@ -60,6 +61,10 @@ class Truth(Holdings):
         self._floor_lost = False
         self._troubled_at = 0.0
         self.settled: list[Group] = []
+        self._left_out: set[Group] = set()
+        """Versions of which a rank has left out its part, and told its agent so."""
+        self._answers: dict[Group, str] = {}
+        """What was told of versions: whole, or torn."""
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -187,6 +192,40 @@ class Truth(Holdings):
     def loaded(self, key: ShardKey, data: bytes, written: bytes) -> None:
         if data != written:
             raise Violation(f"{self._world.short(key)} was loaded with bytes that nobody wrote")
+
+    def left_out(self, key: ShardKey) -> None:
+        """An agent has heard, and believes, that this part was never sealed."""
+        if key.part in self._sealed_once.get(key.group, ()):
+            raise Violation(f"{self._world.short(key)} is taken for left out, and was sealed")
+        self._left_out.add(key.group)
+
+    def decided(self, agent: Agent, found: Decided) -> None:
+        """The one that counts has come to an answer."""
+        for group in found.torn:
+            self._answered(agent, group, "torn")
+            if group not in self._left_out:
+                raise Violation(f"{agent.name}: {self._world.short(group)} is torn, and nobody left a part out")
+        if found.whole is not None:
+            missing = self._world.shape.parts - len(self._sealed_once.get(found.whole, ()))
+            if missing:
+                raise Violation(f"{agent.name} says that {self._world.short(found.whole)} is whole without {missing}")
+            self._answered(agent, found.whole, "whole")
+        if found.settled is not None:
+            self.declared(agent, found.settled)
+
+    def _answered(self, agent: Agent, group: Group, answer: str) -> None:
+        if self._answers.setdefault(group, answer) != answer:
+            raise Violation(f"two answers: {agent.name} says that {self._world.short(group)} is {answer} after all")
+
+    def torn_but_there(self) -> str:
+        """What is kept of versions that a node which is there knows to be torn; nothing when all has heard of it."""
+        agents = [machine.agent for machine in self._world.machines.values() if machine.agent is not None]
+        known = {group for agent in agents for group in agent.copies.decided("job").torn}
+        living = self.living()
+        held = {
+            group for group in known for part in range(self._world.shape.parts) if self.holders(group, part) & living
+        }
+        return "; ".join(f"{self._world.short(group)}: {self.describe(group)}" for group in sorted(held))
 
     def declared(self, agent: Agent, group: Group) -> None:
         """The scribe says that all parts of a version have their copies."""

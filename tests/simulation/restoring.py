@@ -187,7 +187,7 @@ class Restore:
         if group is not None:
             self.world.truth.restored(self, group)
             for agent in self.agents.values():
-                agent.mark_whole(group)
+                agent.call_whole(group)
                 agent.copies.go_back(JOB, group)
                 agent.wake()
         incarnation = chr(ord("a") + len(self.world.restores) % 26)

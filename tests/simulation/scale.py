@@ -22,9 +22,9 @@ from peerstore.cluster.membership import Membership
 from peerstore.cluster.nodes import Node, NodeId
 from peerstore.cluster.placement import Placement, place
 from peerstore.cluster.roster import roster_of
-from peerstore.peers.duties import Reports, scribe, told_at_once
+from peerstore.commit import Reports, Settling, scribe, told_at_once
 from peerstore.peers.duties import Standing as Kept
-from peerstore.peers.messages import Answer, Looked, LookedFor, LookFor, Ping, Request, Settling
+from peerstore.peers.messages import Answer, Looked, LookedFor, LookFor, Ping, Request
 from peerstore.records import Group, ShardFact, ShardKey
 from tieredckpt.agent.views import elsewhere, memory_views
 from tieredckpt.manifest import ShardMeta, encode_meta
@@ -114,7 +114,7 @@ def settled_by(names: list[str]) -> tuple[int, int, float]:
         found = None
         for note in notes:
             reports.count(note)
-            found = reports.complete(living=living, life=lambda _: 1, settled=None, quorum=True) or found
+            found = reports.complete(living=living, life=lambda _: 1, settled=None, quorum=True).settled or found
         return found
 
     found, seconds = timed(count)

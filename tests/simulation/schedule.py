@@ -122,6 +122,8 @@ def finish(world: World) -> None:
         raise Violation(
             f"{world.short(world.truth.floor)} does not get its copies again: {world.truth.describe(world.truth.floor)}"
         )
+    if not world.run(30.0, lambda: not world.truth.torn_but_there()):
+        raise Violation(f"what is torn still takes room: {world.truth.torn_but_there()}")
     if roomy:
         _goes_on(world)
 
@@ -144,7 +146,7 @@ def _goes_on(world: World) -> None:
             group = job.save()
             if group is None:
                 break
-            done = partial(_settled, world, job, group, before)
+            done = partial(_settled, world, group, before)
             world.run(25.0, done)
             if done():
                 return
@@ -154,9 +156,7 @@ def _goes_on(world: World) -> None:
     raise Violation(f"the job cannot go on: {world.restores[-1].outcome}; {[str(job) for job in world.jobs]}")
 
 
-def _settled(world: World, job: object, group: object, before: int) -> bool:
-    if world.copies == 1:
-        return group in job.committed  # type: ignore[attr-defined]
+def _settled(world: World, group: object, before: int) -> bool:
     return group in world.truth.settled[before:]
 
 
@@ -177,6 +177,13 @@ def _save(world: World, event: Event) -> None:
     jobs = [job for job in world.jobs if job.running]
     if jobs:
         jobs[event.one % len(jobs)].save()
+
+
+def _leave_out(world: World, event: Event) -> None:
+    """A save of which one rank has no part, or does not hear that it has one."""
+    jobs = [job for job in world.jobs if job.running]
+    if jobs:
+        jobs[event.one % len(jobs)].save(without=event.other % world.shape.parts, unheard=event.one % 3 == 0)
 
 
 def _crash(world: World, event: Event) -> None:
@@ -361,6 +368,7 @@ def hash_of(name: str, number: int) -> int:
 
 KINDS: dict[str, tuple[int, Callable[[World, Event], None]]] = {
     "save": (30, _save),
+    "leave out": (8, _leave_out),
     "crash": (6, _crash),
     "save and crash": (4, _crash_soon),
     "return": (6, _return),

@@ -30,6 +30,7 @@ class Trainers:
         """Why the job cannot go on, once a rank was told."""
         self._gone: set[str] = set()
         self._sealed: dict[Group, set[int]] = {}
+        self._unheard: set[ShardKey] = set()
         self.committed: list[Group] = []
 
     def __str__(self) -> str:
@@ -47,7 +48,8 @@ class Trainers:
             self._gone |= set(machines)
             self.running = False
 
-    def save(self) -> Group | None:
+    def save(self, *, without: int | None = None, unheard: bool = False) -> Group | None:
+        """``without``: this rank leaves its part out; ``unheard``: it seals it, and does not hear that it has."""
         if not self.running:
             return None
         self.step += 1
@@ -57,8 +59,23 @@ class Trainers:
         self.world.truth.saved(group, self.base)
         for part in range(len(self.places)):
             key = ShardKey(JOB, self.step, self.epoch, self.name, 0, part)
-            self._soon(0.2, part, partial(self._write, key, _TRIES))
+            if part != without:
+                self._soon(0.2, part, partial(self._write, key, _TRIES))
+            elif unheard:
+                self._unheard.add(key)
+                self._soon(0.2, part, partial(self._write, key, _TRIES))
+            else:
+                self._soon(0.2, part, partial(self._leave_out, key))
         return group
+
+    def _leave_out(self, key: ShardKey) -> None:
+        """A rank tells its agent, and where that is away, again."""
+        agent = self.world.agent_at(self.places[key.part])
+        if agent is None:
+            self.world.events.after(_WAIT_S, partial(self._if_there, key.part, partial(self._leave_out, key)))
+            return
+        self.world.say(f"{self} leaves out {self.world.short(key)}")
+        agent.leave_out(key)
 
     def _soon(self, within_s: float, part: int, work: partial[None]) -> None:
         self.world.events.after(self.world.random.random() * within_s, partial(self._if_there, part, work))
@@ -81,7 +98,7 @@ class Trainers:
                     _WAIT_S, partial(self._if_there, key.part, partial(self._write, key, tries - 1))
                 )
             else:
-                self.world.say(f"{self} skips {self.world.short(key)}")
+                self._leave_out(key)
         else:
             self.world.truth.accepted(self, agent.name)
             agent.machine.arena.bytes[lease.slot][:] = content(key)
@@ -95,6 +112,8 @@ class Trainers:
                 self.world.events.after(
                     _WAIT_S, partial(self._if_there, key.part, partial(self._seal, lease, tries - 1))
                 )
+            else:
+                self._leave_out(key)
             return
         try:
             agent.sealing.seal(lease.id, SHARD_BYTES, b"%d" % (-1 if self.base is None else self.base), lambda _: None)
@@ -102,7 +121,9 @@ class Trainers:
             self._refuse(key, error)
             return
         self.world.truth.wrote(self, agent.name)
-        agent.wake()
+        agent.sealed(key)
+        if key in self._unheard:
+            self._soon(0.2, key.part, partial(self._leave_out, key))
         group = key.group
         self._sealed[group].add(key.part)
         if len(self._sealed[group]) == len(self.places):
@@ -112,13 +133,6 @@ class Trainers:
         self.world.say(f"{self} has step {group.version} whole")
         self.committed.append(group)
         self.world.truth.committed(group)
-        for part in range(len(self.places)):
-            self._soon(0.3, part, partial(self._mark, group, part))
-
-    def _mark(self, group: Group, part: int) -> None:
-        agent = self.world.agent_at(self.places[part])
-        if agent is not None:
-            agent.mark_whole(group)
 
     def _refuse(self, key: ShardKey, error: PeerStoreError) -> None:
         if self.running:

@@ -201,7 +201,7 @@ def test_the_environment_is_read_in_one_module_of_each_package():
     readers = {str(path.relative_to(ROOT)) for path in paths if reads(path)}
     # What a launcher says about ranks, and what a child process inherits, is not configuration.
     inherited = {
-        *("tieredckpt/board.py", "tieredckpt/joining.py", "tieredckpt/agent_node.py"),
+        "tieredckpt/agent_node.py",
         *("elastic/control/keeping.py", "elastic/control/launching.py"),
         *("elastic/control/supervisor.py", "elastic/control/tasks.py"),
         *("elastic/workers/launched.py", "elastic/workers/loop.py"),

@@ -413,7 +413,7 @@ class Drain(SealListener):
         self.totals.steps += 1
         self.totals.seconds += self._clock() - began
         self.totals.lag_s = self._clock() - step.sealed_at
-        self._store.mark_whole(step.job, step.group)
+        self._store.call_whole(step.job, step.group)
         self._settle(step, "done")
         log.info("%s step %d is durable in %s", step.job, step.group.version, catalog.store.url)
         self._leave_torn(step)
@@ -446,6 +446,13 @@ class Drain(SealListener):
         listing = catalog.listing()
         for group in (self._store.kept(job) & listing.manifests.keys()) - listing.kept:
             catalog.keep(group, kept=True)
+
+    def decided(self, job: str, group: Group, *, torn: bool) -> None:
+        with self._changed:
+            step = self._steps.get((job, group))
+            if torn and step is not None and step.state == "waiting":
+                self._skip(step, "a rank left its part out")
+                self._changed.notify_all()
 
     def drop(self, job: str, groups: Collection[Group]) -> None:
         """Their owner gives these steps up: nothing more of them is uploaded."""

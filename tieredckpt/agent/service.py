@@ -389,6 +389,7 @@ class NodeService(SealListener):
 
     def restored(self, job: str, group: Group, *, goes_on: bool, owner: Owner | None = None) -> None:
         self._crashed.done(owner or myself(), job)
+        self.store.call_whole(job, group)  # what was loaded is
         if goes_on:
             self.store.copies.go_back(job, group)
 

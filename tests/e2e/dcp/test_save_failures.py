@@ -28,8 +28,8 @@ from tieredckpt import (
 from tieredckpt.agent_node import AgentNode
 from tieredckpt.errors import MismatchError, StoreBusyError, UsageError
 from tieredckpt.saved import SaveState
-from tieredckpt.session import close_sessions, nodes_from
-from tieredckpt.settings import DurableSettings
+from tieredckpt.session import Session, close_sessions, nodes_from
+from tieredckpt.settings import DurableSettings, load_settings, override
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -83,17 +83,23 @@ def test_a_directory_that_cannot_be_one_is_an_unavailable_tier(tmp_path):
 
 
 class Forgetful:
-    """An agent that cannot be reached whenever it should be told that a step is whole."""
+    """An agent that cannot be reached whenever it should be told what became of a step."""
 
     def __init__(self, settings, job):
         self._node = AgentNode(settings, job)
         self.store = self
         self.deaf = False
 
-    def mark_whole(self, job, group):
+    def _told(self, what, *args):
         if self.deaf:
             raise AgentUnreachableError("gone for a moment")
-        self._node.store.mark_whole(job, group)
+        getattr(self._node.store, what)(*args)
+
+    def call_whole(self, job, group):
+        self._told("call_whole", job, group)
+
+    def leave_out(self, job, group, part):
+        self._told("leave_out", job, group, part)
 
     def __getattr__(self, name):
         return getattr(self._node if hasattr(self._node, name) else self._node.store, name)
@@ -104,7 +110,10 @@ class Forgetful:
 
 def saves_while_deaf():
     states = []
-    with nodes_from(Forgetful), Checkpointer(JOB) as ckpt:
+    with (
+        nodes_from(Forgetful),
+        Checkpointer(JOB, settings=override(load_settings(), peer={"discovery": "off"})) as ckpt,
+    ):
         for step in range(5):
             saved = ckpt.save(small(step), step)
             states.append(saved.wait().value)
@@ -114,10 +123,37 @@ def saves_while_deaf():
 
 
 def test_an_agent_away_at_the_wrong_moment_does_not_end_all_later_saves(agent_dir, ranks):
-    """On several nodes each rank tells its agent what became whole; that message may fail."""
+    """Ranks on several nodes, whose agents do not know each other, tell their own what became whole."""
     for states, told in ranks.run(2, saves_while_deaf, environ={"LOCAL_WORLD_SIZE": "1"}):
         assert states == ["sealed"] * 5
         assert told
+
+
+def leaves_out_while_deaf():
+    rank, stage, left = dist.get_rank(), Session.stage, {0: (2,), 1: (3,)}
+
+    def busy(session, key, *args, **more):
+        if key.version in left[rank]:
+            raise StoreBusyError("no room just now")
+        return stage(session, key, *args, **more)
+
+    with nodes_from(Forgetful), Checkpointer(JOB) as ckpt:
+        Session.stage = busy
+        try:
+            for step in range(6):
+                ckpt.session.node.deaf = step in (2, 3)
+                ckpt.save(small(step), step)
+                ckpt.wait()
+                dist.barrier()
+        finally:
+            Session.stage = stage
+        return sorted({fact.key.version for fact in ckpt.session.node.store.inventory("loop")})
+
+
+def test_what_was_left_out_while_the_agent_was_away_is_said_with_the_next_save(agent_dir, ranks):
+    for here in ranks.run(2, leaves_out_while_deaf):
+        assert here
+        assert not {2, 3} & {*here}
 
 
 class Stubborn:

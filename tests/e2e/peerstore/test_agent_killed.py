@@ -56,7 +56,7 @@ def work(client, versions, sealed):
             fill(lease, content(of, size_of(of)))
             client.seal(lease.id, size_of(of), b"meta")
             sealed.append(of)
-        client.mark_whole("job", key(version).group)
+        client.call_whole("job", key(version).group)
     sealed[:] = [of for of in sealed if of.version != versions[-1]]
     client.forget("job", [key(versions[-1]).group])
     lease = client.lease(key(versions[-1], 0, attempt=1), 58 * MIB, 2)  # another writer's free slot makes room
@@ -136,7 +136,7 @@ def test_a_flipped_byte_is_found_reported_and_the_version_is_not_whole(directory
             lease = client.lease(of, MIB, 1)
             fill(lease, content(of, MIB))
             client.seal(lease.id, MIB)
-            client.mark_whole("job", of.group)
+            client.call_whole("job", of.group)
         pin = client.pin(key(2))  # whose file is open for as long as somebody has it
         slot = pinned_file(pin).readlink()
         agent.kill()
@@ -148,7 +148,7 @@ def test_a_flipped_byte_is_found_reported_and_the_version_is_not_whole(directory
         (damage,) = client.status().damages
         assert (damage.job, damage.what) == ("job", "job/2 part 0 (epoch 1 a)")
         assert "chunks differ after a restart" in damage.reason
-        client.mark_whole("job", key(2).group)  # somebody who has not heard of it yet
+        client.call_whole("job", key(2).group)  # somebody who has not heard of it yet
         assert client.status().jobs[0].newest_whole == 1
         for version in (3, 4):  # not whole: a second part never comes
             lease = client.lease(key(version), MIB, 2)
@@ -173,7 +173,7 @@ def test_what_is_missing_at_adoption_is_absent(directory, harm, left, damages):
             lease = client.lease(of, MIB, 1)
             fill(lease, content(of, MIB))
             client.seal(lease.id, MIB)
-            client.mark_whole("job", of.group)
+            client.call_whole("job", of.group)
         pin = client.pin(key(2))  # whose file is open for as long as somebody has it
         slot = pinned_file(pin).readlink()
         agent.kill()
@@ -223,7 +223,7 @@ def test_the_version_that_was_forgotten_does_not_come_back(directory):
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         lease = client.lease(key(1), MIB, 1)
         client.seal(lease.id, MIB)
-        client.mark_whole("job", group)
+        client.call_whole("job", group)
         client.pin(key(1))
         assert client.forget("job", [group]) == 1
         agent.kill()

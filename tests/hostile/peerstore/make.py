@@ -107,6 +107,8 @@ def _bodies() -> Iterator[tuple[str, Case]]:
         "forget-map": ("forget", {"job": "victim", "groups": {}}),
         "forget-short-group": ("forget", {"job": "victim", "groups": [[1, 2]]}),
         "mark-group-text": ("mark_whole", {"job": "victim", "group": "newest"}),
+        "left-out-part-negative": ("leave_out", {"job": "victim", "group": [1, 1, 0, "a"], "part": -1}),
+        "left-out-group-short": ("leave_out", {"job": "victim", "group": [1, 1], "part": 0}),
         "blob-data-text": ("put_blob", {"job": "victim", "name": "a", "data": [1]}),
     }
     for name, (op, body) in wrong.items():
@@ -138,6 +140,7 @@ def _bodies() -> Iterator[tuple[str, Case]]:
         "blob-nul": ("put_blob", {"job": "victim", "name": "a\0b", "data": b""}, "InvalidNameError"),
         "blob-of-nobody": ("get_blob", {"job": "nobody", "name": "a"}, "ShardNotFoundError"),
         "mark-of-no-job": ("mark_whole", {"job": "", "group": [1, 1, 0, "a"]}, "InvalidNameError"),
+        "left-out-of-no-job": ("leave_out", {"job": "", "group": [1, 1, 0, "a"], "part": 0}, "InvalidNameError"),
     }
     for name, (op, body, error) in refused.items():
         yield f"request-{name}", Case(request(op, body), error)

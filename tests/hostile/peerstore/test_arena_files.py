@@ -66,7 +66,7 @@ def directory():
     with store_directory() as place:
         with contextlib.closing(NodeStore(TmpfsArena(place), StoreSettings(budget="64MiB"))) as store:
             save(store, GOOD)
-            store.mark_whole("job", GOOD.group)
+            store.call_whole("job", GOOD.group)
         yield place
 
 

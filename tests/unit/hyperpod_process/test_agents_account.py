@@ -68,6 +68,9 @@ class Session:
         self.node = SimpleNamespace(survey=self._survey)
         self.away = False
 
+    def newest_whole(self) -> int:
+        return -1 if self.committed is None else self.committed.version
+
     def _survey(self, job: str, *, fresh: bool = False) -> Survey:
         self.surveys += 1
         if self.away:

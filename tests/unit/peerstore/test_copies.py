@@ -1,6 +1,7 @@
 import pytest
 
 from peerstore.checksum import checksums
+from peerstore.commit import Decided
 from peerstore.errors import ArenaBusyError, FencedError, NoQuorumError
 from peerstore.records import CHUNK_BYTES, Base, ShardKey, ShardRecord
 from peerstore.testing import memory_store
@@ -44,14 +45,14 @@ def test_a_damaged_part_of_the_settled_version_gets_its_slot_back():
     with memory_store() as store:
         store.copies.guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
-        store.copies.settle("job", records[1].key.group)
+        store.copies.decide("job", Decided(settled=records[1].key.group))
         store.report(records[1].key, "a flipped bit")
         seal_own(store, 3)  # takes the slot that came free
         with pytest.raises(ArenaBusyError):
             seal_own(store, 4)
         take_in(store, records[1])
         assert {fact.key.version for fact in store.inventory("job")} == {1, 2, 3}
-        store.copies.settle("job", records[2].key.group)
+        store.copies.decide("job", Decided(settled=records[2].key.group))
         seal_own(store, 4)
 
 
@@ -59,7 +60,7 @@ def test_what_was_mended_is_not_damaged_any_more():
     with memory_store() as store:
         store.copies.guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
-        store.copies.settle("job", records[2].key.group)
+        store.copies.decide("job", Decided(settled=records[2].key.group))
         store.report(records[2].key, "a flipped bit")
         take_in(store, records[2])
         seal_own(store, 3)
@@ -72,8 +73,8 @@ def test_versions_after_the_one_the_job_went_back_to_do_not_lock_it_out():
         store.copies.guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
-            store.mark_whole("job", one.key.group)
-        store.copies.settle("job", records[0].key.group)
+            store.call_whole("job", one.key.group)
+        store.copies.decide("job", Decided(settled=records[0].key.group))
         store.copies.go_back("job", records[0].key.group)
         seal_own(store, 1, epoch=2, incarnation="b")
         seal_own(store, 2, epoch=2, incarnation="b")
@@ -85,8 +86,8 @@ def test_between_what_is_settled_and_what_the_job_went_on_from_nothing_is_kept_f
         store.copies.guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
-            store.mark_whole("job", one.key.group)
-        store.copies.settle("job", records[0].key.group)
+            store.call_whole("job", one.key.group)
+        store.copies.decide("job", Decided(settled=records[0].key.group))
         store.copies.go_back("job", records[2].key.group)
         seal_own(store, 3, epoch=2, incarnation="b")
         assert {fact.key.version for fact in store.inventory("job")} == {0, 2, 3}
@@ -96,10 +97,10 @@ def test_who_has_not_heard_that_the_job_went_back_does_not_make_others_give_up_w
     with memory_store() as store:
         store.copies.guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1)]
-        store.copies.settle("job", records[1].key.group)
+        store.copies.decide("job", Decided(settled=records[1].key.group))
         store.copies.go_back("job", records[0].key.group)
         seal_own(store, 1, epoch=2, incarnation="b")
-        store.copies.settle("job", records[1].key.group)  # by a ping from a node that was away
+        store.copies.decide("job", Decided(settled=records[1].key.group))  # by a ping from a node that was away
         assert store.copies.settled("job") == records[0].key.group
         assert store.copies.base("job") == Base(2, "b", 0, records[0].key.group)
 
@@ -153,7 +154,7 @@ def test_a_side_without_a_quorum_says_what_it_went_back_to_only_once_it_may_writ
         store.copies.guard("job", guarded=True, permit=permit)
         store.copies.go_back("job", versions[0])
         assert store.copies.base("job") is None
-        store.copies.settle("job", versions[1])  # by a ping from the other side
+        store.copies.decide("job", Decided(settled=versions[1]))  # by a ping from the other side
         assert store.copies.settled("job") == versions[1]
         with pytest.raises(NoQuorumError):
             store.claim("job", "b")

@@ -125,11 +125,11 @@ def story(directory, failing):
             store.subscribe(told)
             again(lambda: store.claim("job", "a"))
             save(store, key(1))
-            again(lambda: store.mark_whole("job", key(1).group))
+            again(lambda: store.call_whole("job", key(1).group))
             again(lambda: store.put_blob("job", "layout.x", b"layout"))
             assert verified(store, key(1)) == ()
             save(store, key(2))
-            again(lambda: store.mark_whole("job", key(2).group))
+            again(lambda: store.call_whole("job", key(2).group))
             record = store.records("job", key(1).group)[0]
             copied = key(1, part=1, job="other")
             copy = record.__class__(copied, 2, record.size_bytes, record.chunk_bytes, record.checksums, b"", 1)

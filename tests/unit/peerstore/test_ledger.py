@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from peerstore.commit import newest_whole, whole_groups
 from peerstore.ledger import (
     Busy,
     CreateSlot,
@@ -19,10 +20,8 @@ from peerstore.ledger import (
     choose_slot,
     evictable,
     make_room,
-    newest_whole,
     size_class,
     stranded,
-    whole_groups,
 )
 from peerstore.records import Group, SlotState
 

@@ -84,10 +84,10 @@ def test_a_report_about_what_is_not_here_is_nobody_s_news(place):
 class NoRoom(SealListener):
     """Has to note what it hears, and cannot."""
 
-    def _fail(self, *_):
+    def _fail(self, *_, **__):
         raise ArenaFullError("no room for a note")
 
-    sealed = damaged = copied = marked = dropped = departed = _fail
+    sealed = damaged = copied = decided = dropped = departed = _fail
 
 
 def test_one_that_fails_keeps_nobody_from_hearing(place):
@@ -98,6 +98,6 @@ def test_one_that_fails_keeps_nobody_from_hearing(place):
     save(store, key(1))
     flip(store.path_of(key(1)), 5)
     assert store.verify(key(1)) == (0,)
-    store.mark_whole("job", key(0).group)
+    store.call_whole("job", key(0).group)
     assert [line[:2] for line in diary.lines] == [("sealed", key(0)), ("sealed", key(1)), ("damaged", key(1))]
     assert store.status().counters["listener_errors"] == 4

@@ -37,7 +37,7 @@ def opened(directory):
 def store(directory):
     with opened(directory) as store:
         save(store, KEY, 5 * MIB // 2)
-        store.mark_whole("job", KEY.group)
+        store.call_whole("job", KEY.group)
         yield store
 
 
@@ -143,7 +143,7 @@ def adopting(store):
 def test_what_a_killed_agent_left_waits_until_it_can_be_read(directory, call):
     with opened(directory) as store:
         save(store, KEY, 5 * MIB // 2)
-        store.mark_whole("job", KEY.group)
+        store.call_whole("job", KEY.group)
     with contextlib.ExitStack() as stack:
         with failing(call, errno.EMFILE, below=str(directory / "slots" / "slot.job")) as failed:
             store = stack.enter_context(opened(directory))
@@ -178,7 +178,7 @@ def test_nobody_waits_for_ever_for_what_stays_unreadable(directory):
         assert Path(path).exists(), "it was not given up"
         for version in (2, 3, 4):
             save(store, key(version), MIB)
-            store.mark_whole("job", key(version).group)
+            store.call_whole("job", key(version).group)
         assert store.status().damages == ()
 
 

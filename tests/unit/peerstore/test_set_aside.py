@@ -48,11 +48,11 @@ def rolled_back(directory, monkeypatch):
     """A step of this version's, one of the next version's, and then this version again."""
     with opened(directory) as store:
         save(store, OLD)
-        store.mark_whole("job", OLD.group)
+        store.call_whole("job", OLD.group)
     with newer_release(monkeypatch), opened(directory) as store:
         assert load(store, OLD) == content(OLD, MIB), "an upgrade finds everything"
         save(store, NEW, meta=b"of the next version")
-        store.mark_whole("job", NEW.group)
+        store.call_whole("job", NEW.group)
     return directory
 
 

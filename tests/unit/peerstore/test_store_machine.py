@@ -115,7 +115,7 @@ class StoreLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def mark(self, data):
         of = data.draw(st.sampled_from(sorted(self.sealed)))
-        self.store.mark_whole("job", of.group)
+        self.store.call_whole("job", of.group)
         if of.group not in self.damaged:
             self.marked.add((of.group, frozenset(k.part for k in self.sealed if k.group == of.group)))
 

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from peerstore.peers.duties import Reports
-from peerstore.peers.messages import Settling
+from peerstore.commit import Reports, Settling
 from peerstore.peers.settling import Settlement, Totals
 from peerstore.records import Group
 
@@ -23,7 +22,7 @@ class Job:
         self._groups = {}
         self._lock = threading.Lock()
         self.all = threading.Event()
-        store = SimpleNamespace(copies=SimpleNamespace(settled=self._groups.get, settle=self._groups.__setitem__))
+        store = SimpleNamespace(copies=SimpleNamespace(settled=self._groups.get, decide=self._decide))
         tending = SimpleNamespace(
             me=SimpleNamespace(id=NODES[0]),
             living=dict.fromkeys(NODES),
@@ -35,11 +34,14 @@ class Job:
         reports = Reports(NODES[0])
         self.settlement = Settlement(store, "j", tending, reports=reports, totals=Totals(), changed=changed)
 
+    def _decide(self, job, found):
+        self._groups[job] = found.settled
+
     def _hear(self, node, op, body):
-        assert op == "settled"
+        assert op == "decided"
         assert self.may.wait(PATIENCE_S)
         with self._lock:
-            self.told.append((node, body.group.version))
+            self.told.append((node, body.settled.version))
             if {one for one, version in self.told if version == max(v for _, v in self.told)} == {*NODES[1:]}:
                 self.all.set()
 

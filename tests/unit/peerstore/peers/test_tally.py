@@ -5,8 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.peers.duties import TOLD_AT_ONCE, Tally, told_at_once
-from peerstore.peers.messages import Settling
+from peerstore.commit import TOLD_AT_ONCE, Settling, Tally, told_at_once
 from peerstore.records import Group
 
 NODES = ("a", "b", "c", "d")
@@ -54,7 +53,7 @@ def test_it_says_what_the_plain_rule_says(told):
     for note, living in told:
         tally.add(note)
         plain.add(note)
-        assert tally.complete(me="a", living=living, life=LIVES.__getitem__) == plain.complete("a", living)
+        assert tally.complete(me="a", living=living, life=LIVES.__getitem__).settled == plain.complete("a", living)
 
 
 @given(st.integers(0, 3 * TOLD_AT_ONCE))

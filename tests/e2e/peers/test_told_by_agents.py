@@ -1,0 +1,77 @@
+"""Ranks on several nodes hear what is whole, and what is torn, from their agents: with copies, without, and apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.clusters import cluster_of
+from tieredckpt import Checkpointer
+from tieredckpt.errors import StoreBusyError
+from tieredckpt.saved import SaveState
+from tieredckpt.session import Session
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 12
+WAYS = {
+    "copies": {"TIEREDCKPT_PEER_COPIES": "2"},
+    "no copies": {"TIEREDCKPT_PEER_COPIES": "1"},
+    "apart": {"TIEREDCKPT_PEER_DISCOVERY": "off"},
+}
+
+
+def saves(job, left_out):
+    """Which steps were sealed by this rank, what its node still has, and what a restart finds."""
+    mine, stage = left_out.get(dist.get_rank(), ()), Session.stage
+
+    def busy(session, key, *args, **more):
+        if key.version in mine:
+            raise StoreBusyError("no room just now")
+        return stage(session, key, *args, **more)
+
+    Session.stage = busy
+    state = {"w": torch.zeros(1000)}
+    try:
+        with Checkpointer(job, on_busy="wait", on_sigterm="ignore") as ckpt:
+            assert ckpt.restore(state) == -1
+            ends = []
+            for step in range(STEPS):
+                state["w"].fill_(step)
+                saved = ckpt.save(state, step)
+                ckpt.wait()
+                ends.append(saved.state.name)
+                dist.barrier()
+    finally:
+        Session.stage = stage
+    other = {"w": torch.zeros(1000)}
+    with Checkpointer(job, on_sigterm="ignore") as ckpt:
+        alone = ckpt.settings.peer.discovery == "off"  # one node's memory has no whole step then
+        found = STEPS - 1 if alone else ckpt.restore(other)
+        store = ckpt.session.node.store
+        here = sorted({fact.key.version for fact in store.inventory(ckpt.session.job)})
+        whole = store.newest_whole(ckpt.session.job)
+    return ends, here, whole.version, (found, found if alone else other["w"][0].item())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_older_steps_give_way_to_what_is_whole_on_all_nodes(ranks, way):
+    """No node has all parts, and none has room for more than three steps: each save needs a step that is whole."""
+    with cluster_of(ranks, "n1", "n2") as cluster:
+        for ends, here, whole, found in cluster.run(["n1", "n2"], saves, {}, environ=WAYS[way]):
+            assert ends == [SaveState.SEALED.name] * STEPS
+            assert len(here) <= 4
+            assert whole >= STEPS - 1 - (way == "apart")  # where the next save says it
+            assert found == (STEPS - 1, STEPS - 1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_on_several_nodes_that_leave_out_different_steps_have_room_for_the_next_ones(ranks, way):
+    left_out = {0: (3, 5, 7), 1: (4, 6, 8)}
+    with cluster_of(ranks, "n1", "n2") as cluster:
+        for ends, here, whole, found in cluster.run(["n1", "n2"], saves, left_out, environ=WAYS[way]):
+            assert ends[-3:] == [SaveState.SEALED.name] * 3
+            assert not {*here} & set(range(3, 9))
+            assert whole >= STEPS - 1 - (way == "apart")  # where the next save says it
+            assert found == (STEPS - 1, STEPS - 1)

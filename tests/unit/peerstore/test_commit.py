@@ -1,0 +1,239 @@
+"""The commit protocol, whatever is said in whatever order: what is whole, what is torn, and what may go."""
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from peerstore.commit import (
+    MOST_TORN,
+    Decided,
+    Reports,
+    Settling,
+    Tally,
+    Versions,
+    left_unfinished,
+    scribe,
+    superseded,
+)
+from peerstore.peers.duties import Standing
+from peerstore.records import Base, Group, ShardKey
+
+PARTS = 3
+NODES = ("a", "b", "c")
+
+
+def group(version, epoch=1, attempt=0):
+    return Group(epoch, version, attempt, f"i{epoch}")
+
+
+groups = st.builds(group, st.integers(0, 3), st.integers(1, 2))
+parts = st.integers(0, PARTS - 1)
+decided = st.builds(
+    Decided,
+    whole=st.none() | groups,
+    settled=st.none() | groups,
+    torn=st.lists(groups, max_size=3, unique=True).map(tuple),
+)
+
+
+# -- what one node knows ----------------------------------------------------------------------------------------------
+
+events = st.one_of(
+    st.tuples(st.just("whole"), groups),
+    st.tuples(st.just("settled"), groups),
+    st.tuples(st.just("torn"), groups),
+    st.tuples(st.just("left out"), groups, parts),
+    st.tuples(st.just("lost"), groups, parts),
+    st.tuples(st.just("mended"), groups, parts),
+    st.tuples(st.just("dropped"), groups),
+    st.tuples(st.just("went on"), groups),
+)
+
+
+def happen(versions, event):
+    what, of, *part = event
+    if what == "whole":
+        versions.call_whole(of, ())
+    elif what == "settled":
+        versions.settle(of)
+    elif what == "torn":
+        versions.tear([of])
+    elif what == "left out":
+        versions.leave_out(of, part[0], ())
+    elif what == "lost":
+        versions.lose(of, part[0])
+    elif what == "mended":
+        versions.mend(of, part[0])
+    elif what == "dropped":
+        versions.drop([of], 0)
+    else:
+        versions.go_on_from(Base(of.epoch + 1, "next", 0, of), ())
+
+
+@given(st.lists(events, max_size=25))
+def test_there_are_never_two_answers_about_a_version(happened):
+    versions = Versions()
+    for event in happened:
+        happen(versions, event)
+        assert not versions.torn.keys() & versions.marks.keys()
+        assert versions.settled not in versions.torn
+        for torn in versions.torn:
+            assert not versions.wanted(torn)
+            assert not versions.vouched(torn)
+
+
+@given(st.lists(events, max_size=25), groups)
+def test_what_is_torn_stays_so_whatever_is_said_unless_it_was_loaded(happened, torn):
+    versions = Versions()
+    for event in happened:
+        happen(versions, event)
+    if torn not in versions.tear([torn]) and torn not in versions.torn:
+        assert versions.vouched(torn)
+        return
+    for event in happened:
+        if event[0] != "went on":
+            happen(versions, event)
+            assert torn in versions.torn
+
+
+@given(groups, parts, st.sets(parts), st.booleans())
+def test_a_part_that_is_here_was_not_left_out(of, part, here, lost):
+    """Its writer has not heard that it was sealed."""
+    versions = Versions()
+    if lost:
+        versions.lose(of, part)
+    news = versions.leave_out(of, part, here)
+    assert news == (part not in here and not lost)
+    assert (of in versions.torn) == news
+    assert not versions.leave_out(of, part, here)
+
+
+@given(st.lists(st.tuples(groups, parts), max_size=20))
+def test_what_was_left_out_here_is_remembered_by_part(left):
+    versions = Versions()
+    for of, part in left:
+        versions.leave_out(of, part, ())
+    said = {of: {part for other, part in left if other == of} for of, _ in left}
+    assert versions.torn == said
+
+
+def test_no_more_torn_versions_are_remembered_than_a_ping_may_carry():
+    versions = Versions()
+    versions.tear([group(version) for version in range(3 * MOST_TORN)])
+    assert sorted(versions.torn) == [group(version) for version in range(2 * MOST_TORN, 3 * MOST_TORN)]
+
+
+@given(st.sets(groups), st.none() | groups, st.sets(groups), st.booleans())
+def test_without_a_version_to_go_back_to_nothing_may_go(whole, settled, damaged, guarded):
+    versions = Versions(guarded=guarded, settled=settled, damaged=damaged)
+    safe = versions.safe(whole)
+    if guarded:
+        assert safe == (settled if settled not in damaged else None)
+    else:
+        assert safe == max(whole, default=None)
+    for one in {*whole, *damaged}:
+        assert superseded(one, safe) == (safe is not None and one < safe)
+        assert not superseded(one, safe, {one})
+        assert not left_unfinished(one, one.epoch, (), safe)
+        assert not left_unfinished(one, one.epoch + 1, {one}, safe)
+        assert left_unfinished(one, one.epoch + 1, (), safe) == (one != safe)
+
+
+@example(group(3), group(1))
+@given(groups, groups)
+def test_what_the_job_has_left_is_called_whole_by_nobody(left, base):
+    versions = Versions()
+    versions.call_whole(left, ())
+    said = Base(base.epoch + 1, "next", 0, base)
+    versions.go_on_from(said, ())
+    assert versions.vouched(base)
+    if said.leaves(left):
+        assert not versions.call_whole(left, ())
+        assert not versions.settle(left)
+        assert not versions.vouched(left)
+
+
+@given(decided, decided)
+def test_what_is_told_late_is_all_that_was_decided(one, later):
+    both = one | later
+    assert both == later | one
+    assert {*both.torn} == {*one.torn, *later.torn}
+    assert both.whole in (one.whole, later.whole)
+    assert all(
+        said is None or (both.settled is not None and said <= both.settled) for said in (one.settled, later.settled)
+    )
+
+
+# -- counting ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def stories(draw):
+    """What each node says of one version, one thing after the other: parts sealed, protected, left out."""
+    owners = {part: draw(st.sampled_from(NODES)) for part in range(PARTS)}
+    out = draw(st.sets(parts, max_size=1))
+    order = draw(st.permutations([(part, state) for part in range(PARTS) for state in ("sealed", "safe")]))
+    return owners, out, order
+
+
+@given(stories())
+def test_whole_is_all_parts_settled_is_all_copies_and_torn_is_one_left_out(story):
+    owners, out, order = story
+    of, tally = group(1), Tally()
+    sealed, safe, told = set(), set(), []
+    for part, state in order:
+        if part not in out:
+            (sealed if state == "sealed" else safe).add(part)
+        for node in NODES:
+            mine = {p for p in range(PARTS) if owners[p] == node}
+            left = tuple(sorted(mine & out)) if part in out else ()
+            kept, rest = tuple(sorted(mine & safe)), tuple(sorted(mine & (sealed - safe)))
+            tally.add(Settling(of, PARTS, kept, node, 1, rest, left))
+        torn = tally.torn()
+        done = tally.complete(me="a", living=NODES, life=lambda _: 1)
+        told.append((torn, done))
+        complete, there = len(safe) == PARTS, len(sealed | safe) == PARTS
+        assert not (done.settled and not complete)
+        assert not (done.whole and not there)
+        if done.settled:
+            break
+    wholes = [done.whole for _, done in told if done.whole]
+    torns = [torn for torn, _ in told if torn]
+    if out:
+        assert wholes == []
+        assert torns == [(of,)]
+    else:
+        assert torns == []
+        assert [done.settled for _, done in told if done.settled] == [of]
+        assert wholes[0] == of
+
+
+@given(st.sets(st.sampled_from(NODES)), st.booleans())
+def test_nothing_is_whole_without_a_quorum_and_one_word_is_enough_for_torn(living, quorum):
+    reports = Reports("a")
+    for part, node in enumerate(NODES):
+        reports.count(Settling(group(1), PARTS, (part,), node, 1))
+    reports.count(Settling(group(2), 0, (), "b", 1, (), (0,)))
+    found = reports.complete(living={"a", *living}, life=lambda _: 1, settled=None, quorum=quorum)
+    assert found.torn == (group(2),)
+    assert (found.settled == group(1)) == (quorum and {"a", *living} == {*NODES})
+
+
+def test_what_a_node_has_not_heard_of_its_own_is_said_to_the_next_that_counts():
+    reports, of = Reports("b"), ShardKey("job", 1, 1, "i1", 0, 0)
+    standing = [Standing(of, mine=True, copies=1, lacking=1, short=0)]
+
+    def said(living):
+        return reports.unreported(
+            standing, {of.group: PARTS}, living=dict.fromkeys(living), settled=None, life=1, left_out={group(0): {2}}
+        )
+
+    teller, notes = said("abc")
+    assert teller == scribe("abc") == "a"
+    assert notes == [
+        Settling(group(0), 0, (), "b", 1, (), (2,)),
+        Settling(group(1), PARTS, (), "b", 1, (0,)),
+    ]
+    for note in notes:
+        reports.reported(teller, note)
+    assert said("abc") == ("a", [])
+    assert said("bc") == ("b", notes)  # the first is gone: the next is told all of it
