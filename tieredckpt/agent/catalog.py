@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peerstore.records import Group
 from tieredckpt.durable import names
@@ -29,6 +29,8 @@ from tieredckpt.manifest import (
 
 _FRESH_S = 5.0
 """The ranks of a node ask at the same time; one listing (or one failure to list) serves them all."""
+_SHARE = 0.01
+"""What the drain knows is listed again so rarely that listing takes this much of the time at most."""
 _PATIENCE_S = 5.0
 """Somebody waits for a listing: a trainer that starts. So long after the first try that failed it does without, or says
 what is wrong."""
@@ -44,6 +46,15 @@ class Listing:
     """Those that somebody wants kept."""
 
 
+@dataclass(frozen=True)
+class _Listed:
+    """A listing, with what this process did since."""
+
+    at: float
+    took_s: float
+    listing: Listing
+
+
 class Catalog:
     """One job's manifests in one object store."""
 
@@ -52,23 +63,52 @@ class Catalog:
         self._job = job
         self._clock = clock
         self._lock = threading.Lock()
-        self._listing: tuple[float, Listing] | None = None
+        self._listing: _Listed | None = None
         self._failure: tuple[float, TieredCheckpointError] | None = None
         self._manifests: dict[Group, Manifest] = {}
 
     def listing(self, *, fresh: bool = False) -> Listing:
         """All steps there are. Errors of the store pass through: they do not mean that there are none."""
+        return self._at_most(0.0 if fresh else _FRESH_S)
+
+    def remembered(self) -> Listing:
+        """All steps as this process knows them: with what it did itself, and perhaps not yet with what others did.
+
+        So that n steps do not cost n listings of n. Nothing may be deleted for what this says alone.
+        """
         with self._lock:
-            if not fresh and self._listing and self._clock() - self._listing[0] < _FRESH_S:
-                return self._listing[1]
+            took_s = self._listing.took_s if self._listing else 0.0
+        return self._at_most(max(_FRESH_S, took_s / _SHARE))
+
+    def has(self, group: Group, base: int | None) -> bool:
+        """Whether a step exists by now, whoever made it: one small read, and none where that is known."""
+        if group in self.remembered().manifests:
+            return True
+        try:
+            self.store.get_ranges(names.manifest(self._job, group, base), [(0, 1)])
+        except ObjectNotFoundError:
+            return False
+        except CheckpointDamagedError:
+            pass  # it is there, whatever is in it
+        self._add(Entry(group, quarantine=False, base=base))
+        return True
+
+    def _at_most(self, age_s: float) -> Listing:
+        """A listing no older than that; where it is 0, one that begins now."""
+        with self._lock:
+            known = self._listing
+            if known and self._clock() - known.at < age_s:
+                return known.listing
             if self._failure and self._clock() - self._failure[0] < _FRESH_S:
                 raise type(self._failure[1])(str(self._failure[1]))
+            began = self._clock()
             try:
                 listing = self._list()
             except (TierUnavailableError, DurableRefusedError) as error:
                 self._failure = (self._clock(), error)
                 raise
-            self._listing = (self._clock(), listing)
+            now = self._clock()
+            self._listing = _Listed(now, now - began, listing)
             return listing
 
     def _list(self) -> Listing:
@@ -94,7 +134,7 @@ class Catalog:
             kept = self._manifests.get(group)
         if kept is not None:
             return kept
-        entry = self.listing().manifests.get(group) or self.listing(fresh=True).manifests.get(group)
+        entry = self.remembered().manifests.get(group) or self.listing(fresh=True).manifests.get(group)
         if entry is None:
             raise ObjectNotFoundError(
                 f"job {self._job} has no step {group.version} ({names.stem(group)}) in {self.store.url}"
@@ -113,13 +153,11 @@ class Catalog:
         with contextlib.suppress(ObjectExistsError):
             self.store.put(name, encode_manifest(manifest), create_only=True)
         self._keep(manifest)
-        with self._lock:
-            self._listing = None
+        self._add(Entry(manifest.group, quarantine=False, base=base))
 
     def quarantine(self, group: Group, reason: str) -> None:
         self.store.put(names.quarantine(self._job, group), reason.encode())
-        with self._lock:
-            self._listing = None
+        self._change(lambda known: replace(known, quarantined=known.quarantined | {group}))
 
     def keep(self, group: Group, *, kept: bool) -> None:
         """Have retention pass over the step, or not any more."""
@@ -128,8 +166,7 @@ class Catalog:
             self.store.put(name, b"")
         else:
             self.store.delete([name])
-        with self._lock:
-            self._listing = None
+        self._change(lambda known: replace(known, kept=known.kept | {group} if kept else known.kept - {group}))
 
     def shard_files(self, group: Group, *, at_least: int = 1) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
         """The indexes of the shards of ``group`` that were uploaded, by part: what a manifest is rebuilt from.
@@ -146,10 +183,32 @@ class Catalog:
         files = [decode_shard_file(self.store.get(name)) for name in found]
         return {index.key.part: (index, layout, table) for index, layout, table in files}
 
+    def deleted(self, group: Group) -> None:
+        """A step is not there any more."""
+        with self._lock:
+            self._manifests.pop(group, None)
+        self._change(
+            lambda known: replace(
+                known,
+                manifests={one: entry for one, entry in known.manifests.items() if one != group},
+                quarantined=known.quarantined - {group},
+                kept=known.kept - {group},
+            )
+        )
+
     def forget(self) -> None:
         with self._lock:
             self._listing = None
             self._manifests.clear()
+
+    def _add(self, entry: Entry) -> None:
+        self._change(lambda known: replace(known, manifests={**known.manifests, entry.group: entry}))
+
+    def _change(self, how: Callable[[Listing], Listing]) -> None:
+        """What this process did needs no listing to be known."""
+        with self._lock:
+            if self._listing is not None:
+                self._listing = replace(self._listing, listing=how(self._listing.listing))
 
     def _keep(self, manifest: Manifest) -> None:
         with self._lock:

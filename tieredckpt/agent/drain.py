@@ -28,7 +28,7 @@ from peerstore.crashpoints import reach
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
 from peerstore.records import Group, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
-from tieredckpt.agent.catalog import Catalog, manifest_from
+from tieredckpt.agent.catalog import Catalog, Listing, manifest_from
 from tieredckpt.agent.compress import compressed
 from tieredckpt.coverage import gaps
 from tieredckpt.durable import names
@@ -58,6 +58,8 @@ _DROP_S = 30.0
 """How long whoever drops a step waits for an upload of it."""
 _ABANDONED_S = 24 * 3600.0
 _REMEMBERED = 32
+_PAGE = 1000
+"""Names in a page of a listing, as S3 has them."""
 DRAINED, JOURNAL = "drained.", "upload."
 """Prefixes of the notes a drain keeps beside a job's shards."""
 
@@ -289,7 +291,7 @@ class Drain(SealListener):
             if catalog is None:
                 self._settle(step, "failed" if step.required else "skipped", "the job has no durable tier")
                 return
-            committed = step.group not in catalog.listing().manifests
+            committed = not catalog.has(step.group, step.base)
             if committed and not self._make_durable(step, catalog):
                 return
             self._finish(step, catalog, began, committed=committed)
@@ -437,13 +439,13 @@ class Drain(SealListener):
             self._changed.notify_all()
 
     def _say_quarantined(self, job: str, catalog: Catalog) -> None:
-        listing = catalog.listing()
+        listing = catalog.remembered()
         for group, reason in self._places.quarantined(job).items():
             if group in listing.manifests and group not in listing.quarantined:
                 catalog.quarantine(group, reason)
 
     def _say_kept(self, job: str, catalog: Catalog) -> None:
-        listing = catalog.listing()
+        listing = catalog.remembered()
         for group in (self._store.kept(job) & listing.manifests.keys()) - listing.kept:
             catalog.keep(group, kept=True)
 
@@ -466,23 +468,29 @@ class Drain(SealListener):
             self._changed.wait_for(lambda: not any(step.open for step in steps) or self._stop.is_set(), left_s)
 
     def _retain(self, job: str, catalog: Catalog) -> None:
-        settings = self._places.durable_settings(job)
-        listing = catalog.listing()
-        for group in victims(
-            {group: entry.base for group, entry in listing.manifests.items()},
-            keep_last=settings.keep_last,
-            keep_every=settings.keep_every,
-            quarantined=listing.quarantined,
-            kept=listing.kept,
-        ):
-            delete_step(catalog, job, group)
-            self.totals.deleted += 1
-            log.info("%s step %d was deleted from %s", job, group.version, catalog.store.url)
+        known = catalog.remembered()
+        # Others delete, mark and keep steps, too: all of it is looked at before anything goes. A listing of many pages
+        # is not for one step.
+        if len(self._victims(job, known)) > len(known.manifests) // _PAGE:
+            for group in self._victims(job, catalog.listing(fresh=True)):
+                delete_step(catalog, job, group)
+                self.totals.deleted += 1
+                log.info("%s step %d was deleted from %s", job, group.version, catalog.store.url)
         if job not in self._cleaned:
             self._cleaned.add(job)
             journals = [name for name in self._store.blobs(job) if name.startswith(JOURNAL)]
             keep = [name.removeprefix(JOURNAL).replace("@", "/") for name in journals]
             catalog.store.discard_uploads(f"{job}/", older_than_s=_ABANDONED_S, keep=keep)
+
+    def _victims(self, job: str, listing: Listing) -> list[Group]:
+        settings = self._places.durable_settings(job)
+        return victims(
+            {group: entry.base for group, entry in listing.manifests.items()},
+            keep_last=settings.keep_last,
+            keep_every=settings.keep_every,
+            quarantined=listing.quarantined,
+            kept=listing.kept,
+        )
 
     # -- bookkeeping ------------------------------------------------------------------------------------------
 
@@ -561,7 +569,7 @@ def _complete(files: Mapping[int, tuple[ShardIndex, bytes, bytes]], parts: int) 
 
 def delete_step(catalog: Catalog, job: str, group: Group) -> None:
     """Remove a step: first what makes it exist, then its shards."""
-    entry = catalog.listing().manifests.get(group)
+    entry = catalog.remembered().manifests.get(group)
     objects: set[str] = set()
     if entry is not None:
         manifest = catalog.manifest(group)
@@ -570,7 +578,7 @@ def delete_step(catalog: Catalog, job: str, group: Group) -> None:
     objects.update(info.name for info in catalog.store.list(names.steps(job, group)))
     catalog.store.delete(sorted(objects))
     catalog.store.delete([names.quarantine(job, group), names.kept(job, group)])
-    catalog.forget()
+    catalog.deleted(group)
 
 
 def _shard_stem(key: ShardKey) -> str:

@@ -20,6 +20,7 @@ from tieredckpt.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from obstore import ObjectMeta
     from obstore.store import ObjectStore as ObstoreStore
 
     from tieredckpt.durable.backend import Upload
@@ -86,9 +87,14 @@ class CloudObjects:
         return self._store.get_range(name, start=start, end=stop)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        for batch in self._store.list(folder(prefix) or None):
-            for each in batch:
-                yield ObjectInfo(each["path"], each["size"], each["last_modified"].timestamp())
+        places: list[str | None] = [folder(prefix) or None]
+        if prefix and not prefix.endswith("/"):  # obstore lists folders: not all that is beside what is asked for
+            top = self._store.list_with_delimiter(places[0])
+            yield from (_info(each) for each in top["objects"] if each["path"].startswith(prefix))
+            places = [name for name in top["common_prefixes"] if name.startswith(prefix)]
+        for place in places:
+            for batch in self._store.list(place):
+                yield from map(_info, batch)
 
     def delete(self, names: Sequence[str]) -> None:
         try:
@@ -132,6 +138,10 @@ class CloudBackend(CloudObjects):
 
     def close(self) -> None:
         pass
+
+
+def _info(each: ObjectMeta) -> ObjectInfo:
+    return ObjectInfo(each["path"], each["size"], each["last_modified"].timestamp())
 
 
 def _raise_unless_absent(error: FileNotFoundError) -> None:

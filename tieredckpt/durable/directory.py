@@ -101,7 +101,12 @@ class DirectoryBackend:
         return self._root / name
 
     def _files(self, prefix: str) -> Iterator[tuple[Path, str]]:
-        for directory, _, files in os.walk(self._root / folder(prefix), onerror=_not_absent):
+        top = str(self._root / folder(prefix))
+        begins = prefix.rpartition("/")[2]
+        for directory, folders, files in os.walk(top, onerror=_not_absent):
+            if directory == top:
+                folders[:] = [name for name in folders if name.startswith(begins)]
+                files[:] = [name for name in files if name.startswith(begins)]
             for file in files:
                 path = Path(directory, file)
                 yield path, str(path.relative_to(self._root))

@@ -105,8 +105,16 @@ class FilesystemBackend:
     def _all(self, prefix: str) -> Iterator[ObjectInfo]:
         fs = self._fs
         fs.invalidate_cache()
+        top = self._path(folder(prefix))
         try:
-            found = fs.find(self._path(folder(prefix)), detail=True)
+            if prefix.endswith("/") or not prefix:
+                found = fs.find(top, detail=True)
+            else:  # not all that is beside what is asked for
+                there = [info for info in fs.ls(top, detail=True) if info["name"].startswith(self._path(prefix))]
+                found = {info["name"]: info for info in there if info["type"] != "directory"}
+                for info in there:
+                    if info["type"] == "directory":
+                        found |= fs.find(info["name"], detail=True)
         except FileNotFoundError:
             return
         for path, info in found.items():
