@@ -20,7 +20,7 @@ from tieredckpt.agent.memory_service.names import REGISTRY
 from tieredckpt.agent.messages import LAYOUT, PLAIN_LAYOUT, PLAIN_TABLE, TABLE
 from tieredckpt.agent.views import Facts, elsewhere
 from tieredckpt.errors import CheckpointDamagedError
-from tieredckpt.manifest import decode_meta
+from tieredckpt.manifest import check_layout, decode_meta, unpack
 from tieredckpt.node import ClusterView, Durability, NodeView, Source
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,11 @@ _STRANGERS = 32
 
 SHARED = SharedNames(common=(LAYOUT, TABLE, PLAIN_LAYOUT, PLAIN_TABLE), own=(REGISTRY,))
 """What agents may ask of each other beside shards. Settings, marks and notes of the drain are each agent's own."""
+
+
+def unpacked(name: str, packed: bytes) -> bytes:
+    """The layout or table of that name, or :class:`CheckpointDamagedError` where it is another one, or none."""
+    return check_layout(name.removeprefix(LAYOUT).removeprefix(TABLE), unpack(packed))
 
 
 def blobs_of(fact: ShardFact) -> tuple[str, ...]:
@@ -134,7 +139,10 @@ class Others:
         return found
 
     def blobs(self, job: str, names: Collection[str]) -> tuple[dict[str, bytes], bool]:
-        """Layouts and tables from other nodes, several of them asked at once; and whether everybody answered."""
+        """Layouts and tables from other nodes, several of them asked at once; and whether everybody answered.
+
+        They are what they are called: where one is not, the next node is asked for it.
+        """
         team = self.team(job)
         if team is None or not names:
             return {}, True
@@ -159,8 +167,13 @@ class Others:
                         del untried[name]
                     else:
                         questions[node].append(name)
-                for said in pool.map(deadlines.carried(ask), questions.keys(), questions.values()):
-                    found |= said
+                asked = pool.map(deadlines.carried(ask), questions.keys(), questions.values())
+                for node, said in zip(questions, asked, strict=True):
+                    for name, packed in said.items():
+                        try:
+                            found[name] = unpacked(name, packed)
+                        except CheckpointDamagedError as error:
+                            log.error("job %s: what %s gave as %s: %s", job, node, name, error)
                 for name in found:
                     untried.pop(name, None)
         return found, not silent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -17,7 +16,7 @@ import msgspec
 from peerstore import deadlines
 from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.cluster.nodes import NodeId
-from peerstore.errors import PeerStoreError, RequestError, ShardNotFoundError, UnavailableError
+from peerstore.errors import PeerStoreError, RequestError, ShardDamagedError, ShardNotFoundError, UnavailableError
 from peerstore.operations import Operation
 from peerstore.owners import Owner, myself
 from peerstore.peers.neighbourhood import Neighbourhood
@@ -60,7 +59,7 @@ from tieredckpt.agent.messages import (
     Restored,
     WaitDurable,
 )
-from tieredckpt.agent.others import Others, cluster_of, durability_of
+from tieredckpt.agent.others import Others, cluster_of, durability_of, unpacked
 from tieredckpt.agent.protection import in_words, protected
 from tieredckpt.agent.step_map import PAGE_BYTES, StepLayouts, StepMap
 from tieredckpt.agent.views import Facts, memory_views
@@ -303,9 +302,8 @@ class NodeService(SealListener):
             stored = durable.layouts.get(digest) if durable is not None else None
             if stored is not None:
                 found[digest] = check_layout(digest, stored)
-            elif (packed := self._blob(job, LAYOUT + digest)) is not None:
-                with contextlib.suppress(CheckpointDamagedError):  # another node's may be good
-                    found[digest] = check_layout(digest, unpack(packed))
+            elif (kept := self._unpacked(job, LAYOUT + digest)) is not None:
+                found[digest] = kept
         lacking = [digest for digest in digests if digest not in found]
         if not lacking:
             return found
@@ -313,19 +311,28 @@ class NodeService(SealListener):
             self.others.blobs(job, [LAYOUT + digest for digest in lacking]) if self.others is not None else ({}, True)
         )
         for digest in lacking:
-            packed = said.get(LAYOUT + digest)
-            if packed is None and not everybody:
+            layout = said.get(LAYOUT + digest)
+            if layout is None and not everybody:
                 raise PeersLostError(f"job {job}: nodes that may have layout {digest} do not answer")
-            if packed is None:
+            if layout is None:
                 raise CheckpointDamagedError(f"job {job}: layout {digest} is on no node, nor in a manifest")
-            found[digest] = check_layout(digest, unpack(packed))
+            found[digest] = layout
         return found
 
     def _table(self, job: str, digest: str) -> bytes | None:
-        packed = self._blob(job, TABLE + digest)
-        if packed is None and self.others is not None:
-            packed = self.others.blobs(job, [TABLE + digest])[0].get(TABLE + digest)
-        return None if packed is None else unpack(packed)
+        kept = self._unpacked(job, TABLE + digest)
+        if kept is None and self.others is not None:
+            kept = self.others.blobs(job, [TABLE + digest])[0].get(TABLE + digest)
+        return kept
+
+    def _unpacked(self, job: str, name: str) -> bytes | None:
+        """A layout or table of this node; ``None`` where it is damaged, too: another node's may be good."""
+        try:
+            packed = self._blob(job, name)
+            return None if packed is None else unpacked(name, packed)
+        except (ShardDamagedError, CheckpointDamagedError) as error:
+            log.error("job %s: %s of this node: %s", job, name, error)
+            return None
 
     def _decoded_table(self, job: str, digest: str, durable: Manifest | None) -> StateTable | None:
         data = (durable.tables.get(digest) if durable is not None else None) or self._table(job, digest)

@@ -1,23 +1,37 @@
 """What a node without any part of a step needs to describe it comes from nodes that have it, asked once each."""
 
+import contextlib
 from collections import Counter
 
 import pytest
+import xxhash
 
 from peerstore.errors import PeerUnreachableError
 from tests.support.neighbours import JOB, neighbours, until
-from tests.support.stores import key, save
+from tests.support.stores import flip, key, save
 from tieredckpt.agent.messages import LAYOUT, TABLE
 from tieredckpt.agent.others import Others
-from tieredckpt.manifest import ShardMeta, encode_meta
+from tieredckpt.agent.service import NodeService
+from tieredckpt.errors import CheckpointDamagedError
+from tieredckpt.manifest import ShardMeta, encode_meta, pack, unpack
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
 WRITERS = NAMES[1:]
 GROUP = key(1).group
 
 
+TEXT_OF_TABLE = b"table"
+
+
+def text(part):
+    return f"layout {part}".encode()
+
+
 def layout(part):
-    return f"{part:032x}"
+    return xxhash.xxh3_128_hexdigest(text(part))
+
+
+TABLE_OF_ALL = xxhash.xxh3_128_hexdigest(TEXT_OF_TABLE)
 
 
 @pytest.fixture
@@ -25,9 +39,9 @@ def nodes():
     with neighbours(*NAMES, copies=1) as nodes:
         for part, name in enumerate(WRITERS):
             store = nodes[name].store
-            store.put_blob(JOB, LAYOUT + layout(part), f"layout {part}".encode())
-            store.put_blob(JOB, TABLE + layout(99), b"table")
-            meta = encode_meta(ShardMeta(layout(part), (), table=layout(99)))
+            store.put_blob(JOB, LAYOUT + layout(part), pack(text(part)))
+            store.put_blob(JOB, TABLE + TABLE_OF_ALL, pack(TEXT_OF_TABLE))
+            meta = encode_meta(ShardMeta(layout(part), (), table=TABLE_OF_ALL))
             save(store, key(1, part), 4096, parts=len(WRITERS), meta=meta)
         yield nodes
 
@@ -58,7 +72,7 @@ def asked(nodes, monkeypatch):
 def test_layouts_are_asked_of_those_who_have_them_once_each(nodes, asked):
     others = Others(nodes["n1"].neighbourhood)
     found, everybody = others.blobs(JOB, [LAYOUT + layout(part) for part in range(len(WRITERS))])
-    assert found == {LAYOUT + layout(part): f"layout {part}".encode() for part in range(len(WRITERS))}
+    assert found == {LAYOUT + layout(part): text(part) for part in range(len(WRITERS))}
     assert everybody
     assert +asked == Counter({("blobs", writer): 1 for writer in WRITERS})
 
@@ -73,10 +87,41 @@ def test_what_does_not_fit_into_one_answer_is_asked_for_again(nodes, asked, monk
 
 
 def test_what_nobody_seems_to_have_is_asked_of_others_too(nodes, asked):
-    nodes["n4"].store.put_blob(JOB, LAYOUT + layout(7), b"of no shard")
+    nodes["n4"].store.put_blob(JOB, LAYOUT + layout(7), pack(text(7)))
     others = Others(nodes["n1"].neighbourhood)
     wanted = [LAYOUT + layout(7), LAYOUT + layout(8)]
-    assert others.blobs(JOB, wanted) == ({wanted[0]: b"of no shard"}, True)
+    assert others.blobs(JOB, wanted) == ({wanted[0]: text(7)}, True)
+
+
+@pytest.mark.parametrize("bad", [b"not even packed", pack(b"another layout")])
+def test_what_is_not_the_layout_it_is_called_is_asked_of_the_next_node(nodes, asked, bad):
+    """n2 has a shard that goes with it, so it is asked first."""
+    name = LAYOUT + layout(0)
+    nodes["n2"].store.put_blob(JOB, name, bad)
+    nodes["n4"].store.put_blob(JOB, name, pack(text(0)))
+    assert Others(nodes["n1"].neighbourhood).blobs(JOB, [name]) == ({name: text(0)}, True)
+    assert asked["blobs", "n2"] == 1
+
+
+def test_a_layout_that_is_damaged_everywhere_is_damaged(nodes):
+    nodes["n2"].store.put_blob(JOB, LAYOUT + layout(0), pack(b"another layout"))
+    node = nodes["n1"]
+    service = NodeService(node.store, neighbourhood=node.neighbourhood)
+    with contextlib.closing(service), pytest.raises(CheckpointDamagedError, match=layout(0)):
+        service.layouts(JOB, GROUP, [layout(0)], [])
+
+
+@pytest.mark.parametrize("what", ["layout", "table"])
+def test_where_this_nodes_own_is_damaged_another_ones_is_taken(nodes, what):
+    name, good = (LAYOUT + layout(0), text(0)) if what == "layout" else (TABLE + TABLE_OF_ALL, TEXT_OF_TABLE)
+    node = nodes["n1"]
+    node.store.put_blob(JOB, name, pack(good))
+    (file,) = (path for path in node.directory.rglob(f"*{name}*") if path.is_file())
+    flip(file, file.stat().st_size - 1)
+    with contextlib.closing(NodeService(node.store, neighbourhood=node.neighbourhood)) as service:
+        found = service.layouts(JOB, GROUP, [layout(0)], [TABLE_OF_ALL])
+    said = found.layouts[layout(0)] if what == "layout" else found.tables[TABLE_OF_ALL]
+    assert unpack(said) == good
 
 
 def test_who_does_not_answer_may_have_it(nodes, monkeypatch):
@@ -91,7 +136,7 @@ def test_who_does_not_answer_may_have_it(nodes, monkeypatch):
 
 def test_a_table_that_all_have_is_not_asked_of_the_same_node_by_all(nodes):
     """Each node has its own order of the others."""
-    first = {next(iter(Others(node.neighbourhood)._holders(node.team, TABLE + layout(99)))) for node in nodes}
+    first = {next(iter(Others(node.neighbourhood)._holders(node.team, TABLE + TABLE_OF_ALL))) for node in nodes}
     assert len(first) > 1
 
 
