@@ -145,6 +145,8 @@ class NodeService(SealListener):
         self._open = open_durable
         self._writer = writer
         self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        """Of what is opened at a URL, and of which URL that is; before the other lock."""
         self._catalogs: dict[str, Catalog | None] = {}
         self._crashed = CrashedLoads()
         self._settings: dict[str, DurableSettings] = {}
@@ -529,13 +531,13 @@ class NodeService(SealListener):
 
     def close(self) -> None:
         self.drain.stop()
-        with self._lock:
+        with self._opening:
             opened = list(self._catalogs.values())
         for catalog in opened:
             if catalog is not None:
                 catalog.store.interrupt()
         self.drain.close()
-        with self._lock:
+        with self._opening:
             catalogs, self._catalogs = self._catalogs, {}
         for catalog in catalogs.values():
             if catalog is not None:
@@ -546,22 +548,19 @@ class NodeService(SealListener):
     def durable_settings(self, job: str) -> DurableSettings:
         with self._lock:
             kept = self._settings.get(job)
-        if kept is None:
-            blob = self._blob(job, DURABLE)
-            kept = msgspec.msgpack.decode(blob, type=DurableSettings) if blob else DurableSettings()
-            with self._lock:
+            if kept is None:
+                blob = self._blob(job, DURABLE)
+                kept = msgspec.msgpack.decode(blob, type=DurableSettings) if blob else DurableSettings()
                 self._settings[job] = kept
-        return kept
+            return kept
 
     def catalog(self, job: str) -> Catalog | None:
         """The job's durable tier, opened once; ``None`` when it has none."""
-        with self._lock:
-            if job in self._catalogs:
-                return self._catalogs[job]
-        settings = self.durable_settings(job)
-        catalog = Catalog(self._open(settings.url, settings), job) if settings.url else None
-        with self._lock:
-            return self._catalogs.setdefault(job, catalog)
+        with self._opening:
+            if job not in self._catalogs:
+                settings = self.durable_settings(job)
+                self._catalogs[job] = Catalog(self._open(settings.url, settings), job) if settings.url else None
+            return self._catalogs[job]
 
     def commits(self, job: str, group: Group) -> bool:
         if self.others is None:
@@ -674,8 +673,9 @@ class NodeService(SealListener):
                     self.store.put_blob(job, packed + digest, pack(data))
 
     def _forget_catalog(self, job: str) -> None:
-        with self._lock:
-            self._settings.pop(job, None)
+        with self._opening:
+            with self._lock:
+                self._settings.pop(job, None)
             old = self._catalogs.pop(job, None)
         if old is not None:
             old.store.close()

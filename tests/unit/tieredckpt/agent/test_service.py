@@ -16,6 +16,7 @@ from tieredckpt.agent import drain
 from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.messages import LAYOUT
 from tieredckpt.agent.service import NodeService
+from tieredckpt.durable.open import open_store
 from tieredckpt.layout import Layout, encode
 from tieredckpt.manifest import ShardMeta, encode_meta, pack
 from tieredckpt.settings import DurableSettings
@@ -157,3 +158,52 @@ def test_where_steps_become_durable_is_kept_again_for_a_job_that_was_forgotten_a
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
     with contextlib.closing(store), contextlib.closing(NodeService(store)) as service:
         assert service.durable_settings("job") == durable
+
+
+class Opened:
+    """Opens stores: each when somebody else opens one, too, or after a moment. Which of them are open still."""
+
+    def __init__(self, parties):
+        self._together = threading.Barrier(parties)
+        self.began = threading.Event()
+        self.open = []
+
+    def __call__(self, url, settings):
+        self.began.set()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._together.wait(0.5)
+        store = open_store(url, settings)
+        close = store.close
+        store.close = lambda: (self.open.remove(store), close())
+        self.open.append(store)
+        return store
+
+
+def test_who_asks_at_the_same_time_opens_one_store(arena, tmp_path):
+    opened = Opened(2)
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    service = NodeService(store, open_durable=opened)
+    with contextlib.closing(store):
+        with contextlib.closing(service):
+            service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
+            asking = [threading.Thread(target=service.catalog, args=("job",)) for _ in range(2)]
+            for one in asking:
+                one.start()
+            for one in asking:
+                one.join()
+            assert len(opened.open) == 1
+        assert opened.open == []
+
+
+def test_a_store_that_is_being_opened_when_the_job_moves_is_not_kept(arena, tmp_path):
+    opened = Opened(2)
+    store = NodeStore(arena, StoreSettings(budget="64MiB"))
+    service = NodeService(store, open_durable=opened)
+    with contextlib.closing(store), contextlib.closing(service):
+        service.configure("job", DurableSettings(url=f"file://{tmp_path}/before"))
+        asking = threading.Thread(target=service.catalog, args=("job",))
+        asking.start()
+        assert opened.began.wait(10)
+        service.configure("job", DurableSettings(url=f"file://{tmp_path}/after"))
+        asking.join()
+        assert service.catalog("job").store.url == f"file://{tmp_path}/after"
