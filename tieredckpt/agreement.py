@@ -1,4 +1,4 @@
-"""How the ranks of one DCP save agree on what they write for, and which ranks these are.
+"""How the ranks of one DCP save agree on what they write for, those of a load on what they read, and which these are.
 
 With collectives, what each rank proposes goes to the coordinator with its plan, and what it decides comes back with the
 final one. A planner may drop or keep whatever is in a plan (with plan caching it does both), so nothing is left in it:
@@ -34,35 +34,38 @@ _arrived = threading.local()
 
 
 class Enclosed:
-    """A message that travels in a plan and is taken out on arrival."""
+    """A message that travels in a plan and is taken out on arrival; ``stays``: it is left in the plan, too."""
 
-    def __init__(self, message: object) -> None:
+    def __init__(self, message: object, *, stays: bool = False) -> None:
         self.message = message
+        self.stays = stays
+        self.name = secrets.token_hex(8)
 
-    def __reduce__(self) -> tuple[Callable[[object], None], tuple[object]]:
-        return _take_out, (self.message,)
-
-
-def _take_out(message: object) -> None:
-    """Called where a plan arrives; what is left in the plan is what this returns."""
-    _messages().append(message)
+    def __reduce__(self) -> tuple[Callable[[str, object, bool], object], tuple[str, object, bool]]:
+        return _take_out, (self.name, self.message, self.stays)
 
 
-def _messages() -> list[object]:
+def _take_out(name: str, message: object, stays: bool) -> object:
+    """Called where a plan arrives, or is copied; what is left in the plan is what this returns."""
+    _messages()[name] = message
+    return message if stays else None
+
+
+def _messages() -> dict[str, object]:
     if not hasattr(_arrived, "messages"):
-        _arrived.messages = []
-    messages: list[object] = _arrived.messages
+        _arrived.messages = {}
+    messages: dict[str, object] = _arrived.messages
     return messages
 
 
 def expect_messages() -> None:
-    """What arrived in this thread before was for another save."""
+    """What arrived in this thread before was for another save or load."""
     _messages().clear()
 
 
 def received(kind: type[Message]) -> list[Message]:
     """What has arrived in this thread."""
-    return [message for message in _messages() if isinstance(message, kind)]
+    return [message for message in _messages().values() if isinstance(message, kind)]
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from torch.futures import Future
 from peerstore import deadlines
 from peerstore.crashpoints import reach
 from peerstore.records import Group
+from tieredckpt.agreement import Enclosed, expect_messages, received
 from tieredckpt.boxes import Box
 from tieredckpt.durable.store import ObjectNotFoundError
 from tieredckpt.errors import (
@@ -81,6 +82,8 @@ class Vote:
     refused: tuple[str, ...] = ()
     reluctant: tuple[Group, ...] = ()
     """Those whose loads have ended their process on this rank's node: taken when there is no other."""
+    plain: int | None = None
+    """The plain DCP checkpoint that it found newer than every step."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,9 @@ class TieredReader(StorageReader):
         """The step whose pieces were verified and are pinned."""
         self._plain: tuple[int, StorageReader] | None = None
         """A plain DCP checkpoint that is newer than everything else, and DCP's own reader of it."""
+        self._voted = Vote(())
+        self._decided: Decision | None = None
+        """What this rank has decided for all, where nothing travels between ranks."""
         self.fresh = False
         """Ask every node and the durable tier again, instead of taking an answer of a few seconds ago."""
         self.strict = False
@@ -243,15 +249,31 @@ class TieredReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         if self._plain:
-            return self._plain[1].prepare_local_plan(plan)
-        with collector_paused():
-            return dataclasses.replace(plan, storage_data=self._vote(*_needs(plan)))
+            self._voted = Vote((), plain=self._plain[0])
+            plan = self._plain[1].prepare_local_plan(plan)
+        else:
+            with collector_paused():
+                self._voted = self._vote(*_needs(plan))
+        self._decided = None
+        expect_messages()
+        return dataclasses.replace(plan, storage_data=Enclosed(self._voted, stays=True))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        votes = received(Vote) or [self._voted]
+        expect_messages()
+        if len(votes) != len(plans):
+            raise UsageError(
+                f"{self._location}: {len(plans)} ranks load and {len(votes)} have said what they could. All of them "
+                "have to load with a TieredReader"
+            )
+        if len({vote.plain for vote in votes}) > 1:
+            raise TierUnavailableError(
+                f"{self._location}: some ranks found a plain checkpoint newest and others did not: not all of them see "
+                f"the same of the durable tier. {_DOCTOR}"
+            )
         if self._plain:
             return self._plain[1].prepare_global_plan(plans)
-        votes = [plan.storage_data for plan in plans]
-        decision = Decision(_agree([vote for vote in votes if isinstance(vote, Vote)], self._location), len(plans))
+        decision = self._decided = Decision(_agree(votes, self._location), len(plans))
         step = self._described(decision.group)
         if step is not None:
             asked = {item.storage_index.fqn for plan in plans for item in plan.items}
@@ -264,7 +286,7 @@ class TieredReader(StorageReader):
                     f"step {decision.group.version} of {self._location.job} has {len(self.unused)} entries without a "
                     f"place in the state: {some(self.unused)}. Add them, or leave them out with strict=False"
                 )
-        return [dataclasses.replace(plan, storage_data=decision) for plan in plans]
+        return [dataclasses.replace(plan, storage_data=Enclosed(decision)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         if self._plain:
@@ -438,11 +460,22 @@ class TieredReader(StorageReader):
 
     # -- reading ----------------------------------------------------------------------------------------------
 
+    def _decision(self) -> Decision:
+        """As it has arrived for this load, whatever the planner made of the plan that it came with."""
+        decided = next(iter(received(Decision)), self._decided)
+        expect_messages()
+        if decided is None:
+            raise UsageError(
+                f"{self._location}: nothing arrived from the coordinator of this load. All ranks have to load with a "
+                "TieredReader, and DCP has to plan and read in one thread"
+            )
+        return decided
+
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> RestoreReport:
         began = time.perf_counter()
         session = self.session
-        decision = plan.storage_data
-        group = decision.group if isinstance(decision, Decision) else self._order[0].group
+        decision = self._decision()
+        group = decision.group
         needs, objects = _needs(plan)
         planned = self._steps[group].pieces if group in self._steps else {}
         if any(need not in planned for need in needs):  # the planner changed the plan after the vote
@@ -470,7 +503,7 @@ class TieredReader(StorageReader):
                 raise TierUnavailableError(f"the node agent went away twice while step {group.version} was read")
         seconds = time.perf_counter() - began
         if self.continues:
-            session.restored(group, decision.ranks if isinstance(decision, Decision) else 1)
+            session.restored(group, decision.ranks)
         else:
             session.came_further(stepped=False)  # what becomes of who only looks says nothing of the step
         reach("load.done")
@@ -540,8 +573,6 @@ def _needs(plan: LoadPlan) -> tuple[list[tuple[str, Box]], list[str]]:
 
 def _agree(votes: Sequence[Vote], location: Location) -> Group:
     """The newest step that every rank can load."""
-    if not votes:
-        raise CheckpointNotFoundError(f"{location}: the planner dropped what the ranks voted (LoadPlan.storage_data)")
     reluctant = {group for vote in votes for group in vote.reluctant}
     chosen = elect([vote.groups for vote in votes], reluctant=reluctant)
     if chosen is None:

@@ -28,12 +28,14 @@ from torch.futures import Future
 from integration.sagemaker.metadata import Written
 from integration.sagemaker.places import Checkpoint, Place, candidates
 from integration.sagemaker.source import WrittenSource
+from tieredckpt.agreement import Enclosed, expect_messages, received
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointNotFoundError,
     MismatchError,
     TieredCheckpointError,
     UntrustedObjectError,
+    UsageError,
 )
 from tieredckpt.reading import item_box
 from tieredckpt.tensors import dtype_name, dtype_named
@@ -81,6 +83,9 @@ class WrittenReader(StorageReader):
         self._planned: list[Checkpoint] = []
         """The candidates looked at so far; the last one is what was planned against."""
         self._rest = candidates(places, step)
+        self._voted: _Vote | None = None
+        self._decided: _Decision | None = None
+        """What this rank has decided for all, where nothing travels between ranks."""
         self.error: TieredCheckpointError | None = None
         """Why the last load failed on this rank."""
         self.restored_step: int | None = None
@@ -125,22 +130,32 @@ class WrittenReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         try:
-            return dataclasses.replace(plan, storage_data=self._vote(plan))
+            self._voted = self._vote(plan)
         except TieredCheckpointError as error:
             self.error = error
             self._let_go()
             raise
+        self._decided = None
+        expect_messages()
+        return dataclasses.replace(plan, storage_data=Enclosed(self._voted, stays=True))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        votes = [plan.storage_data for plan in plans]
-        steps = [vote.step for vote in votes if isinstance(vote, _Vote)]
+        votes: list[_Vote | None] = [*received(_Vote)] or [self._voted]
+        expect_messages()
+        steps = [vote.step for vote in votes if vote is not None]
         if len(steps) != len(plans):
             raise CheckpointNotFoundError(f"{len(plans) - len(steps)} of {len(plans)} ranks voted for no step")
-        return [dataclasses.replace(plan, storage_data=_Decision(min(steps))) for plan in plans]
+        self._decided = _Decision(min(steps))
+        return [dataclasses.replace(plan, storage_data=Enclosed(self._decided)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        decision = plan.storage_data
-        step = decision.step if isinstance(decision, _Decision) else self.planned_step
+        decision = next(iter(received(_Decision)), self._decided)
+        expect_messages()
+        if decision is None:
+            raise UsageError(
+                "nothing arrived from the coordinator of this load: DCP has to plan and read in one thread"
+            )
+        step = decision.step
         try:
             checkpoint = self._at(step)
             for item, found in self._loaded(checkpoint, plan.items):
