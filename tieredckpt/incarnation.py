@@ -186,6 +186,8 @@ class IncarnationOwner:
         self._life = _Life()
         self._tries: dict[tuple[str, int], int] = {}
         """By incarnation and step; the oldest are forgotten."""
+        self._bases: dict[Incarnation, int | None] = {}
+        """What each incarnation that this process writes for goes on from; the oldest are forgotten."""
         self._changed_by: int | None = None
         self._hears: _Page | None = None
         """Written by a process that saves for this one."""
@@ -207,11 +209,13 @@ class IncarnationOwner:
         with self._lock:
             return self._life.parts
 
-    @property
-    def base(self) -> int | None:
-        """The step that it goes on from; -1 for nothing; ``None`` when nobody said."""
+    def base_of(self, key: ShardKey) -> int | None:
+        """The step that the incarnation of a shard goes on from; -1 for nothing; ``None`` when nobody said.
+
+        Whatever was loaded since: what was captured before that may still be written for its own incarnation.
+        """
         with self._lock:
-            return self._life.base
+            return self._bases.get(Incarnation(key.epoch, key.incarnation))
 
     @property
     def changed_by(self) -> int | None:
@@ -262,6 +266,7 @@ class IncarnationOwner:
         """The ranks of a save have agreed. What was captured before a step was loaded changes nothing of that."""
         with self._lock:
             self._tried(decision.incarnation, decision.step, decision.attempt)
+            self._goes_on_from(decision.incarnation, decision.base)
             life, current = self._life, self._life.current
             if point.life == life.name and (current is None or decision.incarnation.epoch >= current.epoch):
                 if decision.incarnation != current:
@@ -309,6 +314,12 @@ class IncarnationOwner:
         while len(self._tries) > _TRIES_KEPT:
             del self._tries[next(iter(self._tries))]
 
+    def _goes_on_from(self, incarnation: Incarnation, base: int | None) -> None:
+        self._bases.pop(incarnation, None)
+        self._bases[incarnation] = base
+        while len(self._bases) > _TRIES_KEPT:
+            del self._bases[next(iter(self._bases))]
+
     # -- another process that saves for this one --------------------------------------------------------------
 
     def hand_over(self) -> Handover:
@@ -347,6 +358,7 @@ class IncarnationOwner:
         elif life.current is None or other.current.epoch > life.current.epoch:
             life.current, life.parts, life.base = other.current, other.parts, other.base
             life.reached = other.reached
+            self._goes_on_from(other.current, other.base)
 
     def _hear(self) -> None:
         text = self._hears.read() if self._hears is not None else b""

@@ -578,7 +578,7 @@ class Session:
             meta = ShardMeta(
                 layout=layout.digest,
                 item_sizes=sizes,
-                base=self.owner.base,
+                base=self.owner.base_of(key),
                 table=table.digest if table else "",
                 durable=durable or required,
                 saved_ns=time.time_ns(),

@@ -5,14 +5,18 @@ import multiprocessing as mp
 from multiprocessing import resource_sharer
 
 import pytest
-import torch.multiprocessing  # noqa: F401 - tensors travel between processes by their memory
+import torch
+import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from peerstore.records import Group
+from tieredckpt import Checkpointer
 from tieredckpt.errors import SaveFailedError, UsageError
 from tieredckpt.incarnation import CapturePoint, Incarnation, IncarnationOwner, SaveProposal, decide
+from tieredckpt.manifest import decode_meta
+from tieredckpt.testing import memory_node
 
 JOB = "job"
 X, Y = Incarnation(3, "x"), Incarnation(4, "y")
@@ -141,10 +145,10 @@ def test_leaving_a_world_keeps_what_was_saved_in_it():
     owner = IncarnationOwner(JOB)
     owner.go_back(4)
     owner.leave_world()
-    assert owner.base == 4
+    assert owner.capture().base == 4
     first = agree([owner], 7)
     owner.leave_world()
-    assert (owner.current, owner.base) == (None, 7)
+    assert (owner.current, owner.capture().base) == (None, 7)
     assert agree([owner], 8, known=first.incarnation.epoch, name="second").base == 7
 
 
@@ -314,3 +318,24 @@ class Ranks(RuleBasedStateMachine):
 
 
 TestRanks = Ranks.TestCase
+
+
+def test_a_save_that_ends_after_a_load_says_what_its_own_incarnation_began_from():
+    """The load of another thread comes between what was captured and its seal."""
+    with memory_node() as node, Checkpointer("tiered://late") as ckpt:
+        ckpt.restore({"w": torch.zeros(3)})
+        state = {"w": torch.ones(3)}
+        ckpt.save(state, 20).wait()
+        seal = ckpt.session.seal
+
+        def late(*args, **named):
+            ckpt.session.go_back(7)
+            return seal(*args, **named)
+
+        ckpt.session.seal = late
+        ckpt.save(state, 21).wait()
+        ckpt.session.seal = seal
+        bases = {fact.key.version: decode_meta(fact.meta).base for fact in node.store.inventory("late")}
+        assert bases == {20: -1, 21: -1}
+        ckpt.save(state, 8).wait()
+        assert {decode_meta(f.meta).base for f in node.store.inventory("late") if f.key.version == 8} == {7}
