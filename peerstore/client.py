@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -154,9 +154,10 @@ class Client:
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
         return self.call("relabel", operations.Relabel(lease_id, key), Lease)
 
-    def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord:
+    def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"", blobs: Collection[str] = ()) -> ShardRecord:
         timeout = _CALL_S + size_bytes / _SLOWEST_BYTES_PER_S
-        return self.call("seal", operations.Seal(lease_id, size_bytes, meta), ShardRecord, timeout_s=timeout)
+        asked = operations.Seal(lease_id, size_bytes, meta, tuple(blobs))
+        return self.call("seal", asked, ShardRecord, timeout_s=timeout)
 
     def abandon(self, lease_id: str) -> None:
         self.call("abandon", operations.Abandon(lease_id), type(None))

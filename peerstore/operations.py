@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,7 +47,7 @@ class Store(Protocol):
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease: ...
     def open_slot(self, slot: str) -> int: ...
     def relabel(self, lease_id: str, key: ShardKey) -> Lease: ...
-    def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord: ...
+    def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"", blobs: Collection[str] = ()) -> ShardRecord: ...
     def abandon(self, lease_id: str) -> None: ...
     def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> list[SlotInfo]: ...
     def inventory(self, job: str | None = None) -> list[ShardFact]: ...
@@ -105,6 +105,8 @@ class Seal(msgspec.Struct, frozen=True):
     lease_id: str
     size_bytes: int
     meta: bytes = b""
+    blobs: tuple[str, ...] = ()
+    """What has to be kept beside it."""
 
 
 class Abandon(msgspec.Struct, frozen=True):
@@ -222,7 +224,7 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
         "grow": Operation(Grow, Lease, lambda a, _: store.grow(a.lease_id, a.size_bytes, wait_s=patience(a.wait_s))),
         "open_slot": Operation(OpenSlot, none, lambda a, _: open_slot(a.slot)),
         "relabel": Operation(Relabel, Lease, lambda a, _: store.relabel(a.lease_id, a.key)),
-        "seal": Operation(Seal, ShardRecord, lambda a, _: store.seal(a.lease_id, a.size_bytes, a.meta)),
+        "seal": Operation(Seal, ShardRecord, lambda a, _: store.seal(a.lease_id, a.size_bytes, a.meta, a.blobs)),
         "abandon": Operation(Abandon, none, lambda a, _: store.abandon(a.lease_id)),
         "reserve": Operation(
             Reserve, list[SlotInfo], lambda a, _: store.reserve(a.job, a.part, a.size_bytes, slots=a.slots)

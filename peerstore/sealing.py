@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 
 from peerstore import checksum, deadlines
 from peerstore.crashpoints import reach
-from peerstore.errors import LeaseLostError, RequestError, ShardDamagedError, UnavailableError
+from peerstore.errors import LeaseLostError, RequestError, ShardDamagedError, ShardNotFoundError, UnavailableError
 from peerstore.jobs import Jobs
 from peerstore.notes import LEASE, SEAL, SealNote
 from peerstore.pages import closing
@@ -27,7 +27,14 @@ class Sealing:
         self._jobs = jobs
         self._pool = pool
 
-    def seal(self, lease_id: str, size_bytes: int, meta: bytes, sealed: Callable[[ShardRecord], None]) -> ShardRecord:
+    def seal(
+        self,
+        lease_id: str,
+        size_bytes: int,
+        meta: bytes,
+        blobs: Collection[str],
+        sealed: Callable[[ShardRecord], None],
+    ) -> ShardRecord:
         if len(meta) > MAX_META_BYTES:
             raise RequestError(f"meta has {len(meta)} bytes, at most {MAX_META_BYTES} are kept")
         with self._shelf.lock:
@@ -47,6 +54,9 @@ class Sealing:
             with self._shelf.lock:
                 if slot.lease is not lease:
                     raise LeaseLostError(f"the lease of {lease.key} was taken back while it was being sealed")
+                lacking = sorted({*blobs} - {*self._shelf.notes.blobs(lease.key.job)})
+                if lacking:
+                    raise ShardNotFoundError(f"{lease.key} needs {', '.join(lacking)}, which are not kept here now")
                 self._keep(slot, lease, record)
         finally:
             with self._shelf.lock:

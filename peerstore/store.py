@@ -18,7 +18,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from peerstore.adoption import Adoption, start
@@ -164,9 +164,13 @@ class NodeStore:
         _check_written(key)
         return self._leasing.relabel(lease_id, key)
 
-    def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"") -> ShardRecord:
-        """Checksum what was written, keep the note beside it, and make it immutable. Idempotent by lease."""
-        record = self._sealing.seal(lease_id, size_bytes, meta, self._listeners.sealed)
+    def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"", blobs: Collection[str] = ()) -> ShardRecord:
+        """Checksum what was written, keep the note beside it, and make it immutable. Idempotent by lease.
+
+        Without one of the ``blobs`` it is :class:`ShardNotFoundError`, and the lease holds: the job may have been
+        forgotten since they were put.
+        """
+        record = self._sealing.seal(lease_id, size_bytes, meta, blobs, self._listeners.sealed)
         with self._lock:
             torn = self._jobs.is_torn(record.key.job, record.key.group)
         if torn:  # another writer has left its part out meanwhile

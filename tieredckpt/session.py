@@ -572,9 +572,6 @@ class Session:
             for start, item in zip(layout.item_starts(sizes), items, strict=True):
                 memory.write(layout.header_bytes + start, item)
             reach("seal.written")
-            self._put_packed(LAYOUT + layout.digest, lambda: encode(layout))
-            if table is not None:
-                self._put_packed(TABLE + table.digest, lambda: encode_table(table))
             meta = ShardMeta(
                 layout=layout.digest,
                 item_sizes=sizes,
@@ -586,13 +583,36 @@ class Session:
             )
             if keep:  # before it is there: no newer one takes its place in between
                 self.node.store.keep(self.job, key.group)
-            record = self.node.store.seal(staged.lease.id, total, encode_meta(meta))
+            record = self._sealed(staged.lease, total, meta, layout, table)
         except PeerStoreError as error:
             raise SaveFailedError(f"{key} was not sealed: {error}") from error
         self.sealed_step = key.version
         self.owner.sealed(key)
         reach("seal.asked")
         return record
+
+    def _sealed(
+        self, lease: Lease, total: int, meta: ShardMeta, layout: Layout, table: StateTable | None
+    ) -> ShardRecord:
+        """With what describes it; that is given once, and again where the agent has forgotten the job since."""
+        described: dict[str, Callable[[], bytes]] = {LAYOUT + layout.digest: lambda: encode(layout)}
+        if table is not None:
+            described[TABLE + table.digest] = lambda: encode_table(table)
+
+        def ask() -> ShardRecord:
+            for name, make in described.items():
+                self._put_packed(name, make)
+            return self.node.store.seal(lease.id, total, encode_meta(meta), tuple(described))
+
+        try:
+            return ask()
+        except ShardNotFoundError:
+            with self._lock:
+                self._known_blobs.clear()
+                self._configure()
+                if self._plan is not None:
+                    self.node.join(self.job, self._plan)
+        return ask()
 
     def _labelled(self, staged: Staged, key: ShardKey, total: int) -> Staged:
         """The same slot under its final key, and large enough."""

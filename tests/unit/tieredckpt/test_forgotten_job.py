@@ -1,0 +1,52 @@
+"""A job is forgotten while a process trains it: what that process saves next is as complete as its first save."""
+
+import pytest
+import torch
+
+from tieredckpt import Checkpointer
+from tieredckpt.agent.messages import LAYOUT, TABLE
+from tieredckpt.session import close_sessions
+from tieredckpt.testing import memory_node
+
+
+def state_at(step):
+    return {"w": torch.full((1000,), float(step)), "n": step}
+
+
+@pytest.fixture
+def node():
+    with memory_node() as one:
+        yield one
+
+
+def test_what_is_saved_next_can_be_read(node):
+    with Checkpointer("tiered://gone") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_at(step), step).wait()
+        node.store.forget("gone")
+        ckpt.save(state_at(3), 3).wait()
+        ckpt.save(state_at(4), 4).wait()
+        assert {name.rpartition(".")[0] + "." for name in node.store.blobs("gone")} >= {LAYOUT, TABLE}
+    close_sessions()
+    with Checkpointer("tiered://gone") as ckpt:
+        found = state_at(0)
+        assert ckpt.restore(found) == 4
+        assert torch.equal(found["w"], state_at(4)["w"])
+
+
+def test_it_still_becomes_durable(node, tmp_path):
+    with Checkpointer("tiered://gone", durable=f"file://{tmp_path}") as ckpt:
+        ckpt.save(state_at(1), 1).wait("durable")
+        node.store.forget("gone")
+        node._forget_catalog("gone")  # as an agent that began again
+        ckpt.save(state_at(2), 2).wait("durable")
+        assert [info.step for info in ckpt.steps() if "durable" in info.tiers] == [1, 2]
+
+
+def test_a_shard_without_what_describes_it_is_not_sealed(node):
+    with Checkpointer("tiered://gone") as ckpt:
+        ckpt.save(state_at(1), 1).wait()
+        for name in node.store.blobs("gone"):
+            node.store.remove_blob("gone", name)
+        ckpt.save(state_at(2), 2).wait()
+        assert len([name for name in node.store.blobs("gone") if name.startswith((LAYOUT, TABLE))]) == 2
