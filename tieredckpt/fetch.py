@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -50,7 +51,7 @@ class PinnedShards:
         self.group = group
         self._pins: dict[int, Pin] = {}
         self._maps: dict[int, Mapping] = {}
-        self._checked: dict[int, list[tuple[int, int]]] = {}
+        self._checked: dict[int, set[tuple[int, int]]] = {}
 
     def verify(self, shard: ShardIndex, ranges: Sequence[ByteRange]) -> ShardCheck:
         """Pin the shard and have its bytes in ``ranges`` compared with their checksums."""
@@ -59,12 +60,12 @@ class PinnedShards:
         try:
             if part not in self._pins:
                 self._pins[part] = self._store.pin(shard.key)
-            done = self._checked.setdefault(part, [])
+            done = self._checked.setdefault(part, set())
             for chunks in wanted:
                 if chunks not in done:
                     if self._store.verify(shard.key, chunks):
                         return ShardCheck.DAMAGED
-                    done.append(chunks)
+                    done.add(chunks)
         except ShardNotFoundError:
             return ShardCheck.GONE
         except ShardDamagedError:
@@ -123,6 +124,7 @@ class PinnedShards:
 
 def from_object(store: ObjectStore, shard: ShardIndex, ranges: Sequence[ByteRange]) -> Iterator[Verified]:
     """The chunks that hold ``ranges``, window by window, so that memory stays bounded whatever is asked for."""
+    places = _places(shard)
     window: list[tuple[int, int]] = []
     size = 0
     for first, stop in chunk_ranges(ranges, shard.chunk_bytes):
@@ -132,10 +134,10 @@ def from_object(store: ObjectStore, shard: ShardIndex, ranges: Sequence[ByteRang
             window.append(chunks)
             size += (chunks[1] - chunks[0]) * shard.chunk_bytes
             if size >= _WINDOW_BYTES:
-                yield from _window(store, shard, window)
+                yield from _window(store, shard, window, places)
                 window, size = [], 0
     if window:
-        yield from _window(store, shard, window)
+        yield from _window(store, shard, window, places)
 
 
 def damaged_chunks(store: ObjectStore, shard: ShardIndex, advance: Callable[[int], None] = lambda _: None) -> list[int]:
@@ -145,28 +147,31 @@ def damaged_chunks(store: ObjectStore, shard: ShardIndex, advance: Callable[[int
     """
     count = checksum.chunk_count(shard.size_bytes, shard.chunk_bytes)
     step = max(1, _WINDOW_BYTES // shard.chunk_bytes)
+    places = _places(shard)
     bad: list[int] = []
     for first in range(0, count, step):
         stop = min(count, first + step)
-        if _differs(store, shard, (first, stop)):
-            bad += [chunk for chunk in range(first, stop) if _differs(store, shard, (chunk, chunk + 1))]
+        if _differs(store, shard, (first, stop), places):
+            bad += [chunk for chunk in range(first, stop) if _differs(store, shard, (chunk, chunk + 1), places)]
         advance(min(stop * shard.chunk_bytes, shard.size_bytes) - first * shard.chunk_bytes)
     return bad
 
 
-def _differs(store: ObjectStore, shard: ShardIndex, chunks: tuple[int, int]) -> bool:
+def _differs(store: ObjectStore, shard: ShardIndex, chunks: tuple[int, int], places: Sequence[int]) -> bool:
     bad: list[int] = []
     try:
-        (buffer,) = store.get_ranges(shard.object, [_stored_range(shard, chunks)])
+        (buffer,) = store.get_ranges(shard.object, [_stored(chunks, places)])
     except CheckpointDamagedError:  # the object ends early
         return True
     _verified(shard, chunks, buffer, bad)
     return bool(bad)
 
 
-def _window(store: ObjectStore, shard: ShardIndex, window: Sequence[tuple[int, int]]) -> Iterator[Verified]:
+def _window(
+    store: ObjectStore, shard: ShardIndex, window: Sequence[tuple[int, int]], places: Sequence[int]
+) -> Iterator[Verified]:
     for again in (False, True):
-        buffers = store.get_ranges(shard.object, [_stored_range(shard, chunks) for chunks in window])
+        buffers = store.get_ranges(shard.object, [_stored(chunks, places) for chunks in window])
         bad: list[int] = []
         found = [_verified(shard, chunks, buffer, bad) for chunks, buffer in zip(window, buffers, strict=True)]
         if not bad:
@@ -181,12 +186,16 @@ def _window(store: ObjectStore, shard: ShardIndex, window: Sequence[tuple[int, i
     )
 
 
-def _stored_range(shard: ShardIndex, chunks: tuple[int, int]) -> tuple[int, int]:
-    first, stop = chunks
+def _places(shard: ShardIndex) -> Sequence[int]:
+    """Where each chunk begins in the object, and where the last one ends."""
     if shard.encoding == "zstd":
-        start = sum(shard.frames[:first])
-        return start, start + sum(shard.frames[first:stop])
-    return first * shard.chunk_bytes, min(stop * shard.chunk_bytes, shard.size_bytes)
+        return [*itertools.accumulate(shard.frames, initial=0)]
+    return [*range(0, shard.size_bytes, shard.chunk_bytes), shard.size_bytes]
+
+
+def _stored(chunks: tuple[int, int], places: Sequence[int]) -> tuple[int, int]:
+    last = len(places) - 1  # who asks for what is behind it gets too little, and so damage
+    return places[min(chunks[0], last)], places[min(chunks[1], last)]
 
 
 def _verified(shard: ShardIndex, chunks: tuple[int, int], buffer: Buffer, bad: list[int]) -> Verified:

@@ -38,6 +38,8 @@ from tieredckpt.tensors import (
 log = logging.getLogger(__name__)
 
 _WINDOW_BYTES = 256 << 20
+_MOVED_BYTES = 32 << 20
+"""Of what was fetched, so much is copied to its place at a time."""
 _Wanted = list[tuple[ByteRange, int]]
 
 
@@ -248,19 +250,27 @@ class Reading:
         shard = self._step.shards[part]
         self.bytes_by_tier[Tier.DURABLE.value] += sum(last - first for (first, last), _ in wanted)
         order = sorted(wanted)
+        begun, at = list[tuple[ByteRange, int]](), 0
         moves: list[Move] = []
-        keep = []
+        kept: list[memoryview] = []
+        size = 0
         for found in from_object(self._session.durable_store(), shard, [one for one, _ in order]):
             stop = found.start + len(found.data)
             address = _address(found.data)
-            keep.append(found.data)
-            for (first, last), target in order:
+            while at < len(order) and order[at][0].start < stop:
+                begun.append(order[at])
+                at += 1
+            for (first, last), target in begun:
                 low, high = max(first, found.start), min(last, stop)
                 if low < high:
                     moves.append(Move(target + low - first, address + low - found.start, high - low))
-            self._session.copier.move(moves)
-            moves.clear()
-            keep.clear()
+            begun = [one for one in begun if one[0].stop > stop]
+            kept.append(found.data)
+            size += len(found.data)
+            if size >= _MOVED_BYTES:
+                self._session.copier.move(moves)
+                moves, kept, size = [], [], 0
+        self._session.copier.move(moves)
 
     def _object(self, fqn: str) -> bytes:
         return self._item(*self._step.object(fqn))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from peerstore import checksum
 from peerstore.records import ShardKey
 from tieredckpt.agent.compress import compressed, decompress
-from tieredckpt.fetch import _stored_range, _verified
+from tieredckpt.fetch import _places, _stored, _verified
 from tieredckpt.manifest import ShardIndex, ShardMeta
 
 
@@ -36,7 +36,7 @@ def test_every_window_of_chunks_comes_back(tmp_path_factory, data, chunk_bytes):
     count = len(frames)
     for first in range(count):
         for stop in (first + 1, count):
-            low, high = _stored_range(packed, (first, stop))
+            low, high = _stored((first, stop), _places(packed))
             bad = []
             found = _verified(packed, (first, stop), stored[low:high], bad)
             assert (found.start, bytes(found.data), bad) == (

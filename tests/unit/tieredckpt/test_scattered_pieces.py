@@ -1,0 +1,72 @@
+"""Many small pieces, far from each other in one shard: n of them take n times as long as one."""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from peerstore.checksum import checksums
+from peerstore.records import ShardKey
+from tieredckpt.agent.compress import compressed
+from tieredckpt.copying import Copier
+from tieredckpt.durable.open import open_store
+from tieredckpt.manifest import ShardIndex, ShardMeta
+from tieredckpt.reading import Reading
+from tieredckpt.settings import DurableSettings
+from tieredckpt.stored import ByteRange
+
+CHUNK, COUNT = 64, 100_000
+
+
+@pytest.fixture(scope="module")
+def data():
+    found = np.zeros((2 * COUNT, CHUNK), dtype=np.uint8)
+    found[:, :8] = np.random.default_rng(0).integers(0, 256, (2 * COUNT, 8), dtype=np.uint8)
+    return found.reshape(-1)
+
+
+@pytest.fixture(scope="module", params=["raw", "zstd"])
+def stored(request, data, tmp_path_factory):
+    """A shard in the durable tier, in chunks so small that pieces are as far from each other as in one of terabytes."""
+    folder = tmp_path_factory.mktemp("stored")
+    source = folder / "shard"
+    source.write_bytes(data.tobytes())
+    sums = checksums(memoryview(data), chunk_bytes=CHUNK)
+    index = ShardIndex(ShardKey("job", 1, 1, "x", 0, 0), 1, len(data), CHUNK, sums, ShardMeta("", ()), object="shard")
+    if request.param == "zstd":
+        with compressed(source, index, wanted=True) as (path, frames):
+            (folder / "packed").write_bytes(path.read_bytes())
+        index = ShardIndex(
+            *(index.key, 1, len(data), CHUNK, sums, index.meta), object="packed", encoding="zstd", frames=tuple(frames)
+        )
+    with contextlib.closing(open_store(f"file://{folder}", DurableSettings())) as store:
+        yield store, index
+
+
+@pytest.mark.timeout(120)
+def test_pieces_of_every_other_chunk(stored, data):
+    store, index = stored
+    target = torch.zeros(COUNT, dtype=torch.uint8)
+    with contextlib.closing(Copier(1)) as copier:
+        session = SimpleNamespace(durable_store=lambda: store, copier=copier)
+        reading = Reading(session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False)
+        places = range(5, len(data), 2 * CHUNK)
+        reading._fetch(0, [(ByteRange(at, at + 1), target.data_ptr() + n) for n, at in enumerate(places)])
+    assert np.array_equal(target.numpy(), data[5 :: 2 * CHUNK])
+
+
+def test_pieces_that_overlap_and_go_on(stored, data):
+    """Some begin in one window and end in another; some are the same."""
+    store, index = stored
+    ranges = [(0, 3), (0, len(data) // 50), (CHUNK - 1, CHUNK + 1), (0, 3), (10_000, 10_000), (20_001, 20_500)]
+    target = torch.zeros(sum(stop - start for start, stop in ranges), dtype=torch.uint8)
+    wanted, at = [], 0
+    for start, stop in ranges:
+        wanted.append((ByteRange(start, stop), target.data_ptr() + at))
+        at += stop - start
+    with contextlib.closing(Copier(1)) as copier:
+        session = SimpleNamespace(durable_store=lambda: store, copier=copier)
+        Reading(session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False)._fetch(0, wanted)
+    assert np.array_equal(target.numpy(), np.concatenate([data[start:stop] for start, stop in ranges]))
