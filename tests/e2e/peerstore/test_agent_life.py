@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -111,12 +110,16 @@ from peerstore.client import Client, connect
 from peerstore.records import ShardKey
 client = Client(lambda: connect(Path(sys.argv[1])), job="job", retry_s=20)
 client.lease(ShardKey("job", 1, 1, "a", 0, 0), 1 << 20, 1)
-os.kill(os.getpid(), signal.SIGKILL)
+print("has a slot", flush=True)
+signal.pause()
 """
     with store_agent(directory, "--budget", "64MiB", "--linger-s", "0", "--job-ttl-s", "0") as agent:
-        assert agent.wait_ready()
-        died = subprocess.run([sys.executable, "-c", writer, str(agent.place.socket)], env=here())
-        assert died.returncode == -signal.SIGKILL
+        command = [sys.executable, "-c", writer, str(agent.place.socket)]
+        with subprocess.Popen(command, env=here(), stdout=subprocess.PIPE) as one:
+            with agent.client(retry_s=30):  # for which the agent stays until the writer is there
+                said = one.stdout.readline()
+            one.kill()
+        assert said == b"has a slot\n"
         assert agent.process.wait(20) == EXIT_OK
     assert not (directory / "slots").exists()
 
