@@ -52,17 +52,20 @@ import pytest
 from tests.support import crashes
 
 _ROOT = Path(__file__).parents[2]
-_OURS = ("tieredckpt", "peerstore", "elastic", "benchmarks", "tests")
+_OURS = ("tieredckpt", "peerstore", "elastic", "integration", "benchmarks", "tests")
 """Packages whose modules are run with ``-m`` in a fork."""
-_STARTERS = ("elastic", "elastic.control")
+_LAUNCHER = "torch.distributed.run"
+_STARTERS = ("elastic", "integration.hyperpod.launching", _LAUNCHER)
 """Those that start others: what they start are their children."""
 _IMPORTED = (
     "boto3", "elastic.cli", "elastic.control.coordinator", "elastic.control.supervisor", "fsspec", "numpy", "obstore",
-    "peerstore.cli", "tieredckpt.agent.__main__", "tieredckpt.cli", "torch", "torch._dynamo",
-    "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "fastapi", "peerstore.cli", "tieredckpt.agent.__main__", "tieredckpt.cli", "torch", "torch._dynamo",
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", _LAUNCHER, "uvicorn",
 )  # fmt: skip
 _READ_AT_START = ("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "ATEN_")
-_READ_HERE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS")
+_READ_HERE = (
+    "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)  # fmt: skip
 _HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 """From a template, and from what it forks until that is what was asked for."""
 _LIMITS = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
@@ -102,6 +105,9 @@ class Program(NamedTuple):
     script: str
     words: list[str]
     isolated: bool
+    """Neither its own folder nor ``PYTHONPATH`` is where it looks for modules."""
+    safe: bool
+    """Only ``PYTHONPATH`` is."""
     quiet: bool
 
     @property
@@ -116,21 +122,23 @@ def program_of(argv: Sequence[str]) -> Program | None:
     """``None``: it is started as ever."""
     if not argv or argv[0] != sys.executable:
         return None
-    isolated = quiet = False
+    isolated = safe = quiet = False
     words = list(argv[1:])
     while words and words[0].startswith("-"):
         word = words.pop(0)
         if word == "-m":
             ours = bool(words) and (words[0].partition(".")[0] in _OURS or words[0] in _STARTERS)
-            return Program(words[0], "", words[1:], isolated, quiet) if ours else None
+            return Program(words[0], "", words[1:], isolated, safe, quiet) if ours else None
         if word in {"-I", "-S"}:
             isolated = True
+        elif word == "-P":
+            safe = True
         elif word == "-W" and words[:1] == ["ignore"]:
             quiet = bool(words.pop(0))
         elif word != "-u":
             return None
     if words and words[0].endswith(".py") and Path(words[0]).is_file():
-        return Program("", words[0], words[1:], isolated, quiet)
+        return Program("", words[0], words[1:], isolated, safe, quiet)
     return None
 
 
@@ -581,7 +589,7 @@ def _fresh_main(program: Program) -> None:
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
     place = Path.cwd() if program.module else Path(program.script).resolve().parent
-    first = "" if program.isolated else str(place)
+    first = "" if program.isolated or program.safe else str(place)
     added = [] if program.isolated else [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     sys.path[:] = [*([first] if first else []), *added, *_here.path]
     sys.warnoptions[:] = ["ignore"] if program.quiet else []

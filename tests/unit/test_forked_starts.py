@@ -79,6 +79,7 @@ def signalled(number):
         return one.wait(20)
 
 script, me = sys.argv[1], str(os.getpid())
+safe = ["-P"] if sys.version_info >= (3, 11) else []
 quiet = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 found = {}
 for fresh in (True, False):
@@ -87,6 +88,7 @@ for fresh in (True, False):
         "script": run(script, "describe", me, "two words", ""),
         "unbuffered": run(script, "describe", me, before=["-u"], env=quiet, start_new_session=True),
         "quiet": run(script, "describe", me, before=["-W", "ignore"], env=quiet),
+        "safe": run(script, "describe", me, before=safe, env={**quiet, "PYTHONPATH": "/somewhere"}),
         "path": run(script, "describe", me, env={**quiet, "PYTHONPATH": "/somewhere:/else"}),
         "module": run("-m", "tests.unit.test_forked_starts", "describe", me, env={**quiet, "PYTHONPATH": os.getcwd()}),
         "another": run(script, "exec", script, "describe", me),
@@ -114,10 +116,10 @@ def told(tmp_path_factory):
 
 
 def test_all_were_forked_that_were_to_be(told):
-    assert told[1] == [True] * 14
+    assert told[1] == [True] * 15
 
 
-@pytest.mark.parametrize("how", ["script", "unbuffered", "quiet", "path", "module", "another"])
+@pytest.mark.parametrize("how", ["script", "unbuffered", "quiet", "safe", "path", "module", "another"])
 def test_it_finds_itself_as_one_that_was_started(told, how):
     (status, said, _), (fresh_status, fresh_said, words) = told[0]["False"][how], told[0]["True"][how]
     assert (status, fresh_status) == (0, 0), words
