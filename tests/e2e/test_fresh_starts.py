@@ -1,0 +1,51 @@
+"""Every command as a user starts it: an interpreter that has imported nothing.
+
+What tests start otherwise is mostly forked from a process that has everything (:mod:`tests.support.forked_starts`), and
+would not notice an import that is missing, or that comes too early. Others that start anew are marked ``fresh_starts``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.fresh_starts]
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [
+    one.name for one in importlib.metadata.distribution("tieredckpt").entry_points if one.group == "console_scripts"
+]
+MODULES = [
+    "tieredckpt", "tieredckpt.agent", "peerstore.cli", "elastic", "integration.hyperpod.launching",
+    "integration.hyperpod.operator", "integration.hyperpod.demo", "integration.finetune.worker",
+    "integration.kubernetes.controller",
+]  # fmt: skip
+"""Those that others of our commands start, or that the documentation does."""
+
+
+def usage(command: list[str], folder: Path) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
+    ended = subprocess.run([*command, "--help"], cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.lower()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_command_by_its_name(name: str, tmp_path: Path) -> None:
+    assert f"usage: {name}" in usage([str(Path(sys.executable).with_name(name))], tmp_path)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_by_its_name(name: str, tmp_path: Path) -> None:
+    if name == "integration.hyperpod.launching":
+        pytest.importorskip("hyperpod_elastic_agent")
+    assert "usage: " in usage([sys.executable, "-m", name], tmp_path)
+
+
+def test_all_commands_are_tried() -> None:
+    assert {"tieredckpt", "peerstore", "elastic"} < set(SCRIPTS)
