@@ -12,10 +12,17 @@ from tests.support.zygote import Zygote
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-SIZES = (1, 2, 3, 4, 6, 8)
-GRIDS = (4, 6)
 STEPS = 4
-RESIZED = (8, 3, 1, 6)
+
+
+class Extent(NamedTuple):
+    sizes: tuple[int, ...]
+    grids: tuple[int, ...]
+    resized: tuple[int, ...]
+
+
+FEW = Extent((1, 2, 3, 4), (4,), (4, 3, 1, 2))
+ALL = Extent((1, 2, 3, 4, 6, 8), (4, 6), (8, 3, 1, 6))
 
 
 class Found(NamedTuple):
@@ -23,29 +30,37 @@ class Found(NamedTuple):
     resized: list[Seen]
 
 
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(FEW, id="few"), pytest.param(ALL, id="all", marks=pytest.mark.nightly)],  # 8 ranks on 2 cores
+)
+def extent(request: pytest.FixtureRequest) -> Extent:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def found(zygote: Zygote) -> dict[str, Found]:
-    by_rank = zygote.run_world(8, _everything)
+def found(zygote: Zygote, extent: Extent) -> dict[str, Found]:
+    by_rank = zygote.run_world(max(extent.sizes), _everything, extent)
     assert all(one == by_rank[0] for one in by_rank)  # each of them saw the same
     return by_rank[0]
 
 
-def _everything(_: object) -> dict[str, Found]:
+def _everything(_: object, extent: Extent) -> dict[str, Found]:
     import torch.distributed as dist
 
-    worlds = Worlds(SIZES, GRIDS)
+    worlds = Worlds(extent.sizes, extent.grids)
     runs = {
-        "plain": ("plain", SIZES, "even", {"tree": True}),
-        "ddp": ("ddp", SIZES, "even", {"tree": True}),
-        "fsdp": ("fsdp", SIZES, "even", {"tree": True}),
+        "plain": ("plain", extent.sizes, "even", {"tree": True}),
+        "ddp": ("ddp", extent.sizes, "even", {"tree": True}),
+        "fsdp": ("fsdp", extent.sizes, "even", {"tree": True}),
         "fsdp, dealt": ("fsdp", (3,), "dealt", {"tree": True}),
-        "hsdp": ("hsdp", GRIDS, "even", {"tree": True}),
-        "all-reduce": ("plain", SIZES, "even", {"tree": False}),
+        "hsdp": ("hsdp", extent.grids, "even", {"tree": True}),
+        "all-reduce": ("plain", extent.sizes, "even", {"tree": False}),
     }
     mine = {}
     for name, (kind, sizes, deal, how) in runs.items():
         by_size = {size: train(kind, [size] * STEPS, worlds, deal=deal, **how) for size in sizes}
-        resized = train(kind, RESIZED, worlds, deal=deal, **how) if sizes == SIZES else []
+        resized = train(kind, extent.resized, worlds, deal=deal, **how) if sizes == extent.sizes else []
         mine[name] = Found(by_size, resized)
     replicated.WINDOW_BYTES, replicated.LEAST_BYTES = 300, 4  # this process is forked for this test alone
     mine["plain, small windows"] = Found({3: train("plain", [3] * STEPS, worlds, tree=True)}, [])
@@ -59,9 +74,9 @@ def _everything(_: object) -> dict[str, Found]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
-def test_every_step_is_the_same_at_any_number_of_ranks(found: dict[str, Found], kind: str) -> None:
+def test_every_step_is_the_same_at_any_number_of_ranks(found: dict[str, Found], extent: Extent, kind: str) -> None:
     by_size = found[kind].by_size
-    assert set(by_size) == set(SIZES)
+    assert set(by_size) == set(extent.sizes)
     for step in range(STEPS):
         assert len({seen[step] for seen in by_size.values()}) == 1, {size: seen[step] for size, seen in by_size.items()}
     assert len({seen.parameters for seen in by_size[1]}) == STEPS  # it learns
