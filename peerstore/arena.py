@@ -25,10 +25,19 @@ from typing import Protocol
 import xxhash
 
 from peerstore.crashpoints import reach
-from peerstore.errors import ArenaFullError, NotUnderstoodError, ShardDamagedError, UnavailableError
+from peerstore.errors import (
+    AgentBusyError,
+    ArenaFullError,
+    NotUnderstoodError,
+    PeerStoreError,
+    ShardDamagedError,
+    UnavailableError,
+)
+from peerstore.pages import closing
 
 _NOTE_MAGIC = b"PSN1"
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
+_BUSY = (errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN)
 _F_SETSIG = 10
 _GONE_KEPT = 256
 _NOTE_BYTES = 128 << 20
@@ -41,8 +50,9 @@ class Arena(Protocol):
 
     Promises every arena makes:
 
-    - ``create`` gives a file of exactly ``size_bytes`` or raises :class:`ArenaFullError` and leaves nothing behind;
-      pages that other slots were promised and do not have yet count as taken. The size is the file's for its life.
+    - ``create`` gives a file of exactly ``size_bytes`` or leaves nothing behind and raises: :class:`ArenaFullError`,
+      or :class:`UnavailableError` where it is not for want of room; pages that other slots were promised and do not
+      have yet count as taken. The size is the file's for its life.
     - Who mapped or opened a slot keeps it, also after ``remove``. ``lingering`` has the sizes of removed slots that
       some process still uses, as far as that can be known.
     - ``open`` gives a descriptor of a slot, for reading or for writing too, which is the caller's from then on.
@@ -93,15 +103,15 @@ class TmpfsArena:
 
     def create(self, name: str, size_bytes: int) -> None:
         path = self._slots / _checked(name)
-        self._require_space(size_bytes)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.ftruncate(fd, size_bytes)
+            self._require_space(size_bytes)
+            with closing(_made(path)) as fd:
+                os.ftruncate(fd, size_bytes)
+        except FileExistsError:
+            raise
         except (OSError, OverflowError) as error:
             path.unlink(missing_ok=True)
-            raise _full(error, size_bytes, self._slots) from error
-        finally:
-            os.close(fd)
+            raise _not_kept(error, size_bytes, self._slots) from error
 
     def remove(self, name: str) -> None:
         path = self._slots / _checked(name)
@@ -111,9 +121,13 @@ class TmpfsArena:
         except OSError:  # it is gone, or what uses it cannot be known
             path.unlink(missing_ok=True)
             return
+        try:
+            path.unlink(missing_ok=True)
+        except BaseException:
+            os.close(fd)
+            raise
         with self._removed_lock:
             self._removed[name] = fd, size_bytes
-        path.unlink(missing_ok=True)
         self.lingering()
 
     def open(self, name: str, *, writable: bool = False) -> int:
@@ -141,14 +155,13 @@ class TmpfsArena:
         self._note(name)
         fresh = self._fresh / secrets.token_hex(8)
         try:
-            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(fd, "wb") as file:
+            with closing(_made(fresh)) as fd, os.fdopen(fd, "wb", closefd=False) as file:
                 file.write(_framed(data))
             reach("agent.note")
             self._move(fresh, name)
         except OSError as error:
             fresh.unlink(missing_ok=True)
-            raise _full(error, len(data), self._notes) from error
+            raise _not_kept(error, len(data), self._notes) from error
 
     def _move(self, fresh: Path, name: str) -> None:
         final = self._note(name)
@@ -238,19 +251,27 @@ class TmpfsArena:
             )
 
 
+def _made(path: Path) -> int:
+    """A file that was not there."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
 def _own_files(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         return [entry for entry in entries if _NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
 
 
 def _used_elsewhere(fd: int) -> bool:
-    """Whether somebody else has the file open or mapped: only who is alone with a file is given a lease on it."""
+    """Whether somebody else has the file open or mapped: only who is alone with a file is given a lease on it.
+
+    Where leases are not given at all nobody knows, and nobody counts.
+    """
     try:
         fcntl.fcntl(fd, _F_SETSIG, signal.SIGURG)  # were it broken in between: a signal that nobody minds
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError as error:
-        return error.errno == errno.EAGAIN
+        return error.errno in (*_BUSY, errno.EIO, errno.ENOMEM)
     return False
 
 
@@ -281,7 +302,7 @@ class MemfdArena:
             os.ftruncate(fd, size_bytes)
         except (OSError, OverflowError) as error:
             os.close(fd)
-            raise _full(error, size_bytes, Path("memory")) from error
+            raise _not_kept(error, size_bytes, Path("memory")) from error
         self._fds[name] = fd
 
     def remove(self, name: str) -> None:
@@ -364,5 +385,9 @@ def _unframed(raw: bytes, name: str) -> bytes:
     return data
 
 
-def _full(error: Exception, size_bytes: int, place: Path) -> ArenaFullError:
-    return ArenaFullError(f"{size_bytes} bytes could not be kept in {place}: {error}")
+def _not_kept(error: Exception, size_bytes: int, place: Path) -> PeerStoreError:
+    """What a failure says of the room there is: that it is full, or nothing."""
+    said, code = f"{size_bytes} bytes could not be kept in {place}: {error}", getattr(error, "errno", None)
+    if code in _BUSY:
+        return AgentBusyError(said)
+    return UnavailableError(said) if code == errno.EIO else ArenaFullError(said)

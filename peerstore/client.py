@@ -56,7 +56,11 @@ def connect(path: Path, *, timeout_s: float = 5.0, named: bool = False) -> socke
     except OSError as error:
         raise AgentUnreachableError(f"no agent answers on {path}: {error}") from error
     sock = _connected(path, timeout_s)
-    _, uid = peer_of(sock)
+    try:
+        _, uid = peer_of(sock)
+    except OSError as error:
+        sock.close()
+        raise AgentUnreachableError(f"who answers on {path} cannot be seen: {error}") from error
     if uid not in trusted:  # the directory was exchanged meanwhile
         sock.close()
         raise PeerRefusedError(f"a process of user {uid} listens on {path}: it is not the agent of user {os.getuid()}")

@@ -17,6 +17,7 @@ from peerstore.errors import (
     NotUnderstoodError,
     RequestError,
     ShardDamagedError,
+    UnavailableError,
 )
 from peerstore.names import MAX_NUMBER, incarnation_name, job_name
 from peerstore.notes import CLAIM, FORGOTTEN, ClaimNote, Mark, OwnerNote
@@ -255,7 +256,7 @@ class Jobs:
         self.of(job).lose(group, part)
         try:
             self._save(job)
-        except ArenaFullError as error:
+        except (ArenaFullError, UnavailableError) as error:
             log.warning("that version %s of job %s is damaged could not be noted: %s", group, job, error)
 
     def mended(self, job: str, group: Group, part: int) -> None:
@@ -435,7 +436,7 @@ class Jobs:
             return
         try:
             self._shelf.notes.put(FORGOTTEN, job, Forgotten(job, newest, time.time_ns(), reason))
-        except ArenaFullError as error:
+        except (ArenaFullError, UnavailableError) as error:
             log.warning("that job %s is forgotten could not be noted: %s", job, error)
         others = [found for name in self._shelf.notes.names(FORGOTTEN) if (found := self.forgotten(name)) is not None]
         for old in sorted(others, key=lambda one: one.at_ns)[:-_FORGOTTEN_REMEMBERED]:

@@ -82,9 +82,21 @@ class Notes:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self._owed: dict[str, bytes] = {}
 
     def put(self, kind: str, name: str, note: msgspec.Struct) -> None:
-        self._arena.put_note(kind + name, msgspec.msgpack.encode(note))
+        """A claim that cannot be put is owed: what it says counts in this process already."""
+        data = msgspec.msgpack.encode(note)
+        if kind == CLAIM:
+            self._owed[kind + name] = data
+        self._arena.put_note(kind + name, data)
+        self._owed.pop(kind + name, None)
+
+    def catch_up(self) -> None:
+        """Put what is owed. Before this has worked nobody may be told that anything of it was done."""
+        for name, data in list(self._owed.items()):
+            self._arena.put_note(name, data)
+            del self._owed[name]
 
     def get(self, kind: str, name: str, of: type[T]) -> T | None:
         """The note, ``None`` when there is none; :class:`ShardDamagedError` when it is not what was put, and
@@ -103,6 +115,7 @@ class Notes:
 
     def remove(self, kind: str, name: str) -> None:
         self._arena.remove_note(kind + name)
+        self._owed.pop(kind + name, None)
 
     def names(self, kind: str) -> list[str]:
         return [note.removeprefix(kind) for note in self._arena.notes(kind)]

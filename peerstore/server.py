@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -29,6 +30,7 @@ _FRAME_S = 60.0
 """How long one frame may take, once it has begun."""
 _PAUSE_S = 0.1
 _LAST_READS = 64
+_TRIES = 3
 _SWEEP_S = 1.0
 _FAREWELL_S = 5.0
 
@@ -91,13 +93,7 @@ class StoreServer:
         self._stopping = threading.Event()
         self.refused = 0
         socket_path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o177)
-        try:
-            self._listener.bind(str(socket_path))
-        finally:
-            os.umask(before)
-        self._listener.listen(128)
+        self._listener = _listening(socket_path)
         self._threads = [
             threading.Thread(target=self._accept_loop, name="peerstore-accept", daemon=True),
             threading.Thread(target=self._sweep_loop, name="peerstore-sweep", daemon=True),
@@ -110,13 +106,11 @@ class StoreServer:
     def close(self) -> None:
         """Stop answering; requests in progress end with their connections."""
         self._stopping.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        _shut(self._listener)
         self._listener.close()
         with self._lock:
             for connection in self._connections:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                _shut(connection)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -236,10 +230,40 @@ class StoreServer:
             return Response("", frames.encode_raw(result if file is None else file.result)), file
         except self._errors as error:  # type: ignore[misc]  # a tuple of classes, some given by the caller
             return Response(type(error).__name__, frames.encode_raw(str(error))), None
+        except (OSError, MemoryError) as error:  # of the machine: nothing is known of what was asked for
+            log.warning("operation %s failed: %s", request.op, error)
+            said = f"{request.op}: {type(error).__name__}: {error}"
+            return Response(UnavailableError.__name__, frames.encode_raw(said)), None
         except Exception as error:
             log.exception("operation %s failed", request.op)
             said = f"internal error: {type(error).__name__}: {error}"
             return Response("PeerStoreError", frames.encode_raw(said)), None
+
+
+def _listening(path: Path) -> socket.socket:
+    """A socket that nobody but this user can connect to."""
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen(128)
+        undo.pop_all()
+    return listener
+
+
+def _shut(sock: socket.socket) -> None:
+    """Wake up who waits on it: that nobody is connected is the only thing that keeps one from doing so."""
+    for _ in range(_TRIES):
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno in (errno.ENOTCONN, errno.EBADF):
+                return
+        else:
+            return
 
 
 def _tell(connection: socket.socket, message: object) -> None:

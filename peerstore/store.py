@@ -25,7 +25,14 @@ from peerstore.adoption import Adoption, start
 from peerstore.arena import Arena
 from peerstore.copies import Copies
 from peerstore.descriptors import Descriptors
-from peerstore.errors import RequestError, ShardDamagedError, ShardNotFoundError, ShardUnreadableError
+from peerstore.errors import (
+    ArenaFullError,
+    RequestError,
+    ShardDamagedError,
+    ShardNotFoundError,
+    ShardUnreadableError,
+    UnavailableError,
+)
 from peerstore.jobs import Jobs
 from peerstore.keeping import Keeping
 from peerstore.leasing import Leasing
@@ -122,6 +129,7 @@ class NodeStore:
     def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int:
         """Make ``incarnation`` the owner of ``job`` and return its epoch; claiming again changes nothing."""
         with self._lock:
+            self._shelf.notes.catch_up()
             return self._jobs.claim(job, incarnation, at_least)
 
     # -- writing ----------------------------------------------------------------------------------------------
@@ -266,6 +274,7 @@ class NodeStore:
         of a job whose agents do not know each other have agreed on it. It counts while no part of it is lost here.
         """
         with self._lock:
+            self._shelf.notes.catch_up()
             news = self._jobs.call_whole(job_name(job), group)
         if news:
             self._listeners.decided(job, group, torn=False)
@@ -273,6 +282,7 @@ class NodeStore:
     def leave_out(self, job: str, group: Group, part: int) -> None:
         """The writer of this part will never seal it: what there is of the version is given up, on every node."""
         with self._lock:
+            self._shelf.notes.catch_up()
             news = self._jobs.leave_out(job_name(job), group, part)
         if news:
             log.info("job %s: part %d of version %s was left out, which is given up", job, part, group.version)
@@ -297,6 +307,7 @@ class NodeStore:
     def keep(self, job: str, group: Group, *, kept: bool = True) -> None:
         """The version is not given up for newer ones, nor for want of room; or may be again. Survives this process."""
         with self._lock:
+            self._shelf.notes.catch_up()
             self._jobs.keep(job_name(job), [Kept(group, kept, time.time_ns())])
 
     def kept(self, job: str) -> set[Group]:
@@ -399,6 +410,10 @@ class NodeStore:
                 expired.append(job)
             self._jobs.gone = {owner: since for owner, since in self._jobs.gone.items() if owner.alive}
             self._shelf.arena.lingering()  # what nobody uses any more is closed
+            try:
+                self._shelf.notes.catch_up()
+            except (ArenaFullError, UnavailableError) as error:
+                log.warning("what is known of a job is not noted yet: %s", error)
         for job in expired:
             self._listeners.dropped(job)
 

@@ -87,8 +87,10 @@ class Loan:
         return Sent(b"".join(digests))
 
     def close(self) -> None:
-        self._pin.close()
-        self._store.unpin(self._pin.id)
+        try:
+            self._pin.close()
+        finally:
+            self._store.unpin(self._pin.id)
 
 
 class _Window:

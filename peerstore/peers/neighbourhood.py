@@ -16,7 +16,7 @@ from peerstore.cluster.discovery import Discovery, parse_discovery
 from peerstore.cluster.members import MembershipSettings
 from peerstore.cluster.nodes import Node, NodeId, node_id
 from peerstore.cluster.roster import Roster
-from peerstore.errors import ArenaFullError, PeerStoreError, ShardNotFoundError
+from peerstore.errors import ArenaFullError, PeerStoreError, ShardNotFoundError, UnavailableError
 from peerstore.listening import SealListener
 from peerstore.peers.calling import Pass
 from peerstore.peers.desk import Desk
@@ -202,7 +202,7 @@ class Neighbourhood(SealListener):
         self._plans[job] = plan
         try:
             self._store.put_blob(job, TEAM, msgspec.msgpack.encode(plan))
-        except ArenaFullError as error:
+        except (ArenaFullError, UnavailableError) as error:
             log.warning("job %s: a restarted agent will not know the job's other nodes: %s", job, error)
 
     def leave(self, job: str) -> None:

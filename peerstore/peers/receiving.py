@@ -23,7 +23,6 @@ from peerstore.crashpoints import reach
 from peerstore.errors import (
     ArenaFullError,
     LeaseLostError,
-    PeerStoreError,
     ProtocolError,
     RequestError,
     ShardDamagedError,
@@ -226,7 +225,7 @@ class Receiving:
         try:
             self._store.seal_copy(transfer.lease.id, transfer.record, kept_for(self._me, transfer.holders))
             reach("peer.committed")
-        except PeerStoreError:
+        except BaseException:
             self._store.abandon(transfer.lease.id)
             raise
         return transfer.record.key

@@ -1,108 +1,32 @@
-"""Every system call of the store fails once, in every way: nothing is lost, nothing is called damaged, and the next try
-works."""
+"""Every system call of the store fails once, in every way: nothing is lost, nothing is called damaged, nothing stays
+open, and the next try works."""
 
 import contextlib
 import errno
 import os
 import shutil
-import sys
-import threading
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-import peerstore
-from peerstore import pages
+from peerstore import checksum
 from peerstore.arena import TmpfsArena
-from peerstore.errors import PeerStoreError
+from peerstore.client import Client, connect
+from peerstore.errors import ArenaFullError, PeerStoreError, UnavailableError
+from peerstore.peers.lending import Lending
+from peerstore.peers.messages import Read
+from peerstore.server import StoreServer
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore, SealListener
-from tests.support.stores import MIB, content, fill, key, pinned_file, store_directory
+from tests.support.every_call import CODES, EveryCall
+from tests.support.neighbours import until
+from tests.support.stores import MIB, content, key, store_directory
 
-CODES = (errno.EMFILE, errno.EIO, errno.ENOSPC, errno.ENOMEM, errno.EINTR)
-CALLS = (
-    *("open", "fstat", "stat", "lstat", "ftruncate", "truncate", "rename", "replace", "unlink", "mkdir", "rmdir"),
-    *("preadv", "pread", "pwrite", "write", "read", "scandir", "listdir", "statvfs", "fsync", "dup", "dup2"),
-    *("memfd_create", "posix_fallocate", "fdopen"),
-)
-"""Whatever of ``os`` this package may use on files."""
 SIZE = MIB + 5
-_HERE = str(Path(peerstore.__file__).parent)
-
-
-class Failing:
-    """Counts the calls of this package's modules, and lets one of them fail."""
-
-    def __init__(self, at=0, code=0):
-        self.at, self.code = at, code
-        self.calls = 0
-        self.failed = ""
-        self._lock = threading.Lock()
-
-    def _counted(self, name):
-        frame = sys._getframe(2)
-        while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
-            if frame.f_code.co_filename == __file__ or "tests/support" in frame.f_code.co_filename:
-                return  # a writer's or a reader's own call
-            frame = frame.f_back
-        if frame is None:
-            return
-        with self._lock:
-            self.calls += 1
-            now = self.calls == self.at
-        if now:
-            self.failed = f"{name} in {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            raise OSError(self.code, os.strerror(self.code))
-
-    @contextlib.contextmanager
-    def injected(self):
-        def wrapped(name, real):
-            def call(*args, **kwargs):
-                self._counted(name)
-                return real(*args, **kwargs)
-
-            return call
-
-        with contextlib.ExitStack() as stack:
-            for name in CALLS:
-                if hasattr(os, name):
-                    stack.enter_context(mock.patch.object(os, name, wrapped(name, getattr(os, name))))
-            stack.enter_context(mock.patch.object(pages.mmap, "mmap", wrapped("mmap", pages.mmap.mmap)))
-            yield self
-
-
-def again(work):
-    """What a caller does that is told "not now": it asks again."""
-    for left in (2, 1, 0):
-        try:
-            return work()
-        except (PeerStoreError, OSError):
-            if not left:
-                raise
-    return None
-
-
-def opened(directory):
-    return NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"), threads=1)
-
-
-def save(store, of, parts=1):
-    lease = again(lambda: store.lease(of, SIZE, parts))
-    again(lambda: fill(lease, content(of, SIZE)))
-    return again(lambda: store.seal(lease.id, SIZE, b"meta"))
-
-
-def verified(store, of):
-    return again(lambda: store.verify(of))
-
-
-def load(store, of):
-    pin = again(lambda: store.pin(of))
-    try:
-        return pinned_file(pin).read_bytes()[: pin.record.size_bytes]
-    finally:
-        store.unpin(pin.id)
+BUDGET = "12MiB"
+BLOB = b"layout" * 1000
+COPIED = key(1, part=1, job="other")
+"""Brought from another node: its bytes are those of the first version here."""
 
 
 class Told(SealListener):
@@ -116,75 +40,211 @@ class Told(SealListener):
         self.keys.add(record.key)
 
 
-def story(directory, failing):
-    """Save, verify, read, a copy from elsewhere, blobs, an agent that is killed and one that takes over."""
-    with failing.injected():
-        store = again(lambda: opened(directory))
+class Agent:
+    """A store behind its socket, and what a caller does that is told "not now": it asks again."""
+
+    def __init__(self, directory, said):
+        self.said = said
+        self.store = self.own(lambda: NodeStore(TmpfsArena(directory), StoreSettings(budget=BUDGET), threads=1))
+        self.told = Told()
+        self.store.subscribe(self.told)
+        path = directory / "agent.sock"
+        self.slots = lambda: len(list((directory / "slots").iterdir()))
+        self.server = self.own(lambda: StoreServer(self.store, path))
+        self.own(self.server.start)
+        self.client = self.own(lambda: Client(lambda: connect(path), job="job"))
+
+    def own(self, work):
+        """What a process does for itself."""
+        for left in (2, 1, 0):
+            try:
+                return work()
+            except (PeerStoreError, OSError, RuntimeError):
+                if not left:
+                    raise
+        return None
+
+    def asked(self, work):
+        """What is asked over the socket."""
+
+        def heard():
+            try:
+                return work()
+            except Exception as error:
+                self.said.append(error)
+                raise
+
+        return self.own(heard)
+
+    def leased(self, of, size=SIZE):
+        lease = self.asked(lambda: self.client.lease(of, size, 1))
+        return self.filled(lease, of)
+
+    def filled(self, lease, of):
+        written(self.asked(lambda: self.client.open_slot(lease.slot)), content(of, SIZE)[: lease.size_bytes])
+        return lease
+
+    def sealed(self, lease, of, size=SIZE):
+        self.asked(lambda: self.client.seal(lease.id, size, b"meta"))
+        self.asked(lambda: self.client.call_whole(of.job, of.group))
+
+    def save(self, of):
+        self.sealed(self.leased(of), of)
+
+    def load(self, of):
+        pin = self.asked(lambda: self.client.pin(of))
         try:
-            told = Told()
-            store.subscribe(told)
-            again(lambda: store.claim("job", "a"))
-            save(store, key(1))
-            again(lambda: store.call_whole("job", key(1).group))
-            again(lambda: store.put_blob("job", "layout.x", b"layout"))
-            assert verified(store, key(1)) == ()
-            save(store, key(2))
-            again(lambda: store.call_whole("job", key(2).group))
-            record = store.records("job", key(1).group)[0]
-            copied = key(1, part=1, job="other")
-            copy = record.__class__(copied, 2, record.size_bytes, record.chunk_bytes, record.checksums, b"", 1)
-            lease = again(lambda: store.begin_copy(copy, whole=True))
-            again(lambda: fill(lease, content(key(1), SIZE)))
-            again(lambda: store.seal_copy(lease.id, copy, ("n1", "n2")))
-            assert again(lambda: store.get_blob("job", "layout.x")) == b"layout"
-            assert told.keys == {key(1), key(2), copied}, "somebody was not told"
+            return os.pread(pin.fd, pin.record.size_bytes, 0)
         finally:
-            store.close()
-        store = again(lambda: opened(directory))
-        try:
-            assert {fact.key for fact in again(store.inventory)} == {key(1), key(2), copied}
-            assert store.status().damages == (), failing.failed
-            assert store.status().aside == (), failing.failed
-            for version in (1, 2):
-                assert verified(store, key(version)) == ()
-                assert load(store, key(version)) == content(key(version), SIZE)
-            assert again(lambda: store.get_blob("job", "layout.x")) == b"layout"
-            save(store, key(3))
-        finally:
-            store.close()
+            self.own(pin.close)
+            self.asked(lambda: self.client.unpin(pin.id))
+
+    def has(self, *keys):
+        """These are here, whole and bit for bit, and nothing is said of damage."""
+        here = {fact.key for fact in self.asked(self.client.inventory)}
+        assert set(keys) <= here, set(keys) - here
+        for of in keys:
+            assert self.asked(lambda of=of: self.client.verify(of)) == ()
+            assert self.load(of) == content(key(1) if of == COPIED else of, SIZE)
+        status = self.asked(self.client.status)
+        assert status.damages == ()
+        assert status.aside == ()
+        assert status.arena.pins == 0
+
+    def close(self):
+        self.client.close()
+        self.own(self.server.close)
+        self.own(self.store.close)
+
+
+def written(fd, data):
+    try:
+        assert os.pwrite(fd, data, 0) == len(data)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def agent(directory, said):
+    with contextlib.closing(Agent(directory, said)) as running:
+        yield running
+
+
+def story(directory, calls):
+    """Everything that happens to a shard, an agent that ends in the middle of it twice, and a job that is forgotten."""
+    one, two, three, four, five = (key(version) for version in range(1, 6))
+    said = []
+    directory.mkdir(mode=0o700)
+    with calls.watched():
+        with agent(directory, said) as first:
+            first.asked(lambda: first.client.claim("job", "a"))
+            first.asked(lambda: first.client.reserve("job", 0, SIZE, slots=1))
+            first.save(one)
+            first.asked(lambda: first.client.keep("job", one.group))
+            first.asked(lambda: first.client.put_blob("job", "layout.x", BLOB))
+            first.has(one)
+            lease = first.leased(key(2, attempt=1), MIB)
+            lease = first.asked(lambda: first.client.grow(lease.id, SIZE))
+            lease = first.asked(lambda: first.client.relabel(lease.id, two))
+            first.sealed(first.filled(lease, two), two)
+            given_up = first.asked(lambda: first.client.lease(three, SIZE, 1))
+            first.asked(lambda: first.client.abandon(given_up.id))
+            first.has(one, two)
+            first.save(three)  # in the place of the second
+            (record,) = first.asked(lambda: first.store.records("job", one.group))
+            take_copy(first, record)
+            lend(first, record)
+            first.asked(first.store.sweep)
+            first.has(one, three, COPIED)
+            first.save(four)
+            assert first.slots() == first.asked(first.client.status).arena.slots, "a file that nobody knows"
+            left = first.leased(five)
+            assert first.told.keys >= {one, two, three, four, COPIED}, "somebody was not told"
+        with agent(directory, said) as second:
+            second.has(one, four, COPIED)
+            assert second.asked(lambda: second.client.kept("job")) == {one.group}
+            assert second.asked(lambda: second.client.epoch("job")) == 1
+            assert second.asked(lambda: second.client.get_blob("job", "layout.x")) == BLOB
+            second.sealed(left, five)
+            second.asked(lambda: second.store.take_over(COPIED))
+            second.asked(lambda: second.client.keep("job", one.group, kept=False))
+            second.asked(lambda: second.client.forget("job", [one.group]))
+            second.has(five, COPIED)
+        with agent(directory, said) as third:
+            third.has(five, COPIED)
+            for job in ("other", "job"):
+                third.asked(lambda job=job: third.client.forget(job))
+            assert third.asked(third.client.inventory) == []
+        with agent(directory, said) as last:
+            assert last.asked(lambda: last.client.blobs("job")) == []
+            assert last.asked(last.client.status).arena.slots == 0, "a slot stays for ever"
+    wrong = [error for error in said if not isinstance(error, UnavailableError | ArenaFullError | OSError)]
+    assert not wrong, "told as something else"
+
+
+def take_copy(agent, record):
+    """As another node has it brought."""
+    copy = record.__class__(COPIED, 2, record.size_bytes, record.chunk_bytes, record.checksums, b"", 1)
+    lease = agent.asked(lambda: agent.store.begin_copy(copy, whole=True))
+    written(agent.asked(lambda: agent.store.open_slot(lease.slot)), content(record.key, SIZE))
+    agent.asked(lambda: agent.store.seal_copy(lease.id, copy, ("n1", "n2")))
+
+
+def lend(agent, record):
+    """As another node reads it."""
+
+    def lent():
+        asked = Read(record.key, checksum.digest(record.checksums), ((10, 20), (MIB, SIZE)))
+        with contextlib.closing(Lending(agent.store).prepare("job", asked)) as loan:
+            loan.fill()
+            return bytes(loan.payload[0])
+
+    assert agent.asked(lent) == content(record.key, SIZE)[10:20]
+
+
+def played(directory, calls):
+    before = descriptors()
+    story(directory, calls)
+    until(lambda: descriptors() == before, "everything that was opened is closed")
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.fixture(scope="module")
-def calls():
+def made():
     with store_directory() as directory:
-        counting = Failing()
-        story(directory, counting)
-    assert counting.calls > 100
-    return counting.calls
-
-
-@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-def test_nothing_is_lost_and_the_next_try_works(calls, code):
-    """Every call fails here with one of the errors."""
-    each_fails(range(1 + CODES.index(code), calls + 1, len(CODES)), code)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-def test_whichever_error_it_is(calls, code):
-    """Every call fails with every error: four minutes on two cores."""
-    each_fails(range(1, calls + 1), code)
+        watching = EveryCall("peerstore")
+        played(directory, watching)
+    return watching.made
 
 
 def each_fails(calls, code):
-    lost = []
-    with store_directory() as directory:
-        for at in calls:
-            failing = Failing(at, code)
+    wrong, unmet = [], 0
+    for call in calls:
+        with store_directory() as directory:
+            failing = EveryCall("peerstore", failing=call, code=code)
             try:
-                story(directory, failing)
-            except BaseException as error:
-                lost.append((failing.failed, repr(error)))
+                played(directory, failing)
+            except Exception as error:
+                wrong.append(f"{call}: {error!r}")
+            unmet += not failing.failed
             shutil.rmtree(directory, ignore_errors=True)
-    assert not lost, "\n".join(f"{what}: {error}" for what, error in sorted(set(lost)))
+    assert not wrong, f"{len(wrong)} of {len(calls)}\n" + "\n".join(wrong)
+    assert unmet <= len(calls) // 10, "not the same calls again"
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_nothing_is_lost_and_the_next_try_works(made, code):
+    """Every place that calls fails here with one of the errors."""
+    places = list({(call.what, call.stack[:3]): call for call in made}.values())
+    assert len(places) > 100
+    each_fails(places[CODES.index(code) :: len(CODES)], code)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_whichever_call_and_whichever_error_it_is(made, code):
+    each_fails(made, code)
