@@ -62,6 +62,10 @@ class Backend(Protocol):
     def resumes(self) -> bool:
         """Whether an interrupted upload leaves something to go on with."""
 
+    @property
+    def pages(self) -> bool:
+        """Whether listings come in pages, so that a long silence means that it is away."""
+
     def renew(self) -> bool:
         """Look for other credentials after a refusal; whether there are any."""
 

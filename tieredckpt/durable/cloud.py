@@ -110,6 +110,7 @@ class CloudBackend(CloudObjects):
     """One try each, except for ``upload``: obstore cannot go on after the parts that are there, so it retries them."""
 
     resumes = False
+    pages = True
 
     def __init__(
         self, url: str, store: ObstoreStore, patient: ObstoreStore, *, part_bytes: int, concurrency: int

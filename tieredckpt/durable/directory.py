@@ -27,6 +27,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
 
 class DirectoryBackend:
     resumes = False
+    pages = False
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -29,6 +29,7 @@ class FilesystemBackend:
     """
 
     resumes = False
+    pages = False
 
     def __init__(self, url: str, options: Mapping[str, str]) -> None:
         self.url = url

@@ -15,6 +15,7 @@ from typing_extensions import Buffer
 from tieredckpt.durable.backend import Backend, Upload
 from tieredckpt.durable.object_names import check_name, check_prefix, is_name
 from tieredckpt.durable.ranges import GAP_BYTES, Fetch, assemble, plan_fetches
+from tieredckpt.durable.silence import unless_silent
 from tieredckpt.durable.source import Source
 from tieredckpt.durable.stop import Stop
 from tieredckpt.durable.store import (
@@ -85,8 +86,16 @@ class ReliableStore:
 
     def list(self, prefix: str, *, patience_s: float = math.inf) -> Iterable[ObjectInfo]:
         check_prefix(prefix)
+        what = self._what("listing", prefix)
         retry = replace(self._retry, retry_s=min(self._retry.retry_s, patience_s))
-        found = retry.run(self._what("listing", prefix), lambda: list(self._backend.list(prefix)))
+
+        def ask(heard: Callable[[], None]) -> Sequence[ObjectInfo]:
+            return retry.run(what, partial(self._listed, prefix, heard))
+
+        if self._backend.pages and patience_s < math.inf:
+            found = unless_silent(what, ask, patience_s=patience_s, stop=self._stop)
+        else:
+            found = ask(lambda: None)
         mine = (info for info in found if info.name.startswith(prefix) and is_name(info.name))
         return sorted(mine, key=lambda info: info.name)
 
@@ -143,6 +152,17 @@ class ReliableStore:
     def close(self) -> None:
         self._readers.shutdown(cancel_futures=True)
         self._backend.close()
+
+    def _listed(self, prefix: str, heard: Callable[[], None]) -> Sequence[ObjectInfo]:
+        found = []
+        heard()
+        try:
+            for info in self._backend.list(prefix):
+                found.append(info)
+                heard()
+        finally:
+            heard()
+        return found
 
     def _create(self, name: str, data: bytes) -> None:
         """A try without an answer may have written the object that the next one finds: then it is ours.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 class S3Backend:
     resumes = True
+    pages = True
 
     def __init__(self, url: str, bucket: str, root: str, settings: DurableSettings) -> None:
         options = S3Options.parse(settings.options)

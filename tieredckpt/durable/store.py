@@ -78,7 +78,9 @@ class ObjectStore(Protocol):
         """The bytes ``[start, stop)`` of each range, in order; close ones fetched together, far ones in parallel."""
 
     def list(self, prefix: str, *, patience_s: float = math.inf) -> Iterable[ObjectInfo]:
-        """Objects whose names start with ``prefix``, in name order. Tried for ``patience_s`` at most."""
+        """Objects whose names start with ``prefix``, in name order. Given up when it was tried for
+        ``patience_s``, or, where pages come, when none did for so long.
+        """
 
     def delete(self, names: Sequence[str]) -> None:
         """Absent names are fine."""

@@ -68,7 +68,14 @@ def black_hole():
             one.close()
 
 
-KINDS = ["wrong_bucket", "wrong_secret", "no_credentials", "wrong_region", "refused", "black_hole"]
+@pytest.fixture
+def silent():
+    """Connections are taken, and nothing is ever said."""
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+        yield at(f"http://127.0.0.1:{listener.getsockname()[1]}"), "[Tt]imeout|timed out|error sending request"
+
+
+KINDS = ["wrong_bucket", "wrong_secret", "no_credentials", "wrong_region", "refused", "silent", "black_hole"]
 
 
 @pytest.fixture(params=KINDS)
