@@ -32,7 +32,7 @@ from tieredckpt.agent.catalog import Catalog, Listing, manifest_from
 from tieredckpt.agent.compress import compressed
 from tieredckpt.coverage import gaps
 from tieredckpt.durable import names
-from tieredckpt.durable.store import UploadCancelledError
+from tieredckpt.durable.store import ObjectNotFoundError, UploadCancelledError
 from tieredckpt.errors import CheckpointDamagedError, DurableRefusedError, TieredCheckpointError
 from tieredckpt.layout import decode
 from tieredckpt.manifest import (
@@ -56,6 +56,8 @@ _TAKE_OVER_S = 60.0
 """After that a node looks for all parts itself: who was to commit the step may be there and yet not do it."""
 _DROP_S = 30.0
 """How long whoever drops a step waits for an upload of it."""
+_UNSURE_S = 600.0
+"""What was uploaded so long ago is looked for before it is counted on: somebody may have taken it for a dead job's."""
 _ABANDONED_S = 24 * 3600.0
 _REMEMBERED = 32
 _PAGE = 1000
@@ -96,6 +98,8 @@ class _Step:
     sealed_at: float = 0.0
     uploaded_at: float = 0.0
     """When this node's parts were all in the durable tier."""
+    checked_at: float = 0.0
+    """When they were seen there last."""
 
     @property
     def view(self) -> DrainView:
@@ -311,6 +315,7 @@ class Drain(SealListener):
     def _make_durable(self, step: _Step, catalog: Catalog) -> bool:
         """Upload this node's shards and, when every part is there, the manifest. False: others' parts are missing."""
         self._gather(step)
+        self._look_again(step, catalog)
         step.bytes_done = sum(step.shards[key] for key in step.done)
         while True:
             with self._changed:
@@ -321,8 +326,9 @@ class Drain(SealListener):
             with self._changed:
                 step.done.add(todo[0])
         step.uploaded_at = step.uploaded_at or self._clock()
+        step.checked_at = step.checked_at or self._clock()
         files = self._all_files(step, catalog)
-        if not _complete(files, step.parts):
+        if not are_all(files, step.parts):
             with self._changed:
                 if all(key in step.done for key in step.shards):
                     # A part of this node that is sealed later wakes the step up; others' are looked for again.
@@ -333,6 +339,28 @@ class Drain(SealListener):
         reach("drain.complete")
         catalog.commit(manifest, step.base)
         reach("drain.committed")
+        return True
+
+    def _look_again(self, step: _Step, catalog: Catalog) -> None:
+        """Of what waits for other nodes' parts for long, what is not in the durable tier any more is uploaded again."""
+        if step.checked_at and self._clock() - step.checked_at > _UNSURE_S:
+            step.checked_at = self._clock()
+            there = {key for key in step.done if self._is_there(step.job, key, catalog)}
+            with self._changed:
+                step.done = there
+
+    def _is_there(self, job: str, key: ShardKey, catalog: Catalog) -> bool:
+        """Whether a shard that was noted as uploaded can still be counted on; if not, nothing is noted of it now."""
+        noted = self._note(job, DRAINED + _shard_stem(key))
+        if noted is None:
+            return False
+        try:
+            for name in (decode_shard_file(noted)[0].object, names.index(key)):
+                catalog.store.get_ranges(name, [(0, 1)])
+        except (ObjectNotFoundError, CheckpointDamagedError):
+            log.warning("%s is not in %s any more, and uploaded again", key, catalog.store.url)
+            self._store.remove_blob(job, DRAINED + _shard_stem(key))
+            return False
         return True
 
     def _gather(self, step: _Step) -> None:
@@ -358,7 +386,7 @@ class Drain(SealListener):
             if note is not None:
                 own[key.part] = decode_shard_file(note)
         first_look = not step.error
-        if _complete(own, step.parts) or (first_look and 0 not in own):
+        if are_all(own, step.parts) or (first_look and 0 not in own):
             return own
         waited_s = self._clock() - step.uploaded_at
         if waited_s < _TAKE_OVER_S and not self._places.commits(step.job, step.group):
@@ -366,8 +394,7 @@ class Drain(SealListener):
         return {**catalog.shard_files(step.group, at_least=step.parts), **own}
 
     def _drain_shard(self, step: _Step, catalog: Catalog, key: ShardKey) -> None:
-        done = self._note(step.job, DRAINED + _shard_stem(key))
-        if done is not None:
+        if self._is_there(step.job, key, catalog):  # an agent before this one has uploaded it
             step.bytes_done += step.shards[key]
             return
         try:
@@ -559,7 +586,7 @@ class _Journal:
         self._removed.clear()
 
 
-def _complete(files: Mapping[int, tuple[ShardIndex, bytes, bytes]], parts: int) -> bool:
+def are_all(files: Mapping[int, tuple[ShardIndex, bytes, bytes]], parts: int) -> bool:
     """Whether these are all parts; of a step with an open number of them, all that its table names."""
     if parts != OPEN_ENDED:
         return len(files) >= parts

@@ -1,7 +1,8 @@
-"""``tieredckpt gc``: durable steps that policy does not keep, and what interrupted uploads left."""
+"""``tieredckpt gc``: durable steps that policy does not keep, shards of no step, and what interrupted uploads left."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from peerstore.records import Group
 from peerstore.units import show_size
 from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.drain import JOURNAL, delete_step
+from tieredckpt.agent.orphans import Orphan, delete_orphan, orphans, parts_of
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.jobs import agent_of
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
-from tieredckpt.cli.screen import Screen, count, table
+from tieredckpt.cli.screen import Screen, count, show_age, table
 from tieredckpt.cli.sight import Sight, open_sight
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, UsageError
 from tieredckpt.location import parse_location
@@ -36,7 +38,7 @@ _HOUR_S = 3600.0
     default=24.0,
     show_default=True,
     metavar="HOURS",
-    help="Discard unfinished uploads that are older.",
+    help="Discard unfinished uploads, and shards of steps that never came to be, that are older.",
 )
 @click.option("--set-aside", is_flag=True, help="Instead: drop what this node's agent has set aside of the job.")
 @click.option("--dry-run", "-n", is_flag=True, help="Only show what would be deleted.")
@@ -60,6 +62,10 @@ def gc(
     Without --keep-last the job's own policy decides (durable.keep_last, durable.keep_every; 0 keeps all). The newest
     whole step that is not quarantined is never deleted. Memory is not touched.
 
+    Shards of a step without a manifest go, too, once nothing was written of it for --abandoned-after hours by this
+    machine's clock, except where a node still has the step in memory, or all of its parts are there and policy would
+    keep it: `tieredckpt rebuild` makes a step of them.
+
     With --set-aside it is the other way round: nothing durable is touched, and what this node's agent found in its
     memory and does not understand, because another version of it left that, is dropped.
     """
@@ -76,17 +82,24 @@ def gc(
         last = policy.keep_last if keep_last is None else keep_last
         every = policy.keep_every if keep_last is None else keep_every or 0
         listing = catalog.listing(fresh=True)
-        if not listing.manifests:
+        lost = orphans(catalog, location.job, spread=policy.spread)
+        if not listing.manifests and not lost:
             raise CheckpointNotFoundError(f"job {location.job} has no step in {catalog.store.url}")
         bases = {group: entry.base for group, entry in listing.manifests.items()}
         doomed = victims(bases, keep_last=last, keep_every=every, quarantined=listing.quarantined, kept=listing.kept)
         sizes = [_size(catalog, group) for group in doomed]
+        good = sorted({*listing.manifests} - {*doomed} - listing.quarantined)
+        enough = sorted({group.version for group in good})[-last:][0] if last and good else -1
+        fates = _fates(sight, catalog, location.job, lost, abandoned_after * _HOUR_S, every=every, enough=enough)
         uploads = 0
         if not dry_run:
             with screen.progress(f"deleting {count(len(doomed), 'step')}", sum(sizes)) as advance:
                 for group, size in zip(doomed, sizes, strict=True):
                     delete_step(catalog, location.job, group)
                     advance(size)
+            for orphan, _, goes in fates:
+                if goes:
+                    delete_orphan(catalog, location.job, orphan)
             uploads = _discard(sight, catalog, location.job, abandoned_after * _HOUR_S)
     value = {
         "job": location.job,
@@ -95,9 +108,14 @@ def gc(
         "keep_every": every,
         "dry_run": dry_run,
         "deleted": [
-            _json(group, size, group in listing.quarantined) for group, size in zip(doomed, sizes, strict=True)
+            {**_json(group, size), "quarantined": group in listing.quarantined}
+            for group, size in zip(doomed, sizes, strict=True)
         ],
         "deleted_bytes": sum(sizes),
+        "without_manifest": [
+            {**_json(one.group, one.size_bytes), "objects": len(one.objects), "deleted": goes, "reason": why}
+            for one, why, goes in fates
+        ],
         "kept": sorted(group.version for group in listing.manifests if group not in doomed),
         "discarded_uploads": None if dry_run else uploads,
     }
@@ -137,14 +155,37 @@ def _discard(sight: Sight, catalog: Catalog, job: str, older_than_s: float) -> i
     return catalog.store.discard_uploads(f"{job}/", older_than_s=older_than_s, keep=keep)
 
 
-def _json(group: Group, size_bytes: int, quarantined: bool) -> dict[str, Any]:
+def _fates(
+    sight: Sight, catalog: Catalog, job: str, lost: Sequence[Orphan], older_than_s: float, *, every: int, enough: int
+) -> list[tuple[Orphan, str, bool]]:
+    """What becomes of shards without a manifest, and why. ``enough``: as many steps as policy keeps are not older."""
+    if not lost:
+        return []
+    in_memory = {view.group for view in sight.survey(job).views if view.found}
+    now, found = time.time(), []
+    for one in lost:
+        step, age_s = one.group.version, now - one.written_s
+        if one.group in in_memory:
+            why, goes = "a node has it in memory, and may still make it durable", False
+        elif age_s < older_than_s:
+            why, goes = f"some of it was written {show_age(age_s)} ago", False
+        else:
+            count_, parts, whole = parts_of(catalog, job, one)
+            goes = not whole or (step < enough and not (every and step % every == 0))
+            why = f"{count_} of {parts or 'its'} parts, and no manifest"
+            if not goes:
+                why += f": `tieredckpt rebuild {job}/step-{step}` makes it a step"
+        found.append((one, why, goes))
+    return found
+
+
+def _json(group: Group, size_bytes: int) -> dict[str, Any]:
     return {
         "step": group.version,
         "epoch": group.epoch,
         "attempt": group.attempt,
         "incarnation": group.incarnation,
         "size_bytes": size_bytes,
-        "quarantined": quarantined,
     }
 
 
@@ -163,5 +204,11 @@ def _show(out: Console, value: dict[str, Any]) -> None:
         f"{count(len(deleted), 'step')} {verb} from {escape(value['durable'])} ({show_size(value['deleted_bytes'])}), "
         f"{len(value['kept'])} kept: {policy}"
     )
+    lost: Sequence[dict[str, Any]] = value["without_manifest"]
+    if lost:
+        out.print(f"shards of {count(len(lost), 'step')} without a manifest:")
+        for one in lost:
+            verdict = "stays" if not one["deleted"] else "would be deleted" if value["dry_run"] else "deleted"
+            out.print(f"  step {one['step']}, {show_size(one['size_bytes'])}: {verdict} ({escape(one['reason'])})")
     if value["discarded_uploads"]:
         out.print(f"{count(value['discarded_uploads'], 'unfinished upload')} discarded")

@@ -1,12 +1,22 @@
 """``tieredckpt gc``: what policy does not keep goes, the newest whole step never does."""
 
+import contextlib
+import os
+import time
+
 import msgspec
 import pytest
 
 from peerstore.arena import TmpfsArena
 from peerstore.notes import FORMAT
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore
 from tests.support.jobs import Job, on_server
+from tests.support.neighbours import until
 from tests.support.s3 import BUCKET
+from tests.unit.tieredckpt.agent.test_service import seal
+from tieredckpt.agent import drain
+from tieredckpt.agent.service import NodeService
 from tieredckpt.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
@@ -121,3 +131,144 @@ def test_what_a_newer_agent_left_in_memory_is_kept_until_somebody_drops_it(cli, 
     assert "1 slot with" in cli("gc", "llama", "--set-aside").out
     assert not (agent_dir / "slots" / slot["name"]).exists()
     assert cli("gc", "llama", "--set-aside", "--json").json["dropped"] == []
+
+
+# -- shards without a manifest ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gone(six, tmp_path):
+    """Steps 2 and 4 have lost their manifests, and step 4 a shard, too; nothing of the job is in memory."""
+    six.lose_memory()
+    root = tmp_path / "durable" / "llama"
+    for step in (2, 4):
+        (manifest,) = (root / "manifests").glob(f"{step:012d}.*.manifest")
+        manifest.unlink()
+    (shard,) = (root / "steps" / f"{4:012d}").rglob("*.safetensors")
+    shard.unlink()
+    return root / "steps"
+
+
+@pytest.fixture
+def from_the_store(durable):
+    """No agent says where the job is durable."""
+    return "--durable", durable.url
+
+
+def age(folder, hours):
+    for path in folder.rglob("*"):
+        if path.is_file():
+            os.utime(path, (time.time() - hours * 3600,) * 2)
+
+
+def there(folder):
+    return {int(path.name) for path in folder.iterdir()}
+
+
+def lost(said):
+    return {one["step"]: (one["deleted"], one["reason"]) for one in said.json["without_manifest"]}
+
+
+def test_shards_of_a_step_that_never_came_to_be_go_when_they_are_old(cli, six, gone, from_the_store):
+    age(gone / f"{4:012d}", 23)
+    found = lost(cli("gc", "llama", *from_the_store, "--json"))
+    assert found[4] == (False, "some of it was written 23 h 0 min ago")
+    age(gone / f"{4:012d}", 25)
+    (index,) = (gone / f"{4:012d}").rglob("*.index")
+    os.utime(index)  # a part of it was written just now: somebody is at it
+    assert not lost(cli("gc", "llama", *from_the_store, "--json"))[4][0]
+    age(gone / f"{4:012d}", 25)
+    said = cli("gc", "llama", *from_the_store, "--dry-run", "--json")
+    assert lost(said)[4] == (True, "0 of 1 parts, and no manifest")
+    assert there(gone) == {1, 2, 3, 4, 5, 6}
+    assert "step 4" in cli("gc", "llama", *from_the_store, "-n").out
+    assert "would be deleted (0 of 1 parts, and no manifest)" in cli("gc", "llama", *from_the_store, "-n").out
+    assert cli("gc", "llama", *from_the_store, "--json").code == 0
+    assert there(gone) == {1, 2, 3, 5, 6}
+    assert left(cli, six) == [1, 3, 5, 6]
+    six.expect(6, tiers={"durable"})
+
+
+def test_a_whole_step_that_lost_its_manifest_is_for_rebuild_while_policy_would_keep_it(cli, six, gone, from_the_store):
+    age(gone, 48)
+    said = cli("gc", "llama", *from_the_store, "--json")
+    assert lost(said)[2] == (
+        False,
+        "1 of 1 parts, and no manifest: `tieredckpt rebuild llama/step-2` makes it a step",
+    )
+    assert cli("rebuild", "llama/step-2", *from_the_store).code == 0
+    assert left(cli, six) == [1, 2, 3, 5, 6]
+    (manifest,) = gone.parent.joinpath("manifests").glob(f"{2:012d}.*.manifest")
+    manifest.unlink()
+    said = cli("gc", "llama", *from_the_store, "--keep-last", "2", "--keep-every", "2", "--json")
+    assert not lost(said)[2][0]
+    said = cli("gc", "llama", *from_the_store, "--keep-last", "2", "--json")
+    assert lost(said)[2] == (True, "1 of 1 parts, and no manifest")
+    assert there(gone) == {5, 6}
+
+
+def test_what_a_node_still_has_in_memory_may_yet_become_durable(cli, agent_dir, durable, tmp_path):
+    job = Job(agent_dir, durable, "llama")
+    job.save(1)
+    root = tmp_path / "durable" / "llama"
+    (manifest,) = (root / "manifests").iterdir()
+    manifest.unlink()
+    (shard,) = root.rglob("*.safetensors")
+    shard.unlink()
+    age(root, 100)
+    assert lost(cli("gc", "llama", "--json"))[1] == (False, "a node has it in memory, and may still make it durable")
+    job.lose_memory()
+    assert lost(cli("gc", "llama", "--durable", durable.url, "--json"))[1][0]
+    assert not any(path.is_file() for path in root.rglob("*"))
+
+
+def test_spread_shards_are_found_too(cli, agent_dir, durable, from_the_store, tmp_path, monkeypatch):
+    job = Job(agent_dir, DurableSettings(url=durable.url, spread=True), "llama")
+    job.save(1, 2)
+    job.lose_memory()
+    root = tmp_path / "durable"
+    shards = {int(path.parts[-3]): path for path in root.rglob("*.safetensors")}
+    (manifest,) = (root / "llama" / "manifests").glob(f"{1:012d}.*")
+    manifest.unlink()
+    (index,) = (root / "llama" / "steps" / f"{1:012d}").rglob("*.index")
+    index.unlink()  # the agent was killed before it wrote that
+    age(root, 48)
+    assert lost(cli("gc", "llama", *from_the_store, "--json")) == {}, "nobody says that they are spread"
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_SPREAD", "1")
+    assert lost(cli("gc", "llama", *from_the_store, "--json"))[1] == (True, "0 of its parts, and no manifest")
+    assert (shards[1].exists(), shards[2].exists()) == (False, True)
+
+
+def test_an_index_that_names_the_shard_of_another_step_deletes_nothing_of_that(cli, six, gone, from_the_store):
+    (other,) = (gone / f"{5:012d}").rglob("*.index")
+    (index,) = (gone / f"{4:012d}").rglob("*.index")
+    index.write_bytes(other.read_bytes())
+    age(gone, 48)
+    assert lost(cli("gc", "llama", *from_the_store, "--json"))[4][0]
+    assert left(cli, six) == [1, 3, 5, 6]
+    six.expect(5, tiers={"durable"}, named=5)
+
+
+def test_what_somebody_deletes_in_the_middle_of_an_upload_is_uploaded_again(cli, agent_dir, tmp_path, monkeypatch):
+    """Two nodes have a part each. When the second one comes, the first one's is gone: from a gc that went too far."""
+    monkeypatch.setattr(drain, "_UNSURE_S", 0.0)
+    durable = DurableSettings(url=f"file://{tmp_path}/durable")
+    with contextlib.ExitStack() as cleanup:
+        stores = [NodeStore(TmpfsArena(tmp_path / f"{n}"), StoreSettings(budget="64MiB")) for n in range(2)]
+        services = [NodeService(store) for store in stores]
+        for one in (*stores, *services):
+            cleanup.callback(one.close)
+        for number, (store, service) in enumerate(zip(stores, services, strict=True)):
+            monkeypatch.setattr(service, "commits", lambda *_, first=number == 0: first)
+            store.claim("job", "incarnation")
+            service.configure("job", durable)
+        seal(stores[0], 3, 0, 2)
+        until(lambda: "other parts" in services[0].drains("job")[0].error)
+        root = tmp_path / "durable" / "job"
+        said = cli("gc", "job", "--abandoned-after", "0", "--durable", durable.url, "--json")
+        assert lost(said)[3][0]
+        assert not list(root.rglob("*.safetensors")) or services[0].drains("job")[0].state != "done"
+        seal(stores[1], 3, 1, 2)
+        for service in services:
+            assert service.wait_durable("job", None, 60.0).state == "done"
+        assert len(list(root.rglob("*.safetensors"))) == 2
