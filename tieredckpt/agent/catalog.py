@@ -29,8 +29,8 @@ from tieredckpt.manifest import (
 
 _FRESH_S = 5.0
 """The ranks of a node ask at the same time; one listing (or one failure to list) serves them all."""
-_SHARE = 0.01
-"""What the drain knows is listed again so rarely that listing takes this much of the time at most."""
+_SHARE, _OLD_S = 0.01, 600.0
+"""What the drain knows is listed again so rarely that listing takes this much of the time, or when it is so old."""
 _PATIENCE_S = 5.0
 """Somebody waits for a listing: a trainer that starts. So long after the first try that failed it does without, or says
 what is wrong."""
@@ -78,7 +78,7 @@ class Catalog:
         """
         with self._lock:
             took_s = self._listing.took_s if self._listing else 0.0
-        return self._at_most(max(_FRESH_S, took_s / _SHARE))
+        return self._at_most(min(max(_FRESH_S, took_s / _SHARE), _OLD_S))
 
     def has(self, group: Group, base: int | None) -> bool:
         """Whether a step exists by now, whoever made it: one small read, and none where that is known."""

@@ -2,10 +2,13 @@
 
 import contextlib
 import json
+import os
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.support.agents import agent_pid
 from tests.support.jobs import Job
 from tieredckpt.cli import main
 from tieredckpt.settings import DurableSettings
@@ -36,6 +39,7 @@ def goes_through(job, steps, capfd):
     took = Took()
     with took("save them"):
         job.save(*range(steps), size=SMALL)
+    took.seconds["the agent's CPU time for that"] = cpu_seconds(agent_pid(job.agent_dir))
     job.lose_memory()
     with took("restore the newest on a new node"):
         job.expect(steps - 1, tiers={"durable"}, size=SMALL)
@@ -57,6 +61,11 @@ def listed(capfd):
     capfd.readouterr()
     assert main(["ls", JOB, "--json"]) == 0
     return {step["step"] for step in json.loads(capfd.readouterr().out)["steps"]}
+
+
+def cpu_seconds(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return round(sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK"), 2)
 
 
 class Took:
