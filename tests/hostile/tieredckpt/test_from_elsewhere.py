@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import io
+import pickle
 import socket
 import stat
+from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import pytest
 import yaml
 from rich.console import Console
@@ -100,6 +103,26 @@ def test_lists_that_would_be_longer_than_what_is_in_them_are_damage(paths):
 def test_lists_as_long_as_what_is_in_them_are_none():
     check_paths({f"a.{row}.{column}.w": ("a", row, column, "w") for row in range(30) for column in range(30)})
     check_paths({"a": ("a", 0), "b": ("b", "1000000000")})
+
+
+# -- a checkpoint that is copied to here ------------------------------------------------------------------------------
+
+
+class Runs:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_a_checkpoint_that_is_copied_to_a_url_runs_nothing(agent_dir, tmp_path):
+    source, ran = tmp_path / "step-1", tmp_path / "ran"
+    source.mkdir()
+    (source / ".metadata").write_bytes(pickle.dumps(Runs(ran)))
+    with pytest.raises(UsageError, match="not what DCP writes"):
+        fsspec.filesystem("tiered").put(f"{source}/.metadata", "tiered://job/step-1/.metadata")
+    assert not ran.exists()
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------
