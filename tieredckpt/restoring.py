@@ -38,7 +38,7 @@ from tieredckpt.plain import plain_reader, plain_steps
 from tieredckpt.quiet import collector_paused
 from tieredckpt.reader import RestoreReport, StateMetadata, TieredReader, differing, some
 from tieredckpt.restore_proof import RestoreProof
-from tieredckpt.settings import Settings
+from tieredckpt.settings import Settings, override
 from tieredckpt.state import as_plain, flatten
 from tieredckpt.together import Together
 
@@ -185,7 +185,14 @@ class Restoring:
                 found = self._anything(reader, step)
             except TierUnavailableError as error:
                 unknown = error
-            told = self._together.from_all("late" if deadlines.over() else "awaited" if reader.awaited else "")
+            proves = self._settings.memory.proof
+            why = "late" if deadlines.over() else "awaited" if reader.awaited else ""
+            said = [one.partition(" ") for one in self._together.from_all(f"{why} {'' if proves else 'unproven'}")]
+            if proves and any(unproven for _, _, unproven in said):
+                # The comparison asks states that may have collectives, and what it finds is said to all.
+                log.warning("%s: some ranks say memory.proof=False, so no rank compares what is restored", self._job)
+                reader.settings = override(reader.settings, memory={"proof": False})
+            told = [one for one, _, _ in said]
             if tries >= _TRIES or "late" in told or not any(told):
                 break
             if tries == 1:

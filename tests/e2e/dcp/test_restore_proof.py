@@ -540,3 +540,15 @@ def test_every_cut_of_a_tensor_is_compared_as_a_whole(agent_dir, ranks, rows, co
         assert compared == held
     for problem in ranks.run(3, load_grid, columns, 2):
         assert "on rank 2 1 entry is not what was saved: w." in problem
+
+
+def restore_where_one_rank_has_it_off():
+    proof = dist.get_rank() == 0
+    with Checkpointer(JOB, on_sigterm="ignore", proof=proof) as ckpt:
+        ckpt.save({"x": torch.ones(3)}, 1).wait()
+        ckpt.restore({"x": torch.zeros(3)})
+        return ckpt.last_restore.proof, ckpt._together.from_all("still together")
+
+
+def test_where_one_rank_has_it_off_none_waits_for_it(agent_dir, ranks):
+    assert ranks.run(2, restore_where_one_rank_has_it_off) == [(None, ["still together"] * 2)] * 2
