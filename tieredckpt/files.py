@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from peerstore.errors import ShardNotFoundError
 from peerstore.owners import owner_of
-from peerstore.records import Group, ShardFact, ShardKey
+from peerstore.records import Group, ShardKey
 from tieredckpt.errors import SaveFailedError, UsageError
 from tieredckpt.export.source import StepSource
 from tieredckpt.location import Location, parse_location
@@ -91,12 +91,16 @@ class FileSpace:
         return session
 
     def begin(self, step: int) -> None:
-        """A new attempt at ``step``. What earlier ones left is given up."""
+        """A new attempt at ``step``. What earlier ones left, here and at other steps, is given up: only the step before
+        this one may still be on its way.
+        """
         session = self.session
         with self._lock:
-            unfinished = [name for at, name in self._open if at == step]
-        for name in unfinished:
-            self.drop(step, name)
+            before = [at for at in self._begun if at != step][-1:]
+            self._begun = {at: self._begun[at] for at in before}
+            unfinished = [(at, name) for at, name in self._open if at not in before]
+        for at, name in unfinished:
+            self.drop(at, name)
         saving = TieredWriter(self.job, step, settings=self.settings)
         with told(f"step {step} of {self.job} cannot be begun"):
             trainer = multiprocessing.parent_process()
@@ -108,15 +112,21 @@ class FileSpace:
             # The first process asks what other arenas of this job have counted to; to the others it is given.
             at_least = 0 if store.epoch(self.space) else session.known_epoch()
             epoch = store.claim(self.space, incarnation, at_least=at_least)
-            here = [fact for fact in store.inventory(self.space) if fact.key.version == step]
-            noted = self._noted(session, step)
-            last = max([noted, *(fact.key.attempt for fact in here)])
-            if last > noted:
-                self._note(session, step, last)
-            if here:
-                store.forget(self.space, sorted(_groups(here)))
+            here = sorted(store.inventory(self.space), key=lambda fact: fact.sealed_ns)
+            spared = [fact.key.version for fact in here if fact.key.version != step][-1:]
+            left = [fact.key for fact in here if fact.key.version not in spared]
+            last = {step: -1}
+            for key in left:
+                last[key.version] = max(key.attempt, last.get(key.version, -1))
+            for at, attempt in last.items():
+                noted = self._noted(session, at)
+                last[at] = max(noted, attempt)
+                if attempt > noted:
+                    self._note(session, at, attempt)
+            if left:
+                store.forget(self.space, sorted({key.group for key in left}))
         with self._lock:
-            self._begun[step] = _Attempt(Group(epoch, step, last + 1, incarnation), saving)
+            self._begun[step] = _Attempt(Group(epoch, step, last[step] + 1, incarnation), saving)
 
     def has_begun(self, step: int) -> bool:
         """Whether this process writes it, for the agent there is now."""
@@ -286,7 +296,3 @@ def part_of(name: str) -> int:
     if rank < _RANKS and number < OPEN_ENDED // _RANKS - 1:
         return 1 + number * _RANKS + rank
     return 1 + xxhash.xxh3_64_intdigest(name.encode()) % (OPEN_ENDED - 1)
-
-
-def _groups(facts: list[ShardFact]) -> set[Group]:
-    return {fact.key.group for fact in facts}

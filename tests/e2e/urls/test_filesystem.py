@@ -15,6 +15,7 @@ from tests.support.agents import agent_directory, end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
 from tests.support.models import build, full, put_back, state_of, train
+from tieredckpt import filesystem
 from tieredckpt.errors import SaveFailedError, UsageError
 from tieredckpt.files import FileSpace, place_of
 from tieredckpt.session import close_sessions, open_session
@@ -160,6 +161,43 @@ def test_a_writer_killed_before_the_end(agent_dir, zygote):
     load(4)
     save(5)
     load(5)
+
+
+def write_a_file(space, step, name="__0_0.distcp"):
+    """Of a rank, while another one fails: nobody completes the step, and training goes on."""
+    space.begin(step)
+    with space.writer(step, name) as file:
+        file.write(b"x" * 1000)
+
+
+def test_saves_that_come_to_nothing_keep_no_room(agent_dir):
+    """Only the step before may still be on its way."""
+
+    def here():
+        return {fact.key.version for fact in space.session.node.store.inventory(space.space)}
+
+    space = FileSpace("job")
+    for step in range(1, 8):
+        write_a_file(space, step)
+    assert here() == {6, 7}
+    write_a_file(FileSpace("job"), 3, "__1_0.distcp")  # of another process, that has gone back
+    assert here() == {7, 3}
+    save(4)
+    load(4)
+    assert here() == {3}
+    save(7)
+    load(7)
+
+
+def save_steps(count):
+    for step in range(count):
+        dcp.save({"x": torch.ones(3)}, checkpoint_id=f"tiered://many/step-{step}")
+    (job,) = [job for (_, name), job in filesystem._jobs.items() if name == "many"]
+    return len(job.writing._begun)
+
+
+def test_a_rank_that_completes_no_step_remembers_no_more_of_them(agent_dir, ranks):
+    assert max(ranks.run(2, save_steps, 6)) <= 2
 
 
 def test_metadata_that_names_files_which_are_not_here_completes_nothing(agent_dir, monkeypatch):
