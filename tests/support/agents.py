@@ -10,13 +10,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peerstore.owners import started_at
 from tests.support.leaks import own_name
-from tieredckpt.session import close_sessions
-from tieredckpt.settings import Settings, settings_from
+from tieredckpt.session import close_sessions, open_session
+from tieredckpt.settings import Settings, load_settings, settings_from
 
 
 def agent_pid(directory: Path) -> int | None:
@@ -70,6 +71,21 @@ def agent_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
         monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
         yield directory
+
+
+def agent_of_module(*jobs: str) -> Any:
+    """A fixture: one agent for all tests of a module, each of which has a job of its own, started for ``jobs``."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def node() -> Iterator[Path]:
+        with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
+            patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
+            for job in jobs:
+                open_session(job, load_settings())
+            yield directory
+
+    return node
 
 
 @pytest.fixture

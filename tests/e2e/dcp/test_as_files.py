@@ -15,12 +15,10 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.support.agents import agent_directory
+from tests.support.agents import agent_of_module
 from tests.support.bits import assert_same, zeroed
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.errors import UsageError
-from tieredckpt.session import open_session
-from tieredckpt.settings import load_settings
 
 pytestmark = [
     pytest.mark.e2e,
@@ -30,14 +28,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def node():
-    """One agent for all of them; each test has a job of its own."""
-    with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
-        patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
-        open_session("alike", load_settings())  # starts it
-        yield directory
+node = agent_of_module("alike")
 
 
 class Bare(torch.Tensor):

@@ -4,22 +4,15 @@ import fsspec
 import fsspec.tests.abstract as abstract
 import pytest
 
-from tests.support.agents import agent_directory
+from tests.support.agents import agent_directory, agent_of_module
 from tests.support.jobs import Job
-from tieredckpt.session import close_sessions, open_session
-from tieredckpt.settings import DurableSettings, load_settings
+from tieredckpt.session import close_sessions
+from tieredckpt.settings import DurableSettings
 
 pytestmark = [pytest.mark.e2e]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def node():
-    with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
-        patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
-        open_session("contract", load_settings())  # starts it
-        open_session(".contract", load_settings())
-        yield directory
+node = agent_of_module("contract", ".contract")
 
 
 class _Fixtures(abstract.AbstractFixtures):

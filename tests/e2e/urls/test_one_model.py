@@ -12,11 +12,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tieredckpt
-from tests.support.agents import agent_directory
+from peerstore.owners import myself
+from tests.support.agents import agent_of_module
 from tests.support.bits import assert_same, zeroed
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.errors import UsageError
-from tieredckpt.session import open_session
+from tieredckpt.session import close_sessions, open_session
 from tieredckpt.settings import load_settings
 
 pytestmark = [
@@ -30,13 +31,7 @@ pytestmark = [
 WAYS = ["url", "files", "objects", "whole"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def node():
-    with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
-        patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
-        open_session("one", load_settings())  # starts it
-        yield directory
+node = agent_of_module("one")
 
 
 def state_at(step):
