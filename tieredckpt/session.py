@@ -54,7 +54,7 @@ _SMALL = 16 << 20
 _PROVISIONAL = 1 << 40
 _KEPT_PLANS = 4
 _REMEMBERED = 64
-_RESUMED = "resumed."
+_RESUMED, _KEPT_RESUMED = "resumed.", 32
 
 NodeFactory = Callable[[Settings, str], Node]
 _sessions: dict[tuple[int, str, str], Session] = {}
@@ -373,11 +373,20 @@ class Session:
     def _tell_children(self, group: Group) -> None:
         """For processes that DCP saves in: they are handed what they save, and not what was loaded before."""
         said = msgspec.msgpack.encode((group, self.owner.capture().life))
-        self.node.store.put_blob(self.job, _resumed(myself()), said)
-        self._told_children = True
+        store = self.node.store
+        store.put_blob(self.job, _resumed(myself()), said)
+        if not self._told_children:
+            self._told_children = True
+            for name in _left_behind(store.blobs(self.job)):
+                store.remove_blob(self.job, name)
 
     def follow(self, trainer: Owner) -> None:
-        """Go back where the process that this one saves for has loaded a step since this was called last."""
+        """Go back where the process that this one saves for has loaded a step since this was called last.
+
+        Not where this one has loaded one itself: a child of somebody who loads is not always one that DCP saves in.
+        """
+        if self._told_children:
+            return
         try:
             said = self.node.store.get_blob(self.job, _resumed(trainer))
         except ShardNotFoundError:
@@ -734,3 +743,10 @@ class Session:
 
 def _resumed(process: Owner) -> str:
     return f"{_RESUMED}{process.pid}.{process.started}"
+
+
+def _left_behind(blobs: Iterable[str]) -> list[str]:
+    """What processes that were killed have said, but for the latest: of another namespace they only seem to be gone."""
+    said = [name.removeprefix(_RESUMED).split(".") for name in blobs if name.startswith(_RESUMED)]
+    gone = [one for one in (Owner(int(pid), int(started)) for pid, started in said) if not one.alive]
+    return [_resumed(one) for one in sorted(gone, key=lambda one: one.started)[:-_KEPT_RESUMED]]

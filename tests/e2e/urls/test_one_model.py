@@ -1,5 +1,7 @@
 """One storage behind a URL: what one way saved, every other lists and loads."""
 
+import multiprocessing
+import os
 import re
 from pathlib import Path
 
@@ -181,6 +183,42 @@ def go_back_with_a_process(job):
 def test_dcps_own_process_hears_of_a_rollback_too(ranks):
     assert ranks.run(1, go_back_with_a_process, "own-process") == [["own-process/step-11", "own-process/step-12"]]
     assert newest("own-process") == 12
+
+
+def load_then_start_who_trains(say):
+    dcp.load(zeroed(state_at(10)), checkpoint_id="tiered://parent/step-10", no_dist=True)
+    trains = multiprocessing.get_context("fork").Process(target=load_newest_and_save)
+    trains.start()
+    trains.join()
+    say(f"ended with {trains.exitcode}")
+
+
+def load_newest_and_save():
+    dcp.load(zeroed(state_at(20)), checkpoint_id="tiered://parent/step-20", no_dist=True)
+    save("files", "parent", 21)
+
+
+def test_a_process_goes_on_from_what_it_has_loaded_itself(zygote):
+    """Whoever started it has loaded something else, and is no process that trains."""
+    for step in (10, 20):
+        save("files", "parent", step)
+    running = zygote.start(load_then_start_who_trains)
+    running.wait_line("ended with 0")
+    running.wait()
+    assert fsspec.filesystem("tiered").ls("tiered://parent", detail=False) == ["parent/step-20", "parent/step-21"]
+
+
+def test_what_killed_processes_have_loaded_is_forgotten():
+    """The latest ones are kept: processes of other namespaces only seem to be gone."""
+    save("url", "killed", 1)
+    store = open_session("killed", load_settings()).node.store
+    for started in range(100):
+        store.put_blob("killed", f"resumed.{os.getpid()}.{started}", b"")
+    close_sessions()
+    load("url", "killed", 1)
+    store = open_session("killed", load_settings()).node.store
+    left = {int(name.rpartition(".")[2]) for name in store.blobs("killed") if name.startswith("resumed.")}
+    assert left == {*range(68, 100), myself().started}
 
 
 def end_dcps_process():
