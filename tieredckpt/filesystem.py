@@ -202,12 +202,13 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
             if entry is not None and not entry.folder:
                 return [_side_file(place.job, entry)]
             there = there or entry is not None
-        for one in job.others.below(below):
-            child, _, deeper = one.path[len(below) + 1 if below else 0 :].partition("/")
-            if deeper or one.folder:
+        for path in job.others.below(below):
+            child, _, deeper = path[len(below) + 1 if below else 0 :].partition("/")
+            entry = None if deeper or child in found else job.others.find(path)
+            if deeper or (entry is not None and entry.folder):
                 found.setdefault(child, _folder(f"{folder}/{child}"))
-            else:
-                found[child] = _side_file(place.job, one)
+            elif entry is not None:
+                found[child] = _side_file(place.job, entry)
         if not found and not there:
             raise FileNotFoundError(f"tiered://{place}")
         return [found[name] for name in sorted(found, key=_in_order)]
@@ -227,8 +228,8 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
     def _remove_step(self, place: Place, step: int, path: str) -> None:
         job = _job(place)
         removed = job.steps.remove(step)
-        for one in job.others.below(str(place)[len(place.job) + 1 :]):
-            removed = job.others.remove(one.path) or removed
+        for inside in job.others.below(str(place)[len(place.job) + 1 :]):
+            removed = job.others.remove(inside) or removed
         if not removed:
             raise FileNotFoundError(path)
 

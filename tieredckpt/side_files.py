@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import string
 import time
+import urllib.parse
 
 import msgspec
 
@@ -12,6 +14,7 @@ from peerstore.operations import Store
 from tieredckpt.durable import names
 from tieredckpt.durable.store import ObjectNotFoundError, ObjectStore
 from tieredckpt.errors import CheckpointDamagedError, UsageError
+from tieredckpt.location import parse_location
 from tieredckpt.session import Session, open_session
 from tieredckpt.settings import load_settings
 from tieredckpt.slot_files import told
@@ -33,9 +36,9 @@ class SideFile(msgspec.Struct, frozen=True):
 
 
 class SideFiles:
-    """Those of one job, in this node's memory and, where there is one, in the durable tier.
+    """Those of one job: in the durable tier where there is one, else in this node's memory.
 
-    Written through: a file is in both when its writing has ended, and is read from the nearer.
+    In one place: a copy in memory would be what another node wrote over, or removed, long ago.
     """
 
     def __init__(self, job: str) -> None:
@@ -48,13 +51,16 @@ class SideFiles:
                 f"tiered://{self.job}/{path} has {len(data)} bytes; files beside checkpoints have at most "
                 f"{_MOST_BYTES}: save tensors with dcp.save, as tiered://JOB/step-N"
             )
-        stem, store = _stem(path), self._store
+        stem = _stem(path)
         with told(f"{path} of {self.job} cannot be written"):
             durable = self._durable()
+            if durable is None:
+                self._tidy(path)
             for name, content in ((f"{_DATA}{stem}", data), (f"{_NOTE}{stem}", msgspec.msgpack.encode(entry))):
                 if durable is not None:
                     durable.put(names.side_file(self.job, name), content)
-                store.put_blob(self.job, name, content)
+                else:
+                    self._store.put_blob(self.job, name, content)
 
     def find(self, path: str) -> SideFile | None:
         data = self._get(f"{_NOTE}{_stem(path)}")
@@ -67,16 +73,15 @@ class SideFiles:
             raise FileNotFoundError(f"tiered://{self.job}/{path}")
         return data
 
-    def below(self, folder: str) -> list[SideFile]:
-        """Everything below a folder ("": all there is), however deep."""
+    def below(self, folder: str) -> list[str]:
+        """The paths of everything below a folder ("": all there is), however deep."""
         prefix = _NOTE + (_stem(f"{folder}/") if folder else "")
         with told(f"the files of {self.job} cannot be listed"):
             found = {name for name in self._store.blobs(self.job) if name.startswith(prefix)}
             durable = self._durable()
             if durable is not None:
                 found |= {info.name.rpartition("/")[2] for info in durable.list(names.side_file(self.job, prefix))}
-        notes = (self._get(name) for name in sorted(found))
-        return [_entry(data) for data in notes if data is not None]
+        return sorted(_path(name.removeprefix(_NOTE)) for name in found)
 
     def remove(self, path: str) -> bool:
         """False where there is none."""
@@ -90,6 +95,28 @@ class SideFiles:
             for name in both:
                 self._store.remove_blob(self.job, name)
         return True
+
+    def _tidy(self, path: str) -> None:
+        """Memory gives up steps for newer ones, and what lies in their folders: seen to once for each step's folder."""
+        own, known = self._step_of(path), self.below("")
+        if own is None or any(self._step_of(other) == own for other in known):
+            return
+        folders = {step for other in known if (step := self._step_of(other)) is not None}
+        if not folders:
+            return
+        seen = self._session.node.survey(self.job, fresh=True)
+        newest = max((view.group.version for view in seen.views if view.candidate.whole), default=-1)
+        gone = {step for step in folders if step < newest} - {view.group.version for view in seen.views}
+        for other in known if not seen.unreachable else ():
+            if self._step_of(other) in gone:
+                self.remove(other)
+
+    def _step_of(self, path: str) -> int | None:
+        """Of the step's folder that a file is in."""
+        folder, inside, _ = path.partition("/")
+        with contextlib.suppress(UsageError):
+            return parse_location(f"{self.job}/{folder}").step if inside else None
+        return None
 
     @property
     def _session(self) -> Session:
@@ -105,14 +132,13 @@ class SideFiles:
 
     def _get(self, name: str) -> bytes | None:
         with told(f"{self.job} cannot be looked up"):
-            try:
+            durable = self._durable()
+            if durable is not None:
+                with contextlib.suppress(ObjectNotFoundError):
+                    return durable.get(names.side_file(self.job, name))
+            with contextlib.suppress(ShardNotFoundError):  # also what was written before there was a durable tier
                 return self._store.get_blob(self.job, name)
-            except ShardNotFoundError:
-                durable = self._durable()
-            try:
-                return None if durable is None else durable.get(names.side_file(self.job, name))
-            except ObjectNotFoundError:
-                return None
+        return None
 
 
 def _stem(path: str) -> str:
@@ -121,6 +147,11 @@ def _stem(path: str) -> str:
     if len(stem) > _LONGEST:
         raise UsageError(f"{path!r} is too long a name for a file beside checkpoints")
     return stem
+
+
+def _path(stem: str) -> str:
+    """What :func:`_stem` was given."""
+    return urllib.parse.unquote(stem.replace("@", "%"))
 
 
 def _entry(data: bytes) -> SideFile:

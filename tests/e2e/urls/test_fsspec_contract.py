@@ -100,6 +100,31 @@ def test_other_files_are_in_the_durable_tier_too(agent_dir, tmp_path, monkeypatc
     assert not fs.exists("tiered://kept/step-3/state.json")
 
 
+def test_what_another_node_wrote_or_removed_is_seen(agent_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", f"file://{tmp_path}/durable")
+    fs = fsspec.filesystem("tiered")
+    for name, data in (("latest", b"step-1"), ("gone", b"x")):
+        fs.pipe(f"tiered://two/{name}", data)
+    with agent_directory() as elsewhere:
+        monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(elsewhere))
+        assert fs.cat("tiered://two/latest") == b"step-1"
+        fs.pipe("tiered://two/latest", b"step-20")
+        fs.rm("tiered://two/gone")
+        close_sessions()
+    monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(agent_dir))
+    assert fs.cat("tiered://two/latest") == b"step-20"
+    assert fs.size("tiered://two/latest") == 7
+    assert not fs.exists("tiered://two/gone")
+    assert fs.find("tiered://two") == ["two/latest"]
+
+
+def test_names_of_all_kinds_are_listed_as_they_were_written():
+    fs, names = fsspec.filesystem("tiered"), ["names/a b/%41@c.json", "names/ü/€.txt"]
+    for name in names:
+        fs.pipe(f"tiered://{name}", b"1")
+    assert fs.find("tiered://names") == names
+
+
 def test_a_file_that_is_too_large_is_refused():
     fs = fsspec.filesystem("tiered")
     with pytest.raises(Exception, match=r"dcp\.save"):

@@ -133,6 +133,23 @@ def test_a_step_saved_both_ways_is_what_was_saved_last(order):
         load(way, job, 5, 51)
 
 
+@pytest.mark.parametrize("first", ["step", "file"])
+def test_files_beside_steps_go_with_their_steps_where_memory_has_them(first):
+    job, fs = f"beside-{first}", fsspec.filesystem("tiered")
+    fs.pipe(f"tiered://{job}/latest.json", b"{}")
+    for step in range(8):
+        if first == "step":
+            save("url", job, step)
+        for name in ("state.json", "rng/0.json"):
+            fs.pipe(f"tiered://{job}/step-{step}/{name}", b"{}")
+        if first == "file":
+            save("url", job, step)
+    here = [int(one.rpartition("-")[2]) for one in fs.ls(f"tiered://{job}", detail=False) if "step-" in one]
+    assert here[-1] == 7
+    assert len(here) <= 4
+    assert fs.cat(f"tiered://{job}/step-7/rng/0.json") == fs.cat(f"tiered://{job}/latest.json") == b"{}"
+
+
 def newest(job):
     reader = TieredReader(job)
     found = zeroed(state_at(10))
