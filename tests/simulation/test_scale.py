@@ -7,8 +7,8 @@ import pytest
 from peerstore import frames
 from peerstore.cluster.lookouts import Districts
 from peerstore.cluster.placement import place
+from peerstore.commit import TOLD_AT_ONCE
 from peerstore.peers.afar import MOST_BYTES
-from peerstore.peers.duties import TOLD_AT_ONCE
 from peerstore.peers.messages import MOST_LOOKED_FOR
 from peerstore.transport.seam import MAX_HEADER_BYTES
 from tests.simulation.scale import (
