@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build/nightly"
 MARKED = "nightly and not system"
 _SCHEDULES, _FIRST, _AT_ONCE = 200_000, 2_000, 20_000
-_TORCH, _PYTHON = ("2.6", "2.13", "2.14"), ("py310", "py311", "py312", "py313")
+_TORCH, _PYTHON = ("2.7", "2.13", "2.14"), ("py310", "py311", "py312", "py313")
 _NO_INTERPRETER = r"could not find python interpreter|SKIP|No matching distribution found for torch"
 
 
