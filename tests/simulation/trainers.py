@@ -116,7 +116,8 @@ class Trainers:
                 self._leave_out(key)
             return
         try:
-            agent.sealing.seal(lease.id, SHARD_BYTES, b"%d" % (-1 if self.base is None else self.base), lambda _: None)
+            meta = b"%d" % (-1 if self.base is None else self.base)
+            agent.sealing.seal(lease.id, SHARD_BYTES, meta, (), lambda _: None)
         except FencedError as error:
             self._refuse(key, error)
             return
