@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from peerstore.decode import from_msgpack
 from peerstore.errors import AgentUnreachableError, ProtocolError
 
 PROTOCOL = 2
@@ -117,7 +118,7 @@ def _rest(sock: socket.socket, first: bytes, limit_bytes: int, within_s: float |
 def decode(body: bytes | bytearray | msgspec.Raw, kind: type[T]) -> T:
     """``body`` as a ``kind``, or :class:`ProtocolError`."""
     try:
-        return msgspec.msgpack.decode(body, type=kind)
+        return from_msgpack(body, kind)
     except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
         raise ProtocolError(f"not a {getattr(kind, '__name__', kind)}: {error}") from error
 

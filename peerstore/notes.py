@@ -21,6 +21,7 @@ from typing import TypeVar
 import msgspec
 
 from peerstore.arena import Arena
+from peerstore.decode import from_msgpack
 from peerstore.errors import NotUnderstoodError, ShardDamagedError
 from peerstore.names import blob_name, job_name
 from peerstore.records import Base, Group, Kept, Lease, ShardRecord
@@ -106,10 +107,10 @@ class Notes:
         if data is None:
             return None
         try:
-            written = msgspec.msgpack.decode(data, type=_Format).format
+            written = from_msgpack(data, _Format).format
             if written > FORMAT and of is not OwnerNote:
                 raise NotUnderstoodError(f"note {kind}{name} is of format {written}, this version knows {FORMAT}")
-            return msgspec.msgpack.decode(data, type=of)
+            return from_msgpack(data, of)
         except (msgspec.DecodeError, RecursionError) as error:
             raise NotUnderstoodError(f"note {kind}{name} is not what this version writes: {error}") from error
 

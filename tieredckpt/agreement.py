@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from peerstore.decode import from_json
 from tieredckpt.errors import SaveFailedError, TieredCheckpointError
 from tieredckpt.incarnation import SaveDecision, SaveProposal, decide
 
@@ -139,7 +140,7 @@ def agree_through_store(proposal: SaveProposal, saving: SavingRanks) -> SaveDeci
     store.set(f"{prefix}/{rank}", msgspec.json.encode(proposal).decode())
     if rank == 0:
         store.set(f"{prefix}/decision", _decided(store, prefix, saving))
-    answer = msgspec.json.decode(_told(store, f"{prefix}/decision", "the first rank did not say"), type=_Answer)
+    answer = from_json(_told(store, f"{prefix}/decision", "the first rank did not say"), _Answer)
     if store.add(f"{prefix}/heard", 1) == saving.parts:
         for each in range(saving.parts):
             store.delete_key(f"{prefix}/{each}")
@@ -159,7 +160,7 @@ class _Answer(msgspec.Struct, frozen=True):
 def _decided(store: torch.distributed.Store, prefix: str, saving: SavingRanks) -> str:
     try:
         proposals = [
-            msgspec.json.decode(_told(store, f"{prefix}/{rank}", f"rank {rank} did not come"), type=SaveProposal)
+            from_json(_told(store, f"{prefix}/{rank}", f"rank {rank} did not come"), SaveProposal)
             for rank in range(saving.parts)
         ]
         answer = _Answer(decide_for_all(proposals))

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import DTensor
 
 from peerstore import deadlines
+from peerstore.decode import from_json
 from peerstore.errors import PeerStoreError, UnavailableError
 from peerstore.records import Group, ShardKey, ShardRecord
 from tieredckpt.copying import Piece
@@ -306,10 +307,7 @@ class Checkpointer:
                 good = False
         session = self.session
         mine = _Tried(bool(good), session.owner.attempts_at(step))
-        answers = [
-            msgspec.json.decode(answer, type=_Tried)
-            for answer in self._together.from_all(msgspec.json.encode(mine).decode())
-        ]
+        answers = [from_json(answer, _Tried) for answer in self._together.from_all(msgspec.json.encode(mine).decode())]
         if all(answer.good for answer in answers):
             return saved
         # Some may have tried more often than others, and parts of different attempts make no step.

@@ -36,6 +36,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from peerstore.decode import from_json
 from peerstore.records import Group, ShardKey
 from tieredckpt.errors import SaveFailedError, UsageError
 
@@ -363,7 +364,7 @@ class IncarnationOwner:
     def _hear(self) -> None:
         text = self._hears.read() if self._hears is not None else b""
         if text:
-            self._merge(msgspec.json.decode(text, type=Adopted))
+            self._merge(from_json(text, Adopted))
 
     def _tell(self) -> None:
         if self._tells is not None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from peerstore.cluster.nodes import Node
 from peerstore.cluster.roster import Roster, roster_of
+from peerstore.decode import from_json
 from peerstore.errors import PeerStoreError
 from peerstore.peers.plan import TeamPlan
 from peerstore.transport.secret import new_secret
@@ -101,11 +102,11 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Tea
     if rank == 0:
         newest = None
         if _teller(guests) >= 0:
-            newest = msgspec.json.decode(_told(store, f"{prefix}/known"), type=Acquaintance)
+            newest = from_json(_told(store, f"{prefix}/known"), Acquaintance)
         store.set(
             f"{prefix}/all", _text(_invite(list(guests.values()), newest, peer, session.job, restoring=restoring))
         )
-    invitation = msgspec.json.decode(_told(store, f"{prefix}/all"), type=_Invitation)
+    invitation = from_json(_told(store, f"{prefix}/all"), _Invitation)
     if not peer.secret:
         _forget(store, prefix)
     if invitation.problem:
@@ -197,9 +198,7 @@ def _renewed(session: Session, plan: TeamPlan) -> TeamPlan:
     try:
         store.set(f"{prefix}/{me.id}", _text(me))
         nodes = [
-            msgspec.json.decode(store.get(f"{prefix}/{node.id}"), type=Node)
-            if store.check([f"{prefix}/{node.id}"])
-            else node
+            from_json(store.get(f"{prefix}/{node.id}"), Node) if store.check([f"{prefix}/{node.id}"]) else node
             for node in plan.roster.nodes
         ]
     except RuntimeError as error:  # the next world says it anyway
@@ -218,10 +217,7 @@ def _guest(session: Session, known: Acquaintance | None) -> _Guest | None:
 
 def _guests(store: torch.distributed.Store, prefix: str) -> dict[int, _Guest]:
     """The nodes, by their first rank."""
-    found = {
-        rank: msgspec.json.decode(_told(store, f"{prefix}/{rank}"), type=_Guest | None)
-        for rank in range(dist.get_world_size())
-    }
+    found = {rank: from_json(_told(store, f"{prefix}/{rank}"), _Guest | None) for rank in range(dist.get_world_size())}
     return {rank: guest for rank, guest in found.items() if guest is not None}
 
 

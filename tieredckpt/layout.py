@@ -27,6 +27,7 @@ from typing import Final, Literal
 import msgspec
 import xxhash
 
+from peerstore.decode import from_msgpack
 from tieredckpt.boxes import Box
 from tieredckpt.dtypes import WIDTHS, safetensors_type
 from tieredckpt.errors import CheckpointDamagedError
@@ -258,7 +259,7 @@ class LayoutColumns:
 
     def __init__(self, data: bytes) -> None:
         try:
-            columns = msgspec.msgpack.decode(data, type=_Columns)
+            columns = from_msgpack(data, _Columns)
             self._at, self.tensor_bytes = _checked(columns)
             for item in columns.items:
                 if (item.kind == ARCHIVE) != (item.tensor is not None):

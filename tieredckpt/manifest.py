@@ -15,6 +15,7 @@ import xxhash
 import zstandard
 
 from peerstore.checksum import chunk_count
+from peerstore.decode import from_msgpack
 from peerstore.records import Group, ShardKey, ShardRecord
 from tieredckpt.durable.names import parse_shard
 from tieredckpt.errors import CheckpointDamagedError, FormatVersionError
@@ -171,7 +172,7 @@ def encode_meta(meta: ShardMeta) -> bytes:
 
 def decode_meta(data: bytes) -> ShardMeta:
     try:
-        return msgspec.msgpack.decode(data, type=ShardMeta)
+        return from_msgpack(data, ShardMeta)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CheckpointDamagedError(f"not a shard's notes: {error}") from error
 
@@ -182,7 +183,7 @@ def encode_table(table: StateTable) -> bytes:
 
 def decode_table(data: bytes) -> StateTable:
     try:
-        return msgspec.msgpack.decode(data, type=StateTable)
+        return from_msgpack(data, StateTable)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CheckpointDamagedError(f"not a state table: {error}") from error
 
@@ -301,13 +302,13 @@ def _open(kind: str, data: bytes, into: type[T]) -> T:
     if data[: len(_MAGIC)] != _MAGIC or xxhash.xxh3_64_digest(packed) != data[-8:]:
         raise CheckpointDamagedError(f"not a {kind}, or damaged: {len(data)} bytes")
     try:
-        envelope = msgspec.msgpack.decode(_decompressed(packed), type=_Envelope)
+        envelope = from_msgpack(_decompressed(packed), _Envelope)
         if envelope.format > FORMAT:
             raise FormatVersionError(
                 f"this {kind} has format {envelope.format}, this release reads up to {FORMAT}: upgrade tieredckpt"
             )
         if envelope.kind != kind:
             raise ValueError(f"it is a {envelope.kind}")
-        return msgspec.msgpack.decode(envelope.body, type=into)
+        return from_msgpack(envelope.body, into)
     except (msgspec.DecodeError, ValueError, RecursionError, MemoryError, zstandard.ZstdError) as error:
         raise CheckpointDamagedError(f"not a {kind}: {error}") from error

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from peerstore.decode import from_json
 from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError
 from tieredckpt.resolve import Tier, resolve
 from tieredckpt.session import Session
@@ -66,7 +67,7 @@ def expectation(job: str, from_all: Callable[[str], Sequence[str]]) -> Expected 
     """One answer for all ranks, which tell each other by ``from_all`` where there is an overseer."""
     for overseer in _overseers[-1:]:
         mine = msgspec.json.encode(overseer.expected(job)).decode()
-        return agreed([msgspec.json.decode(one, type=Expected | None) for one in from_all(mine)])
+        return agreed([from_json(one, Expected | None) for one in from_all(mine)])
     return None
 
 

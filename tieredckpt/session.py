@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from peerstore.cluster.nodes import node_id
 from peerstore.crashpoints import reach
+from peerstore.decode import from_msgpack
 from peerstore.errors import (
     ArenaBusyError,
     ArenaFullError,
@@ -391,7 +392,7 @@ class Session:
             said = self.node.store.get_blob(self.job, _resumed(trainer))
         except ShardNotFoundError:
             return
-        group, life = msgspec.msgpack.decode(said, type=tuple[Group, str])
+        group, life = from_msgpack(said, tuple[Group, str])
         if life != self._followed:
             self._followed = life
             with self._lock:

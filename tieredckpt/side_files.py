@@ -9,6 +9,7 @@ import urllib.parse
 
 import msgspec
 
+from peerstore.decode import from_msgpack
 from peerstore.errors import ShardNotFoundError
 from peerstore.operations import Store
 from tieredckpt.durable import names
@@ -156,6 +157,6 @@ def _path(stem: str) -> str:
 
 def _entry(data: bytes) -> SideFile:
     try:
-        return msgspec.msgpack.decode(data, type=SideFile)
+        return from_msgpack(data, SideFile)
     except (msgspec.DecodeError, ValueError) as error:
         raise CheckpointDamagedError(f"not what describes a file: {error}") from error

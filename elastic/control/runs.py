@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.errors import ControlLostError, PolicyError, RefusedError
+from peerstore.decode import from_json
 from peerstore.errors import PeerStoreError
 from peerstore.names import JobName, job_name
 from peerstore.owners import trusted_users
@@ -116,7 +117,7 @@ class RunPlace:
         try:
             for folder in (self.root, self.directory):
                 trusted_users(folder, setting=_SETTING)
-            return msgspec.json.decode(_read(self.file), type=Run)
+            return from_json(_read(self.file), Run)
         except FileNotFoundError:
             raise ControlLostError(f"no job {self.job} was started on this machine (looked in {self.root})") from None
         except (OSError, msgspec.MsgspecError) as error:

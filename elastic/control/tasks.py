@@ -19,6 +19,7 @@ from elastic.control.movement import HangLimits
 from elastic.control.processes import importable, module
 from elastic.control.runs import write_private
 from elastic.world.policy import ScalingPolicy
+from peerstore.decode import from_json
 from peerstore.descriptors import raise_limit
 from peerstore.signals import heed
 from peerstore.transport.secret import read_secret
@@ -85,7 +86,7 @@ def environ_for(more: dict[str, str] | None = None) -> dict[str, str]:
 
 def main(text: str) -> int:
     """Carry out one task; its status."""
-    task: CoordinatorTask | NodeTask = msgspec.json.decode(text, type=CoordinatorTask | NodeTask)
+    task: CoordinatorTask | NodeTask = from_json(text, CoordinatorTask | NodeTask)
     logging.basicConfig(level=_LEVELS[min(task.verbose, 2)], format="elastic: %(message)s", stream=sys.stderr)
     secret = read_secret(Path(task.secret_file))
     over, reason = coordinate(task, secret) if isinstance(task, CoordinatorTask) else supervise(task, secret)

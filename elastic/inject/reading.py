@@ -12,6 +12,7 @@ import msgspec
 
 from elastic.errors import PolicyError
 from elastic.inject.plan import Injection, Kind, Phase, checked
+from peerstore.decode import from_json
 
 INJECT = "ELASTIC_INJECT"
 _FILE = "file:"
@@ -84,7 +85,7 @@ def plan_of(text: str) -> tuple[Injection, ...]:
             raise PolicyError(f"{INJECT}: the faults cannot be read from {path}: {error}") from error
     if text.lstrip().startswith("["):
         try:
-            return checked(msgspec.json.decode(text, type=tuple[Injection, ...]))
+            return checked(from_json(text, tuple[Injection, ...]))
         except msgspec.MsgspecError as error:
             raise PolicyError(f"{INJECT}: {error}") from error
     return checked(tuple(injection_of(part.split()) for part in text.split(";") if part.strip()))

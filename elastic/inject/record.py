@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.inject.plan import Injection, Phase, Place
+from peerstore.decode import from_json
 
 _FOLDER = "injected"
 _BEGAN = ".began"
@@ -55,7 +56,7 @@ class Record:
         with contextlib.suppress(FileNotFoundError):
             for path in self.folder.iterdir():
                 with contextlib.suppress(OSError, msgspec.MsgspecError):
-                    found.append(msgspec.json.decode(path.read_bytes(), type=Injected))
+                    found.append(from_json(path.read_bytes(), Injected))
         return sorted(found, key=lambda one: one.at)
 
     def began(self) -> float:

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from elastic.control.plane import Assignment, Dismissed, Notice, Progress, Want
 from elastic.errors import ControlLostError, DeadlineError, GaveUpError, StaleEpochError
+from peerstore.decode import from_json
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ class StorePlane:
                     with self._changed:
                         self._changed.wait_for(lambda: self._closed, _LOOK_S)
                     continue
-                event = msgspec.json.decode(store.get(name), type=_Event)
+                event = from_json(store.get(name), _Event)
             except RuntimeError as error:
                 if not self._closed:
                     self._heard(_Event(Want.RESTART, f"the store that the ranks met at is gone: {error}"))

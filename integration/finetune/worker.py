@@ -19,6 +19,7 @@ import msgspec
 from elastic.errors import PolicyError
 from integration.finetune.job import Job
 from integration.finetune.options import job_from, training_options
+from peerstore.decode import from_json
 
 
 @click.command("worker")
@@ -48,7 +49,7 @@ def fine_tune(job: Job) -> object:
 
 def read_job(path: Path) -> Job:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Job)
+        return from_json(path.read_bytes(), Job)
     except (OSError, msgspec.DecodeError) as error:
         raise PolicyError(f"{path} is no job: {error}") from error
 

@@ -14,6 +14,7 @@ import msgspec
 
 from integration.hyperpod.operator import Condition, JobSpec, JobState, Situation
 from integration.hyperpod.operator.status import status_of
+from peerstore.decode import from_json
 
 Object = Mapping[str, Any]
 
@@ -32,7 +33,7 @@ def stored_state(job: Object) -> JobState | None:
     for condition in _conditions(job):
         if condition.get("type") == STATE_CONDITION:
             try:
-                return msgspec.json.decode(condition.get("message", ""), type=JobState)
+                return from_json(condition.get("message", ""), JobState)
             except msgspec.DecodeError as error:
                 name = job["metadata"]["name"]
                 raise DamagedStateError(

@@ -10,6 +10,7 @@ import msgspec
 
 from peerstore.cluster.nodes import Node
 from peerstore.cluster.roster import Roster, roster_of
+from peerstore.decode import from_msgpack
 from peerstore.errors import ProtocolError, RequestError, UnavailableError
 
 
@@ -85,6 +86,6 @@ class StoreDiscovery:
 
 def _from_store(key: str, told: bytes) -> Node:
     try:
-        return msgspec.msgpack.decode(told, type=Node)
+        return from_msgpack(told, Node)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"what the job's store has under {key!r} is not a node: {error}") from error

@@ -12,6 +12,7 @@ import msgspec
 from peerstore.cluster.addresses import DEFAULT_PORT, check_address, node_at
 from peerstore.cluster.nodes import Node, node_id, parse_labels
 from peerstore.cluster.roster import Roster, roster_of
+from peerstore.decode import from_json
 from peerstore.errors import RequestError, UnavailableError
 
 HYPERPOD_FILE = "/opt/ml/input/config/pod_resourceconfig.json"
@@ -113,7 +114,7 @@ def _read_json(path: Path, kind: type[T]) -> T:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
             raise RequestError(f"{path} is longer than {_MOST_BYTES >> 20} MiB, so it is no list of nodes")
-        return msgspec.json.decode(text, type=kind)
+        return from_json(text, kind)
     except msgspec.ValidationError as error:
         raise RequestError(f"{path} is not a list of nodes: {error}") from error
     except (OSError, ValueError) as error:

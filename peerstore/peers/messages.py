@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from peerstore.cluster.gossip import Gossip
-from peerstore.commit import MOST_KEPT, MOST_TORN, Decided, Settling
+from peerstore.commit import MOST_KEPT, MOST_TORN
 from peerstore.records import Base, Group, Kept, ShardFact, ShardKey, ShardRecord
 
 PEER_PROTOCOL = 1
@@ -252,9 +252,3 @@ class Settled(msgspec.Struct, frozen=True):
     """
 
     group: Group
-
-
-# A type is made ready when something is decoded as it for the first time. Two threads that do that at once end the
-# process (msgspec 0.22), and the first messages of two nodes come at once.
-for _message in (Ping, Looked, LookedFor, Offer, Wanted, Settling, Settled, Decided, Dropped, Stake, Striped):
-    msgspec.msgpack.Decoder(_message)

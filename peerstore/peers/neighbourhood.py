@@ -16,6 +16,7 @@ from peerstore.cluster.discovery import Discovery, parse_discovery
 from peerstore.cluster.members import MembershipSettings
 from peerstore.cluster.nodes import Node, NodeId, node_id
 from peerstore.cluster.roster import Roster
+from peerstore.decode import from_msgpack
 from peerstore.errors import ArenaFullError, PeerStoreError, ShardNotFoundError, UnavailableError
 from peerstore.listening import SealListener
 from peerstore.peers.calling import Pass
@@ -84,7 +85,7 @@ class Neighbourhood(SealListener):
         """Go on for the jobs that a killed agent took part in."""
         for job in self._store.jobs():
             try:
-                plan = msgspec.msgpack.decode(self._store.get_blob(job, TEAM), type=TeamPlan)
+                plan = from_msgpack(self._store.get_blob(job, TEAM), TeamPlan)
                 self.join(job, plan, wait_s=0.0)
             except ShardNotFoundError:  # a job that has only this node
                 continue

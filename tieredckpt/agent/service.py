@@ -16,6 +16,7 @@ import msgspec
 from peerstore import deadlines
 from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.cluster.nodes import NodeId
+from peerstore.decode import from_msgpack
 from peerstore.errors import PeerStoreError, RequestError, ShardDamagedError, ShardNotFoundError, UnavailableError
 from peerstore.operations import Operation
 from peerstore.owners import Owner, myself
@@ -218,7 +219,7 @@ class NodeService(SealListener):
         return described(self, job, group)
 
     def names(self, job: str, group: Group) -> StateNames:
-        return msgspec.msgpack.decode(unpack(self._look(job, group).names()[1]), type=StateNames)
+        return from_msgpack(unpack(self._look(job, group).names()[1]), StateNames)
 
     def names_page(self, job: str, group: Group, digest: str, start: int) -> Page:
         """A page of :meth:`names`, packed; from the beginning when ``digest`` is not what it is by now."""
@@ -550,7 +551,7 @@ class NodeService(SealListener):
             kept = self._settings.get(job)
             if kept is None:
                 blob = self._blob(job, DURABLE)
-                kept = msgspec.msgpack.decode(blob, type=DurableSettings) if blob else DurableSettings()
+                kept = from_msgpack(blob, DurableSettings) if blob else DurableSettings()
                 self._settings[job] = kept
             return kept
 
@@ -604,7 +605,7 @@ class NodeService(SealListener):
             blob = self._blob(job, name) if name.startswith(DAMAGED) else None
             if blob is None:
                 continue
-            note = msgspec.msgpack.decode(blob, type=_DamageNote)
+            note = from_msgpack(blob, _DamageNote)
             group, part = note.key.group, note.key.part
             view = views.get(group) or StepView(group, note.parts, {})
             if part in view.found or (whole is not None and whole > group):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from peerstore.decode import from_json
 from tieredckpt.durable.digest import digest
 from tieredckpt.durable.parts import Part, StoredPart, cut, part_size_for, reusable
 from tieredckpt.durable.retry import UploadGoneError
@@ -92,7 +93,7 @@ class Uploader:
         if noted is None:
             return None
         try:
-            begun = msgspec.json.decode(noted, type=Begun)
+            begun = from_json(noted, Begun)
         except msgspec.MsgspecError:  # of another release; discard_uploads finds what it stands for
             return None
         here = (self._account.bucket, key, upload.source.size_bytes, upload.identity)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from peerstore.crashpoints import reach
+from peerstore.decode import from_msgpack
 from peerstore.errors import PeerStoreError
 from tieredckpt.checkpointer import Checkpointer
 from tieredckpt.errors import CheckpointDamagedError, TieredCheckpointError
@@ -201,6 +202,6 @@ def _unpacked(key: str, packed: bytes, kind: Any) -> Any:
             raise CheckpointDamagedError(f"{key}: more than {_MOST_BYTES >> 20} MiB")
         if not unpacking.eof:
             raise CheckpointDamagedError(f"{key}: it ends too early")
-        return msgspec.msgpack.decode(plain, type=kind)
+        return from_msgpack(plain, kind)
     except (zlib.error, msgspec.MsgspecError) as error:
         raise CheckpointDamagedError(f"{key}: {error}") from error

@@ -25,6 +25,7 @@ from elastic.control.runs import write_private
 from integration.hyperpod.operator.actions import Event, Wanted
 from integration.hyperpod.operator.pods import Place
 from integration.hyperpod.operator.spec import JobSpec, JobSpecError, ReplicaGroup
+from peerstore.decode import from_json
 from peerstore.owners import Owner, started_at
 
 _LOCAL = "127.0.0.1"
@@ -60,7 +61,7 @@ class LocalPods:
         self._pods: dict[str, LocalPod] = {}
         self._born = max((int(path.name.rpartition("-")[2]) + 1 for path in (folder / "pods").glob("*-*")), default=0)
         with contextlib.suppress(FileNotFoundError):
-            kept = msgspec.json.decode(self._file.read_bytes(), type=list[LocalPod])
+            kept = from_json(self._file.read_bytes(), list[LocalPod])
             self._pods = {pod.name: pod for pod in kept if started_at(pod.pid) == pod.started}
         for group in spec.groups:
             _container(group)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from peerstore.decode import from_json
+
 
 class AgentState(enum.Enum):
     """What an agent says it is; in the spelling of its answers."""
@@ -91,7 +93,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_answer(body: bytes) -> Answer:
     """What an agent said; raises ``msgspec.DecodeError`` for what no agent says."""
-    return _answer(msgspec.json.decode(body, type=_Status))
+    return _answer(from_json(body, _Status))
 
 
 _MOST_PREFIXES = 64

@@ -20,6 +20,7 @@ from elastic.errors import ControlLostError, PolicyError, RefusedError
 from integration.hyperpod.operator.seen import Situation
 from integration.hyperpod.operator.spec import JobSpec
 from integration.hyperpod.operator.state import JobState
+from peerstore.decode import from_json
 from peerstore.names import job_name
 from peerstore.server import private_directory
 
@@ -69,7 +70,7 @@ class SimPlace:
 
     def kept(self) -> Kept | None:
         try:
-            return msgspec.json.decode(self._kept.read_bytes(), type=Kept)
+            return from_json(self._kept.read_bytes(), Kept)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as damaged:
@@ -77,7 +78,7 @@ class SimPlace:
 
     def wishes(self) -> Wishes:
         try:
-            return msgspec.json.decode(self._wishes.read_bytes(), type=Wishes)
+            return from_json(self._wishes.read_bytes(), Wishes)
         except FileNotFoundError:
             return Wishes()
         except (OSError, msgspec.MsgspecError) as damaged:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from peerstore.decode import from_msgpack
+
 MOST_REMOVED = 10_000
 REMOVED_NS = 3600 * 10**9
 """How long it is remembered that one shard was deleted: a node that was away longer may bring it back."""
@@ -123,4 +125,4 @@ def encode(registry: Registry) -> bytes:
 
 
 def decode(data: bytes) -> Registry:
-    return msgspec.msgpack.decode(data, type=Registry)
+    return from_msgpack(data, Registry)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from peerstore.decode import from_msgpack
 from peerstore.records import ShardFact, ShardKey
 from tieredckpt.agent.memory_service.names import EPOCH, INCARNATION, JOB, PARTS
 from tieredckpt.agent.memory_service.registry import Registry
@@ -71,7 +72,7 @@ def encode_note(note: Note) -> bytes:
 
 def decode_note(data: bytes) -> Note | None:
     try:
-        return msgspec.msgpack.decode(data, type=Note)
+        return from_msgpack(data, Note)
     except (msgspec.DecodeError, ValueError):
         return None
 
