@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 _REPAIRS = 64
 _MEND_S, _MEND_MAX_S = 1.0, 60.0
 _REBUILT_S = 0.3
+_TELLERS, _TELL_S = 64, 5.0
 """Between two looks whether others have rebuilt what was lost."""
 
 
@@ -219,14 +221,19 @@ class Team:
         return found
 
     def drop(self, groups: Sequence[Group]) -> dict[str, str]:
-        """Have the other nodes give up these versions; who could not be told, and why."""
-        silent: dict[str, str] = {}
-        for node in [node for node in self.tending.listed if node != self.me.id]:
+        """Have the other nodes give up these versions; who could not be told, and why. Silent ones delay no other."""
+        others = [node for node in self.tending.listed if node != self.me.id]
+        said = Dropped(tuple(groups))
+
+        def tell(node: str) -> str:
             try:
-                self.tending.peer(node).call("dropped", Dropped(tuple(groups)), type(None), timeout_s=5.0)
+                self.tending.peer(node).call("dropped", said, type(None), timeout_s=_TELL_S, within_s=2 * _TELL_S)
             except (PeerStoreError, OSError) as error:
-                silent[node] = str(error)
-        return silent
+                return str(error) or repr(error)
+            return ""
+
+        with ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-drop") as tellers:
+            return {node: why for node, why in zip(others, tellers.map(tell, others), strict=True) if why}
 
     # -- mending ------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """Versions that somebody wants kept, or gives up: every node of the job hears of it."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 from tests.support.neighbours import neighbours, until
 from tests.support.stores import MIB, key
 
@@ -40,3 +42,18 @@ def test_what_is_dropped_is_gone_everywhere_and_no_ping_brings_it_back():
         write(nodes, [3])  # pings were exchanged since
         assert {nodes[name].team.settled for name in ALL} == {key(3).group}
         assert nodes.holders(V1) | nodes.holders(key(3)) == {*ALL}
+
+
+def test_those_that_answer_give_it_up_while_others_are_silent():
+    names = [f"n{number}" for number in range(1, 10)]
+    silent, last = names[1:7], names[8]
+    with neighbours(*names, copies=2) as nodes, ThreadPoolExecutor(1) as dropping:
+        nodes[last].write(key(1), MIB)
+        nodes.settle(1)
+        for one in silent:
+            for other in names:
+                if other != one:
+                    nodes.network.stall(one, other)
+        told = dropping.submit(nodes["n1"].team.drop, [key(1).group])
+        until(lambda: not nodes[last].holds(key(1)), "it has given it up", timeout_s=12)
+        assert set(told.result()) == set(silent)
