@@ -35,6 +35,8 @@ from tieredckpt.errors import CheckpointDamagedError
 ALIGNMENT = 64
 HEADER_ALIGNMENT = 4096
 _MOST_ELEMENTS, _MOST_BYTES = 1 << 60, 1 << 62
+_NAMELESS = 1 << 16
+"""So many elements of lists may have no name."""
 _WIDEST_ITEM = len('":{"dtype":"U8","shape":[],"data_offsets":[,]},') + 3 * 20
 
 
@@ -233,9 +235,10 @@ def encode(layout: Layout) -> bytes:
 
 
 def check_paths(paths: Mapping[str, tuple[str | int, ...]]) -> None:
-    """Raises :class:`CheckpointDamagedError` where lists would be longer than what is in them.
+    """Raises :class:`CheckpointDamagedError` where lists would be much longer than what is in them.
 
-    One name that says that it is the thousand-millionth of a list has that list made.
+    One name that says that it is the thousand-millionth of a list has that list made. What has nothing in it (``{}``)
+    has a place in a list, and no name.
     """
     lengths: dict[tuple[str | int, ...], int] = {}
     for name, path in paths.items():
@@ -244,7 +247,7 @@ def check_paths(paths: Mapping[str, tuple[str | int, ...]]) -> None:
                 if key < 0:
                     raise CheckpointDamagedError(f"{name} is in place {key} of a list")
                 lengths[path[:at]] = max(lengths.get(path[:at], 0), key + 1)
-    if sum(lengths.values()) > sum(map(len, paths.values())):
+    if sum(lengths.values()) > _NAMELESS + sum(map(len, paths.values())):
         raise CheckpointDamagedError("the lists of this state would be longer than all that is in them")
 
 

@@ -469,3 +469,13 @@ def test_metadata_tells_what_dcp_tells(agent_dir, tmp_path):
 def test_environment_is_not_read_by_importing(agent_dir):
     assert os.environ["TIEREDCKPT_AGENT_DIRECTORY"] == str(agent_dir)
     assert not agent_dir.exists()
+
+
+def test_what_is_empty_has_a_place_in_a_list_and_no_name(agent_dir):
+    def layers(value):
+        return {"layers": [{}, {}, {}, {}, {"w": torch.full((3,), value)}]}
+
+    dcp.save(layers(1.0), storage_writer=TieredWriter("empty", 1), no_dist=True)
+    found = layers(0.0)
+    dcp.load(found, storage_reader=TieredReader("empty"), no_dist=True)
+    assert_same(layers(1.0), found)
