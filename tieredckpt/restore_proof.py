@@ -216,8 +216,12 @@ class Prover:
                 proof.size_bytes += brought.box.volume * brought.dtype.itemsize
         for number, (fqn, (brought, live, what)) in enumerate(self._wrong.items()):
             proof.left_out.pop(fqn, None)
-            explained = number < _EXPLAINED and live is not None and not what
-            proof.wrong[fqn] = self._what_it_is(brought, live) if explained and live is not None else what
+            proof.wrong[fqn] = what
+            if number < _EXPLAINED and live is not None and not what:
+                try:
+                    proof.wrong[fqn] = self._what_it_is(brought, live)
+                except Exception as error:  # noqa: BLE001 - that it is wrong is known, whatever cannot be looked at
+                    log.info("what %s is instead cannot be said: %s", fqn, error)
         return proof
 
     # -- what was told by digests ---------------------------------------------------------------------------------
@@ -344,9 +348,12 @@ class Prover:
     def _what_it_is(self, brought: Brought, live: torch.Tensor) -> str:
         if live.layout is not torch.strided:
             return ""
+        if not has_ordinary_dispatch(live):
+            return ""
         for other, where in self._seen:
-            same = other.fqn != brought.fqn and where.layout is torch.strided and where.data_ptr() == live.data_ptr()
-            if same and where.numel():
+            if other.fqn == brought.fqn or where.layout is not torch.strided or not has_ordinary_dispatch(where):
+                continue
+            if where.numel() and where.data_ptr() == live.data_ptr():
                 return f"is the same memory as {other.fqn}"
         there = bytes_of(live)
         if not there.strip(b"\0"):

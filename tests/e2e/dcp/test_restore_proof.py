@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from peerstore.records import CHUNK_BYTES
 from tests.support.bits import assert_same, zeroed
@@ -346,6 +347,22 @@ def test_a_cursor_that_starts_over_on_the_second_resume(agent_dir):
     assert fresh.begin == 70
     with pytest.raises(RestoreProofError, match=r"data\.at \(is 0, saved was 70\)"):
         restored({"data": Loader()})
+
+
+@pytest.mark.parametrize("name", ["plain", "pair"])
+def test_what_is_wrong_is_said_also_where_it_cannot_be_explained(agent_dir, name):
+    """Wrapper subclasses have no memory of their own that could be looked at."""
+
+    def values(seed):
+        torch.manual_seed(seed)
+        return {"plain": torch.randn(16), "pair": TwoTensor(torch.randn(8), torch.randn(8))}
+
+    saved({"app": Told(values(1))})
+    ours = values(2)
+    wrong = Told(values(2), lambda own, state: own.update(state | {name: ours[name]}))
+    with pytest.raises(RestoreProofError, match=rf"1 entry is not what was saved: app\.{name}"):
+        restored({"app": wrong})
+    assert not restored({"app": Told(values(3))}).left_out
 
 
 def test_every_tensor_wrong_and_none_missing(agent_dir):
