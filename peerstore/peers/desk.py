@@ -144,7 +144,7 @@ class _Conversation:
             "ping_for": (PingFor, lambda a: team.tending.reaches(NodeId(a.node))),
             "roster": (AskRoster, self._roster),
             "settling": (Settling, team.protecting.settlement.settling),
-            "dropped": (Dropped, lambda a: self._store.forget(team.job, list(a.groups)) and None),
+            "dropped": (Dropped, self._drop),
             "settled": (Settled, lambda a: team.protecting.settlement.decided(Decided(a.group, a.group))),
             "decided": (Decided, team.protecting.settlement.decided),
         }
@@ -228,6 +228,10 @@ class _Conversation:
     def _abort(self, abort: Abort) -> None:
         self._desk.receiving.abort(self._who.node, abort.transfer)
         self._offered.discard(abort.transfer)
+
+    def _drop(self, dropped: Dropped) -> None:
+        """Also where nothing of them is here: that is no error."""
+        self._store.forget(self._team.job, list(dropped.groups))
 
     def _put_blob(self, blob: PutBlob) -> None:
         name, size = self._desk.shared.writable(blob.name, self._who.node), self._payload_bytes
