@@ -70,7 +70,7 @@ class Versions:
 
     def call_whole(self, group: Group, here: Collection[int]) -> bool:
         """Every part of it is sealed somewhere; ``here`` are those on this node."""
-        if group in self.marks or group in self.damaged or group in self.torn:
+        if group in self.marks or group in self.damaged or group in self.torn or group in self.dropped:
             return False
         if self.base is not None and self.base.leaves(group):
             return False

@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 
 _REPAIRS = 64
 _MEND_S, _MEND_MAX_S = 1.0, 60.0
-_REBUILT_S = 0.3
 _TELLERS, _TELL_S = 64, 5.0
+_REBUILT_S = 0.3
 """Between two looks whether others have rebuilt what was lost."""
 
 

@@ -95,6 +95,17 @@ def test_what_is_torn_stays_so_whatever_is_said_unless_it_was_loaded(happened, t
             assert torn in versions.torn
 
 
+@given(st.lists(events, max_size=25), groups)
+def test_what_was_given_up_by_name_is_whole_by_nobodys_word(happened, gone):
+    """Who says so has not heard of it: without a part here it would make older versions superfluous that are whole."""
+    versions = Versions()
+    versions.drop([gone], 0)
+    for event in happened:
+        if event[0] != "went on":
+            happen(versions, event)
+            assert not versions.vouched(gone)
+
+
 @given(groups, parts, st.sets(parts), st.booleans())
 def test_a_part_that_is_here_was_not_left_out(of, part, here, lost):
     """Its writer has not heard that it was sealed."""
