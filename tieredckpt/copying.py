@@ -53,9 +53,13 @@ class Move(NamedTuple):
     size_bytes: int
 
 
+_everywhere = memoryview((ctypes.c_char * (1 << 62)).from_address(1)).cast("B")
+"""All addresses there are, as one view: cutting some out of it is a tenth of the work of making a new one."""
+
+
 def memory_at(address: int, size_bytes: int) -> memoryview:
     """The bytes at an address, writable. Whoever owns them has to keep them there."""
-    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+    return _everywhere[address - 1 : address - 1 + size_bytes]
 
 
 class Copier:

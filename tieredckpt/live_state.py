@@ -83,8 +83,12 @@ class LiveState:
         for name in names:
             if name not in self._state or name in mute:
                 continue
+            value = self._state[name]
+            if type(value) is torch.Tensor:
+                flattened[name] = value
+                continue
             try:
-                flattened.update(flatten(as_plain({name: self._state[name]})))
+                flattened.update(flatten(as_plain({name: value})))
             except Exception as error:
                 log.warning("the state_dict() of %s failed after it was restored", name, exc_info=True)
                 mute[name] = f"its state_dict() failed: {error!r}"

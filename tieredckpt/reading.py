@@ -182,9 +182,12 @@ class Reading:
             target, frame = buffer, piece.box
         address = target.data_ptr()
         found = list(runs(piece.box, entry.box, frame, entry.itemsize))
-        if brought is not None and near and self._evidence is not None and self._evidence.is_sealed(piece.part, found):
-            brought.sealed.append(piece)
-        else:
+        if (
+            brought is None
+            or not near
+            or self._evidence is None
+            or not self._evidence.sealed(brought, piece, base, found)
+        ):
             self._note(brought, piece, whole, wanted)
         if near:
             self._near[piece.part].extend(

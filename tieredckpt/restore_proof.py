@@ -47,6 +47,10 @@ _COMPARED_WITH = 64
 ABSENT = "is not in the live state any more"
 
 
+Sealed = tuple[int, int, int, int]
+"""Where in a shard bytes are, how many, the number of who has them, and where in that."""
+
+
 class Copied(NamedTuple):
     """A digest of what was put into a part of a target."""
 
@@ -63,6 +67,8 @@ class Brought:
     item: ReadItem
     box: Box
     dtype: torch.dtype
+    number: int
+    """How many were brought before it."""
     sealed: list[TensorPiece] = field(default_factory=list)
     copied: list[Copied] = field(default_factory=list)
 
@@ -76,16 +82,26 @@ class Evidence:
         self.brought: list[Brought] = []
         self.objects: dict[str, bytes | None] = {}
         """``None``: too large to be kept."""
+        self.moves: defaultdict[int, list[Sealed]] = defaultdict(list)
+        """What can be told by the seal, for each shard."""
         self._by_seal = _mostly_whole(step)
 
     def begin(self, item: ReadItem, box: Box, target: torch.Tensor) -> Brought:
-        brought = Brought(item.storage_index.fqn, item, box, target.dtype)
+        brought = Brought(item.storage_index.fqn, item, box, target.dtype, len(self.brought))
         self.brought.append(brought)
         return brought
 
-    def is_sealed(self, part: int, found: Sequence[Run]) -> bool:
-        """Whether what these runs bring can be told by the seal of their shard."""
-        return part in self._by_seal and (len(found) - 1) * _RUN_BYTES <= sum(run.size_bytes for run in found)
+    def sealed(self, brought: Brought, piece: TensorPiece, base: int, found: Sequence[Run]) -> bool:
+        """Whether what these runs bring can be told by the seal of their shard: it is remembered then."""
+        if piece.part not in self._by_seal:
+            return False
+        if len(found) > 1 and (len(found) - 1) * _RUN_BYTES > sum(run.size_bytes for run in found):
+            return False
+        brought.sealed.append(piece)
+        moves, index = self.moves[piece.part], brought.number
+        for source, target, size_bytes in found:
+            moves.append((base + source, size_bytes, index, target))
+        return True
 
     def copied(self, parts: Sequence[tuple[Brought, Box | None, torch.Tensor]]) -> None:
         """Remember what was put into these tensors, just now."""
@@ -104,8 +120,10 @@ def _mostly_whole(step: WantedStep) -> set[int]:
     for pieces in step.pieces.values():
         for piece in pieces:
             if piece.item < 0 and step.tier(piece.part) is Tier.MEMORY:
-                ranges[piece.part].append(step.tensor_range(piece))
-                wanted[piece.part] += piece.box.volume * piece.entry.itemsize
+                span = step.tensor_range(piece)
+                ranges[piece.part].append(span)
+                alone = piece.box == piece.entry.box
+                wanted[piece.part] += span.stop - span.start if alone else piece.box.volume * piece.entry.itemsize
     found = set()
     for part, some in ranges.items():
         size = step.shards[part].chunk_bytes
@@ -161,12 +179,12 @@ def find_in(live: Mapping[str, Any]) -> Find:
                 return None
         if not isinstance(value, torch.Tensor):
             return None
-        if tuple(value.shape) != tuple(item.lengths):
+        if value.shape != item.lengths:
             try:
-                value = narrow_tensor_by_index(value, item.dest_offsets, item.lengths)
+                value = narrow_tensor_by_index(value.detach(), item.dest_offsets, item.lengths)
             except (RuntimeError, IndexError):
                 return None
-        return value.detach()
+        return value
 
     return find
 
@@ -181,13 +199,14 @@ class Prover:
         self._pinned = pinned
         self._proof = RestoreProof()
         self._seen: list[tuple[Brought, torch.Tensor]] = []
+        self._live: list[torch.Tensor | None] = [None] * len(evidence.brought)
+        """Those of which something can be told by a seal."""
         self._wrong: dict[str, tuple[Brought, torch.Tensor | None, str]] = {}
 
     def run(self, skip: Mapping[str, str]) -> RestoreProof:
         """Everything but what ``skip`` says, by name, why it is not compared."""
         proof = self._proof
         copied: list[tuple[Brought, torch.Tensor]] = []
-        sealed: dict[int, list[tuple[Brought, torch.Tensor]]] = defaultdict(list)
         for brought in self._evidence.brought:
             if skip and brought.fqn in skip:
                 proof.left_out[brought.fqn] = skip[brought.fqn]
@@ -199,18 +218,14 @@ class Prover:
             if live.dtype != brought.dtype:
                 self._converted(brought, live)
                 continue
-            here = brought, live
-            self._seen.append(here)
+            self._seen.append((brought, live))
             if brought.copied:
-                copied.append(here)
-            if len(brought.sealed) == 1:
-                sealed[brought.sealed[0].part].append(here)
-            else:
-                for part in {piece.part for piece in brought.sealed}:
-                    sealed[part].append(here)
+                copied.append((brought, live))
+            if brought.sealed:
+                self._live[brought.number] = live
         self._compare_copied(copied)
-        for part, entries in sealed.items():
-            self._compare_sealed(part, entries)
+        for part, moves in self._evidence.moves.items():
+            self._compare_sealed(part, moves)
         for brought, _ in self._seen:
             if brought.fqn not in self._wrong and brought.fqn not in proof.left_out:
                 proof.size_bytes += brought.box.volume * brought.dtype.itemsize
@@ -238,22 +253,18 @@ class Prover:
 
     # -- what the seal tells --------------------------------------------------------------------------------------
 
-    def _compare_sealed(self, part: int, entries: Sequence[tuple[Brought, torch.Tensor]]) -> None:
+    def _compare_sealed(self, part: int, moves: Sequence[Sealed]) -> None:
+        live = self._live
+        moves = sorted(move for move in moves if live[move[2]] is not None)
+        if not moves:
+            return
         shard = self._step.shards[part]
         try:
             fd = self._pinned.open(shard)
         except TieredCheckpointError as error:
             log.info("%s", error)
             fd = -1
-        moves = []
-        for index, (brought, _) in enumerate(entries):
-            (piece, *others) = brought.sealed
-            if not others and piece.box == piece.entry.box == brought.box:
-                moves.append((self._step.start(piece), piece.entry.size_bytes, index, 0))
-                continue
-            for base, run in self._runs(brought, part):
-                moves.append((base + run.source, run.size_bytes, index, run.target))
-        moves.sort()
+        seal = struct.unpack(f"<{len(shard.checksums) // 8}Q", shard.checksums)
         bad: list[_Chunk] = []
         unread: list[_Chunk] = []
 
@@ -261,28 +272,25 @@ class Prover:
             got = chunk.digest(fd, shard)
             if got is None:
                 unread.append(chunk)
-            elif got != shard.checksums[8 * chunk.number : 8 * chunk.number + 8]:
+            elif got != seal[chunk.number]:
                 bad.append(chunk)
 
-        views = _Views([live for _, live in entries])
-        for chunks in _chunk_windows(moves, shard.chunk_bytes, views):
+        for chunks in _chunk_windows(moves, shard.chunk_bytes, _Views(live)):
             self._evidence.copier.each(chunks, compare, len(chunks) * shard.chunk_bytes)
         for chunk in unread:
             for index in chunk.owners:
-                self._proof.left_out[entries[index][0].fqn] = "its shard is not in memory any more"
+                self._proof.left_out[self._evidence.brought[index].fqn] = "its shard is not in memory any more"
         if bad:
-            self._find_wrong(shard, fd, bad, entries)
+            self._find_wrong(shard, fd, bad)
 
-    def _find_wrong(
-        self, shard: ShardIndex, fd: int, bad: Sequence[_Chunk], entries: Sequence[tuple[Brought, torch.Tensor]]
-    ) -> None:
+    def _find_wrong(self, shard: ShardIndex, fd: int, bad: Sequence[_Chunk]) -> None:
         """Which of the entries in these chunks differ: the shard is good, or it is not what it was when it was read."""
         size = shard.chunk_bytes
         spans = [ByteRange(c.number * size, min((c.number + 1) * size, shard.size_bytes)) for c in bad]
         found = self._looked_at(shard, fd, spans)
-        owners = sorted({index for chunk in bad for index in chunk.owners})
-        for index in owners:
-            brought, live = entries[index]
+        for index in sorted({index for chunk in bad for index in chunk.owners}):
+            brought, live = self._evidence.brought[index], self._live[index]
+            assert live is not None  # noqa: S101 - chunks are made of what is there
             if found is not ShardCheck.GOOD:
                 what = f"or another entry beside it: their shard in memory is {found.value} since it was verified"
                 self._wrong.setdefault(brought.fqn, (brought, live, what))
@@ -379,26 +387,26 @@ class Prover:
 class _Views:
     """The bytes of tensors; those that do not lie in order are brought together, and let go of again."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         self._tensors = tensors
-        self._flat: dict[int, memoryview] = {}
-        self._made: dict[int, tuple[torch.Tensor, memoryview]] = {}
+        self._flat: dict[int, int] = {}
+        self._made: dict[int, torch.Tensor] = {}
         self.made_bytes = 0
 
-    def of(self, index: int) -> memoryview:
-        view = self._flat.get(index)
-        if view is not None:
-            return view
+    def address_of(self, index: int) -> int:
+        address = self._flat.get(index)
+        if address is not None:
+            return address
         if index in self._made:
-            return self._made[index][1]
+            return self._made[index].data_ptr()
         tensor = self._tensors[index]
+        assert tensor is not None  # noqa: S101 - who asks has looked
         if is_flat(tensor) and has_ordinary_dispatch(tensor):
-            view = self._flat[index] = memory_of(tensor)
-            return view
-        made = flat(tensor)
-        self._made[index] = made, memory_of(made)
+            address = self._flat[index] = tensor.data_ptr()
+            return address
+        made = self._made[index] = flat(tensor)
         self.made_bytes += made.nbytes
-        return self._made[index][1]
+        return made.data_ptr()
 
     def let_go(self, *, but: int = -1) -> None:
         self._made = {index: made for index, made in self._made.items() if index == but}
@@ -419,13 +427,13 @@ class _Chunk:
     def owners(self) -> set[int]:
         return {index for _, _, index in self.segments}
 
-    def digest(self, fd: int, shard: ShardIndex) -> bytes | None:
+    def digest(self, fd: int, shard: ShardIndex) -> int | None:
         """As the seal has it; ``None`` when what is missing cannot be read."""
         at = self.number * shard.chunk_bytes
         stop = min(at + shard.chunk_bytes, shard.size_bytes)
         start, view, _ = self.segments[0]
         if start == at and len(view) == stop - at:
-            return struct.pack("<Q", xxhash.xxh3_64_intdigest(view))
+            return xxhash.xxh3_64_intdigest(view)
         state = xxhash.xxh3_64()
         try:
             for start, view, _ in self.segments:
@@ -437,34 +445,34 @@ class _Chunk:
                 state.update(_read(fd, at, stop - at))
         except OSError:
             return None
-        return struct.pack("<Q", state.intdigest())
+        return state.intdigest()
 
 
-def _chunk_windows(moves: Sequence[tuple[int, int, int, int]], size: int, views: _Views) -> Iterator[list[_Chunk]]:
-    """``moves`` (where in the shard, how much, whose, where in that) by chunks, in order. Bytes that several entries
-    have are in as many chunks of that number.
-    """
+def _chunk_windows(moves: Sequence[Sealed], size: int, views: _Views) -> Iterator[list[_Chunk]]:
+    """``moves``, in their order, by chunks. Bytes that several entries have are in as many chunks of that number."""
     while moves:
         later, end = [], 0
         chunks: list[_Chunk] = []
+        chunk = _Chunk(-1)
         for move in moves:
             start, left, index, offset = move
             if start < end:
                 later.append(move)
                 continue
             end = start + left
-            view = views.of(index)
+            address = views.address_of(index) + offset
             while left:
                 number = start // size
-                count = min(left, (number + 1) * size - start)
-                if not chunks or chunks[-1].number != number:
+                if number != chunk.number:
                     if views.made_bytes > _WINDOW_BYTES:
                         yield chunks
                         chunks = []
                         views.let_go(but=index)
-                    chunks.append(_Chunk(number))
-                chunks[-1].segments.append((start, view[offset : offset + count], index))
-                start, left, offset = start + count, left - count, offset + count
+                    chunk = _Chunk(number)
+                    chunks.append(chunk)
+                count = min(left, (number + 1) * size - start)
+                chunk.segments.append((start, memory_at(address, count), index))
+                start, left, address = start + count, left - count, address + count
         yield chunks
         views.let_go()
         moves = later
@@ -487,6 +495,8 @@ def _read(fd: int, start: int, size: int) -> bytes:
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Its elements in order, in this process's memory: itself, or a copy."""
+    if is_flat(tensor) and has_ordinary_dispatch(tensor):
+        return tensor.detach()
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 

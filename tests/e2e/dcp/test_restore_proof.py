@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -375,22 +376,24 @@ def test_every_tensor_wrong_and_none_missing(agent_dir):
 
 
 def test_restoring_again_and_again_leaves_nothing_open_and_never_begins_at_zero(agent_dir):
-    state = trained(1)
+    state = trained(1) | {"large": torch.zeros(4 << 20)}
     saved(state, step=7)
-    fresh = trained(2, steps=0)
+    fresh = trained(2, steps=0) | {"large": torch.ones(4 << 20)}
 
     def footprint():
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
-        seen = []
+        seen, memory = [], []
         for _ in range(20):
             assert ckpt.restore(fresh) == 7
             for preparing in ckpt._preparing:
                 preparing.join()
             seen.append(footprint())
+            memory.append(psutil.Process().memory_full_info().uss)
         assert ckpt.last_restore.proof.size_bytes
     assert seen[-1] == seen[4]
+    assert memory[-1] - memory[4] < 3 * state["large"].nbytes  # of 15 restores
 
 
 # -- what cannot be compared ---------------------------------------------------------------------------------------
