@@ -185,11 +185,12 @@ class Status(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class WithFile:
-    """A result and the open file that goes with it; ``close`` when it has been sent."""
+    """A result and the open file that goes with it; ``close`` when it has been sent, ``undo`` where it was not."""
 
     result: object
     fd: int
     close: Callable[[], object]
+    undo: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
 
     def pin(key: ShardKey, who: Owner) -> WithFile:
         made = store.pin(key, owner=who)
-        return WithFile(Pinned(made.id, made.record), made.fd, made.close)
+        return WithFile(Pinned(made.id, made.record), made.fd, made.close, lambda: store.unpin(made.id))
 
     def open_slot(slot: str) -> WithFile:
         fd = store.open_slot(slot)

@@ -100,8 +100,10 @@ class StoreServer:
         ]
 
     def start(self) -> None:
+        """Answer from here on. Where there was no thread to be had for that, it may be called again."""
         for thread in self._threads:
-            thread.start()
+            if thread.ident is None:
+                thread.start()
 
     def close(self) -> None:
         """Stop answering; requests in progress end with their connections."""
@@ -215,6 +217,10 @@ class StoreServer:
             frames.send(connection, response, limit_bytes=self._frame_bytes, fd=fd)
         except ProtocolError as error:  # the answer is too large, and nothing of it was sent
             frames.send(connection, Response("PeerStoreError", frames.encode_raw(str(error))))
+        except BaseException:
+            if file is not None:
+                file.undo()
+            raise
         finally:
             if file is not None:
                 file.close()

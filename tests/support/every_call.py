@@ -65,6 +65,12 @@ class EveryCall:
         self.made: list[Call] = []
         self.failed = False
 
+    @property
+    def unheard(self) -> bool:
+        """Whether an answer was sent that who asked could not receive."""
+        failing = self._failing
+        return failing is not None and failing.what.startswith("socket.recv") and "client.py" in str(failing.stack)
+
     @contextlib.contextmanager
     def watched(self) -> Iterator[EveryCall]:
         with contextlib.ExitStack() as stack:
