@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from peerstore.errors import AgentUnreachableError, ArenaFullError, RequestError
+from peerstore.store import NodeStore
 from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
@@ -413,6 +414,23 @@ def test_whatever_ends_a_seal_this_save_says_so_and_its_slot_is_given_back(monke
         assert node.store.status().arena.leases == 0
         for step in range(2, 6):
             assert ckpt.save(small(step), step).wait() is SaveState.SEALED
+
+
+def test_a_save_that_may_be_skipped_does_not_wait_for_a_seal_that_takes_long(monkeypatch):
+    seal, may_go_on = NodeStore.seal, threading.Event()
+
+    def slow(*args):
+        may_go_on.wait(20)
+        return seal(*args)
+
+    with memory_node(), Checkpointer(JOB, on_busy="skip") as ckpt:
+        ckpt.save(small(0), 0).wait()
+        monkeypatch.setattr(NodeStore, "seal", slow)
+        sealing = ckpt.save(small(1), 1)
+        assert ckpt.save(small(2), 2).state is SaveState.SKIPPED
+        assert sealing.state is SaveState.STAGED
+        may_go_on.set()
+        assert sealing.wait() is SaveState.SEALED
 
 
 def test_a_session_that_was_closed_has_no_agent_started_again(agent_dir):
