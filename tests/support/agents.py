@@ -45,6 +45,15 @@ def _threads(pid: int) -> int:
         return 0
 
 
+def stop_process(pid: int, timeout_s: float = 20.0) -> None:
+    """SIGSTOP, until none of its threads runs any more: a signal that was sent has not stopped anybody yet."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + timeout_s
+    while {one.read_text().rpartition(")")[2].split()[0] for one in Path(f"/proc/{pid}/task").glob("*/stat")} != {"T"}:
+        assert time.monotonic() < deadline, f"process {pid} did not stop"
+        time.sleep(0.01)
+
+
 def end_agent(directory: Path, number: int = signal.SIGTERM) -> None:
     pid = agent_pid(directory)
     if pid is not None:

@@ -20,7 +20,7 @@ from peerstore.errors import AgentUnreachableError
 from peerstore.launch import connect_or_launch
 from peerstore.settings import AgentPlace
 from tests.support import crashes
-from tests.support.agents import agent_pid, end_agent
+from tests.support.agents import agent_pid, end_agent, stop_process
 from tests.support.leaks import own_name
 from tests.support.ranks import RankPool
 from tieredckpt.agent_node import AgentNode, agent_command
@@ -106,7 +106,7 @@ class Host:
     def freeze(self) -> None:
         """It is there, and answers nobody."""
         if self.pid is not None:
-            os.kill(self.pid, signal.SIGSTOP)
+            stop_process(self.pid)
 
     def thaw(self) -> None:
         if self.pid is not None:

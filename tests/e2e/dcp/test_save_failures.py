@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from peerstore.errors import AgentUnreachableError, ArenaFullError, RequestError
 from peerstore.store import NodeStore
-from tests.support.agents import agent_pid, end_agent
+from tests.support.agents import agent_pid, end_agent, stop_process
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
 from tieredckpt import (
@@ -244,7 +244,7 @@ def test_who_waits_hears_in_time_that_the_agent_says_nothing(agent_dir, director
     with Job(agent_dir, directory).checkpointer() as ckpt:
         saved = ckpt.save(state_at(0), 0)
         assert saved.wait("durable", timeout_s=60) is SaveState.DURABLE
-        os.kill(agent_pid(agent_dir), signal.SIGSTOP)
+        stop_process(agent_pid(agent_dir))
         assert not ckpt.wait("durable", timeout_s=0.5)
         with pytest.raises(TierUnavailableError, match="whether step 0 is durable is not known"):
             saved.wait("durable", timeout_s=0.5)

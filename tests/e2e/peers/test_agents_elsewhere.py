@@ -16,10 +16,9 @@ import torch.distributed as dist
 from peerstore import deadlines
 from peerstore.errors import PeerStoreError
 from tests.e2e.peers.test_node_lost import restore, sharded
-from tests.support.agents import agent_pid, end_agent
+from tests.support.agents import agent_pid, end_agent, stop_process
 from tests.support.bits import zeroed
 from tests.support.clusters import cluster_of
-from tests.support.neighbours import until
 from tieredckpt import Checkpointer
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.saved import SaveState
@@ -53,7 +52,7 @@ def save_while_the_agent_hangs(job):
         ckpt.restore(zeroed(sharded(0)))
         ckpt.save(sharded(5), 5).wait(timeout_s=60)
         pid = agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]))
-        os.kill(pid, signal.SIGSTOP)
+        stop_process(pid)
         ckpt.save(sharded(6), 6)
         state = ckpt.save(sharded(7), 7).wait(timeout_s=60)
         return state, agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"])) != pid
@@ -63,17 +62,6 @@ def test_an_agent_that_hangs_is_replaced_and_costs_a_save_at_most(ranks):
     with cluster_of(ranks, "n1") as cluster:
         assert cluster.run(["n1"], save_while_the_agent_hangs) == [(SaveState.SEALED, True)]
         cluster.run(["n1"], restore, 7)
-
-
-def stop(pid):
-    """Until none of its threads runs any more: a signal that was sent has not stopped anybody yet."""
-    os.kill(pid, signal.SIGSTOP)
-    until(
-        lambda: (
-            {one.read_text().rpartition(")")[2].split()[0] for one in Path(f"/proc/{pid}/task").glob("*/stat")} == {"T"}
-        ),
-        "it is stopped",
-    )
 
 
 def wait_for_a_stopped_agent(job, url):
@@ -91,7 +79,7 @@ def wait_for_a_stopped_agent(job, url):
         key = ckpt._last
         pid = agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]))
         dist.barrier()
-        stop(pid)
+        stop_process(pid)
         said = {}
         try:
             waits = {

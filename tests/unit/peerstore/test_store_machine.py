@@ -60,6 +60,8 @@ class StoreLife(RuleBasedStateMachine):
         of = key(version, part, epoch=self.epoch, name=self.name, attempt=self.attempt // 2)
         if of in self.sealed or any(lease.key == of for lease in self.leases.values()) or of.group in self.lost:
             return
+        if any(group == of.group for group, _ in self.marked):
+            return  # what is whole has no writers any more
         before = self.whole()
         try:
             lease = self.store.lease(of, size, PARTS)
@@ -115,6 +117,8 @@ class StoreLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def mark(self, data):
         of = data.draw(st.sampled_from(sorted(self.sealed)))
+        if any(lease.key.group == of.group for lease in self.leases.values()):
+            return
         self.store.call_whole("job", of.group)
         if of.group not in self.damaged:
             self.marked.add((of.group, frozenset(k.part for k in self.sealed if k.group == of.group)))

@@ -108,6 +108,7 @@ def test_no_interval_is_better_than_the_best(scheme, mtbf, factor):
     top = best(scheme, mtbf)
     worth = expected_goodput(top, mtbf)
     assume(worth > 1e-6)
+    assume(top.interval_s * max(1.0, factor) < 1e6 * mtbf)  # beyond it the numbers have too few digits
     assert worth >= expected_goodput(scheme.every(top.interval_s * factor), mtbf) * (1 - 1e-6)
     assert worth >= max(one for _, one in curve(top, mtbf)) * (1 - 1e-6)
 
