@@ -244,10 +244,13 @@ def test_who_waits_hears_in_time_that_the_agent_says_nothing(agent_dir, director
     with Job(agent_dir, directory).checkpointer() as ckpt:
         saved = ckpt.save(state_at(0), 0)
         assert saved.wait("durable", timeout_s=60) is SaveState.DURABLE
+        later = ckpt.save(state_at(1), 1)
+        assert later.wait(timeout_s=60) is SaveState.SEALED
         stop_process(agent_pid(agent_dir))
         assert not ckpt.wait("durable", timeout_s=0.5)
-        with pytest.raises(TierUnavailableError, match="whether step 0 is durable is not known"):
-            saved.wait("durable", timeout_s=0.5)
+        with pytest.raises(TierUnavailableError, match="whether step 1 is durable is not known"):
+            later.wait("durable", timeout_s=0.5)
+        assert saved.wait("durable", timeout_s=0.5) is SaveState.DURABLE, "that was heard before"
         os.kill(agent_pid(agent_dir), signal.SIGCONT)
         assert ckpt.wait("durable", timeout_s=60)
 
