@@ -150,7 +150,9 @@ def test_a_node_whose_ways_are_cut_while_it_waits_for_an_answer_closes_soon():
     """Also while it takes the others for alive."""
     with neighbours("n1", "n2", membership=MembershipSettings(heartbeat_s=0.1, dead_after_s=600.0)) as nodes:
         n1 = nodes["n1"]
-        nodes.network.stall("n2", "n1")
+        n1.write(key(0))
+        nodes.settle(0)
+        nodes.network.stall("n2", "n1")  # on a connection that is there: the answer to an offer may take long
         n1.write(key(1))
         until(lambda: n1.team.protecting.sending, "it has offered a copy")
         nodes.network.cut("n1", "n2")
