@@ -1,9 +1,14 @@
+import os
+
 import hypothesis
 
 # How long one example takes says more about the machine than about the code. Most examples are for the night.
 hypothesis.settings.register_profile("patient", deadline=None)
 hypothesis.settings.register_profile("push", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("push")
+
+# torch's store asks for the name of everybody who connects, and nobody is served meanwhile: a lost packet is 5 s else.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 pytest_plugins = [
     "tests.support.forked_starts",

@@ -15,7 +15,8 @@ import pytest
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faults import Answer, LoseAnswer
 from tests.support.journals import DictJournal
-from tests.support.s3 import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server, free_port
+from tests.support.ports import free_port
+from tests.support.s3 import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server
 from tests.support.tls import server_context
 from tieredckpt.durable.open import open_store
 from tieredckpt.durable.reliable import ReliableStore

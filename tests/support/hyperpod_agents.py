@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -24,19 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.neighbours import until
+from tests.support.ports import free_port, free_ports
 
 ROOT = Path(__file__).parents[2]
 _LOCAL = "127.0.0.1"
 _PATIENCE_S = 120.0
 _MARK = "TEST_POD"
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-def free_ports(count: int) -> list[int]:
-    """So many different ports that nobody listens on."""
-    with contextlib.ExitStack() as open_:
-        found = [open_.enter_context(socket.create_server((_LOCAL, 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in found]
 
 
 class Pod:
@@ -201,7 +194,7 @@ def start(
     **more: Any,
 ) -> int:
     """``/start`` to all of them, ranks in this order; the master's port."""
-    (port,) = free_ports(1)
+    port = free_port()
     for rank, pod in enumerate(pods):
         pod.post(
             "/start",

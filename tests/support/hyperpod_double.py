@@ -6,7 +6,6 @@ What real agents do with real processes is in ``tests/e2e/hyperpod``; here it is
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from integration.hyperpod.agent.in_process import AgentPlane
 from integration.hyperpod.agent.worker import Worker
 from tests.support import hyperpod_socket
 from tests.support.hyperpod_socket import Listener
+from tests.support.ports import free_port
 
 
 @dataclass
@@ -115,8 +115,7 @@ class DoubleJob:
         if self._counted == 0 and len(chosen) < self._size:
             return
         self._runs = True
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         for rank, node in enumerate(chosen):
             node.at_barrier = False
             self._say(node, words.START, worker_envs=envs(rank, len(chosen), port, self._counted))

@@ -20,7 +20,8 @@ import urllib3
 import yaml
 
 from tests.support.neighbours import until
-from tests.support.s3 import free_port, running
+from tests.support.ports import free_port
+from tests.support.s3 import running
 
 BUILD = Path(__file__).parents[1] / "system" / "kubernetes" / "build.sh"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")

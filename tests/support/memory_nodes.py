@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from peerstore.settings import AgentPlace
 from tests.support.agents import end_agent
 from tests.support.leaks import own_name
 from tests.support.neighbours import until
+from tests.support.ports import free_ports
 from tieredckpt.agent.memory_service.names import JOB
 from tieredckpt.agent_node import agent_command
 from tieredckpt.settings import settings_from
@@ -86,7 +86,7 @@ def memory_nodes(*names: str, **agent: str) -> Iterator[dict[str, MemoryNode]]:
     secret = base / "secret"
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_urlsafe(32))
-    ports = _free_ports(len(names))
+    ports = free_ports(len(names))
     listed = ",".join(f"{name}=127.0.0.1:{port}" for name, port in zip(names, ports, strict=True))
     together = {"memory_service_nodes": f"static:{listed}", "memory_service_secret": f"file:{secret}"}
     nodes = {}
@@ -101,11 +101,3 @@ def memory_nodes(*names: str, **agent: str) -> Iterator[dict[str, MemoryNode]]:
         for node in nodes.values():
             end_agent(node.directory)
         shutil.rmtree(base, ignore_errors=True)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

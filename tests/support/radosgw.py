@@ -14,7 +14,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, free_port, running
+from tests.support.ports import free_port
+from tests.support.s3 import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server, running
 
 PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import botocore.session
 from botocore.config import Config
 
+from tests.support.ports import free_port
 from tieredckpt.settings import DurableSettings
 
 ACCESS_KEY, SECRET_KEY, REGION = "AKTIEREDTEST", "tiered-test-secret", "us-east-1"
@@ -115,12 +116,6 @@ def running(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def answers(port: int) -> bool:

@@ -8,7 +8,8 @@ import pytest
 
 from tests.support.faults import Answer
 from tests.support.jobs import Job, bucket_url, on_server, state_at
-from tests.support.s3 import REGION, free_port
+from tests.support.ports import free_port
+from tests.support.s3 import REGION
 from tieredckpt.cli import main
 from tieredckpt.errors import TierUnavailableError
 from tieredckpt.settings import DurableSettings

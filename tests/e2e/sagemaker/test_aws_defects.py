@@ -30,7 +30,7 @@ from tests.support import aws_library
 from tests.support.agents import agent_directory
 from tests.support.memory_servers import theirs
 from tests.support.memory_service import shard_meta
-from tests.support.s3 import free_port
+from tests.support.ports import free_port
 from tieredckpt.errors import CheckpointDamagedError, TierUnavailableError
 from tieredckpt.session import close_sessions, open_session
 from tieredckpt.settings import load_settings

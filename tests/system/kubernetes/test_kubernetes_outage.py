@@ -17,7 +17,7 @@ from tests.support.kube_jobs import JOBS, PODS, ControllerProcess
 from tests.support.kube_objects import job_object
 from tests.support.kube_server import Kube
 from tests.support.neighbours import until
-from tests.support.s3 import free_port
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

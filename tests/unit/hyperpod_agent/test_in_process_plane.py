@@ -19,6 +19,7 @@ from tests.support.hyperpod_double import agent_job, envs
 from tests.support.hyperpod_socket import listening
 from tests.support.neighbours import until
 from tests.support.planes import PATIENCE_S, all_ready, at_once, results, wants
+from tests.support.ports import free_port
 
 
 @pytest.fixture
@@ -47,8 +48,7 @@ def alone():
 
 @pytest.fixture
 def port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    return free_port()
 
 
 def begin(plane, agent, port, count=0, **more):

@@ -18,9 +18,9 @@ from tests.support.neighbours import until
 ROOT = Path(__file__).parents[3]
 
 RANK = """
-import json, multiprocessing, signal, subprocess, sys, threading
+import json, multiprocessing, queue, signal, subprocess, sys
 
-heard, done = [], threading.Event()
+heard, done = [], queue.SimpleQueue()  # which a handler may put into while it is waited for
 
 def say_and_wait(there, end):
     there.set()
@@ -53,12 +53,12 @@ if __name__ == "__main__":
         signal.signal(signal.SIGUSR1, lambda *_: heard.append("the script's, before"))
         agents_signal().then(lambda: heard.append("ours"))
         earlier = signal.getsignal(signal.SIGUSR1)
-        signal.signal(signal.SIGUSR1, lambda *a: (earlier(*a), heard.append("the script's, after"), done.set()))
+        signal.signal(signal.SIGUSR1, lambda *a: (earlier(*a), heard.append("the script's, after"), done.put(1)))
     else:
-        signal.signal(signal.SIGUSR1, lambda *_: done.set())
+        signal.signal(signal.SIGUSR1, lambda *_: done.put(1))
     children = {how: started(how) for how in ("fork", "spawn", "exec")}
     print("ready", flush=True)
-    done.wait()
+    done.get()
     print(json.dumps({"heard": heard, "ended": {how: ended() for how, ended in children.items()}}), flush=True)
 """
 

@@ -15,9 +15,9 @@ from integration.hyperpod import process_plane as module
 from integration.hyperpod.environment import worker_from
 from integration.hyperpod.group_signal import GroupSignal
 from integration.hyperpod.process_plane import ProcessPlane
-from tests.support.hyperpod_agents import free_ports
 from tests.support.neighbours import until
 from tests.support.planes import PATIENCE_S, all_ready, at_once, results
+from tests.support.ports import free_port
 
 
 class Asked(GroupSignal):
@@ -54,7 +54,7 @@ def start():
     with contextlib.ExitStack() as stack:
 
         def nodes(size: int, patience_s: float = PATIENCE_S) -> list[Node]:
-            (port,) = free_ports(1)
+            port = free_port()
             made = [Node(rank, size, port, patience_s) for rank in range(size)]
             stack.callback(lambda: results(at_once(*(node.plane.close for node in made))))
             all_ready([node.plane for node in made])
@@ -177,7 +177,7 @@ def test_who_could_not_seal_ends_with_an_error_and_keeps_nobody(start):
 
 
 def test_it_shares_the_place_of_the_store_with_what_the_script_makes_there(start):
-    (port,) = free_ports(1)
+    port = free_port()
     theirs = dist.TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False, multi_tenant=True)
     node = Node(0, 1, port, 0.0)
     try:
