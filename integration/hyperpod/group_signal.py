@@ -32,7 +32,7 @@ class GroupSignal:
     def __init__(self, number: int = signal.SIGUSR1) -> None:
         self.number = number
         self.received = threading.Event()
-        self._lock = threading.RLock()  # a handler may interrupt who holds it
+        self._lock = threading.Lock()
         self._calls: list[Heard] = []
         self._before: Any = signal.SIG_DFL
         self._blocked_before = False
@@ -109,8 +109,10 @@ class GroupSignal:
                     signal.pthread_kill(main, _WAKING)
 
     def _handler(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:
-            self._hear()
+        """It may have interrupted anybody, so it takes no lock: the thread hears of it."""
+        if os.getpid() == self._pid and not self._closed:
+            with contextlib.suppress(BlockingIOError):  # as many are waiting already
+                os.write(self._pipe[1], bytes([number]))
         if callable(self._before):
             self._before(number, frame)
 
@@ -133,7 +135,7 @@ def _awake(number: int, frame: FrameType | None) -> None:
 def _called(call: Heard) -> None:
     try:
         call()
-    except Exception as error:  # a thread's top, or a signal handler: whoever is asked next is asked all the same
+    except Exception as error:  # a thread's top: whoever is asked next is asked all the same
         log.error("%s failed when the agent's signal came", call, exc_info=error)
 
 

@@ -139,6 +139,13 @@ def test_a_thread_that_was_there_before_may_take_it_too(asked):
         old.join()
 
 
+def test_a_handler_waits_for_nothing_that_who_was_interrupted_holds(asked):
+    asked.listen()
+    with asked.received._cond:  # as whoever begins to wait for it does
+        signal.getsignal(signal.SIGUSR1)(signal.SIGUSR1, None)
+    assert asked.received.wait(60)
+
+
 def test_who_is_forgotten_is_not_called_and_who_fails_keeps_nobody_from_it(asked):
     calls = []
 
