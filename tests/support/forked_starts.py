@@ -62,6 +62,8 @@ _IMPORTED = (
     "fastapi", "peerstore.cli", "tieredckpt.agent.__main__", "tieredckpt.cli", "torch", "torch._dynamo",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", _LAUNCHER, "uvicorn",
 )  # fmt: skip
+_IMPORTED_ANEW = ("hyperpod_elastic_agent", "integration.hyperpod")
+"""What has a socket or a process's number from when it was imported, and who imports that."""
 _READ_AT_START = ("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "ATEN_")
 _READ_HERE = (
     "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -448,7 +450,8 @@ def _forget_pytest() -> None:
     here = str(_ROOT / "tests")
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name.partition(".")[0] != "tests" and file and file.startswith(here):
+        of_a_test = name.partition(".")[0] != "tests" and file and file.startswith(here)
+        if of_a_test or f"{name}.".startswith(tuple(f"{one}." for one in _IMPORTED_ANEW)):
             del sys.modules[name]
 
 
