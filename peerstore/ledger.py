@@ -350,7 +350,7 @@ def _enough(
             largest[who] = max(slot.size_bytes, largest.get(who, 0))
     size_bytes, me = size_class(size_bytes), (job, part)
     mine = max(held.pop(me, 0) + size_bytes, 2 * size_bytes + beside_bytes)
-    others = sum(max(size, 2 * largest[who]) if who[0] == job else size for who, size in held.items())
+    others = sum(max(size, 2 * size_class(largest[who])) if who[0] == job else size for who, size in held.items())
     unseen = max(0, writers - 1 - sum(who[0] == job and who[1] >= 0 for who in held))
     return mine + others + unseen * 2 * size_bytes + sum(slot.size_bytes for slot in held_on_request)
 

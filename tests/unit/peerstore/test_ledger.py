@@ -327,6 +327,7 @@ class Node:
 @example([(48_234_496, 0)], [], 40_000_000)
 @example([(100, 250)], [], 120)
 @example([(100, 0), (900, 0)], [50], 700)
+@example([(129, 0), (129, 0)], [], 129)
 def test_what_is_said_to_be_enough_is_enough(writers, others, budget):
     """Whichever save is refused first: at the number it names it goes through, and with it all that come after. Where
     writers differ, each that was not seen yet may have to say its own, once.
