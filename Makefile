@@ -29,7 +29,7 @@ env: $(TOX)
 WORKERS ?= $(shell echo $$((2 * $$(nproc))))
 
 test: $(TOX)
-	$(TOX) -e py -- $(or $(ARGS),--workers $(WORKERS) --durations 20)
+	$(TOX) -e py -- $(or $(ARGS),--workers $(WORKERS) --forked-starts --durations 20)
 
 # With ARGS: only tasks whose names have one of these words.
 nightly: env
