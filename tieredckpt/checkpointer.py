@@ -137,7 +137,7 @@ class Checkpointer:
         self._skip_said = -math.inf
         """When it was last said that a step was skipped."""
         self.last_restore: RestoreReport | None = None
-        """What :meth:`restore` read, and from which tiers."""
+        """What :meth:`restore` read, and from which tiers; why it read nothing, where there had been saves."""
         self._preemption = Preemption(self._flush, grace_s) if on_sigterm == "save" else None
         self._last_step = last_step_for(self._location.job, self._together.rank, self._together.size)
 
@@ -566,11 +566,13 @@ class Checkpointer:
         :class:`MismatchError` names them, and ``strict=False`` restores what both have. A ``Stateful`` of your own is
         given all it saved, also what it has no place for yet.
 
-        Returns -1 only when every tier was asked and no step was ever whole. A damaged step is reported and the next
-        older whole one is used. Where there is none: ``CheckpointDamagedError`` and ``CheckpointLostError`` (there
-        were whole steps, and parts of them are on no node that answers) name the steps and what is missing of them,
-        ``TierUnavailableError`` the tier that could not be asked. ``on_lost="begin"`` begins from nothing in the first
-        two cases.
+        Returns -1 only when every tier was asked and no step was ever whole: nothing is lost, and training begins.
+        ``last_restore`` is ``None`` then where nothing was ever saved. Where saves were begun and none came to be whole
+        its ``mode`` is ``"torn"``, and ``refused`` names the steps and the parts they lack; a ``step`` that is named is
+        a ``CheckpointTornError`` then. A damaged step is reported and the next older whole one is used. Where there is
+        none: ``CheckpointDamagedError`` and ``CheckpointLostError`` (there were whole steps, and parts of them are on
+        no node that answers) name the steps and what is missing of them, ``TierUnavailableError`` the tier that could
+        not be asked. ``on_lost="begin"`` begins from nothing in the first two cases.
 
         At the end ``state`` is asked what it is made of now, and that is compared with what was saved:
         :class:`RestoreProofError` names what differs. ``unproven`` are names in ``state`` that say something else after
@@ -602,11 +604,13 @@ class Checkpointer:
         if self._together.rank == 0:
             self.session.say_memory_only()
         restored, report = self._restoring.restore(state, step, strict=strict, on_lost=on_lost, unproven=unproven)
-        if restored < 0:
-            self.session.go_back(-1)
-        else:
-            self.last_restore = report
+        self.last_restore = report
+        if restored >= 0:
             account(self.session)
+        else:
+            self.session.go_back(-1)
+            if self._together.rank == 0:
+                self.session.observe(**{f"begun_{'absent' if report is None else report.mode}": 1})
         self._prepare(state)
         return restored
 

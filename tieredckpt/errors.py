@@ -64,6 +64,10 @@ class CheckpointNotFoundError(TieredCheckpointError):
     """No whole step as asked for in any tier, and every tier could be asked."""
 
 
+class CheckpointTornError(CheckpointNotFoundError):
+    """A step was begun and never came to be whole, as far as anybody knows: nothing that was whole is lost."""
+
+
 class LedgerNotFoundError(CheckpointNotFoundError):
     """There is no ledger there, or nothing in it yet."""
 

@@ -98,7 +98,7 @@ class Kept:
     held: int
     """Parts in the memory of some node."""
     state: str
-    """whole, torn, damaged or quarantined."""
+    """whole, torn, lost (it was whole once), damaged or quarantined."""
     copies: int
     """Of the part in memory that has the fewest."""
     domains: int
@@ -128,7 +128,7 @@ def kept(view: ClusterView, survey: Survey, drains: Iterable[DrainView] = ()) ->
     here = holdings(view)
     draining = {one.group: one for one in drains}
     groups = sorted(here.keys() | seen.keys(), key=by_step)
-    judge = _Judge(view)
+    judge = _Judge(view, survey.once_whole)
     return [judge.kept(group, here.get(group), seen.get(group), draining.get(group)) for group in groups]
 
 
@@ -146,7 +146,8 @@ def newest_settled(view: ClusterView) -> Group | None:
 class _Judge:
     """What all steps of a job are measured by."""
 
-    def __init__(self, view: ClusterView) -> None:
+    def __init__(self, view: ClusterView, once_whole: Group | None) -> None:
+        self._once_whole = once_whole
         self._copies = view.copies if view.roster and view.mode == "mirror" else 1
         self._settled = newest_settled(view)
         self._level, self._domain = innermost(view)
@@ -160,11 +161,12 @@ class _Judge:
         open_ended = parts == OPEN_ENDED
         needed = 0 if open_ended or (seen is not None and seen.covered) else parts
         wanted = self._settled is None or group >= self._settled
+        unfinished = "lost" if group == self._once_whole else "torn"
         return Kept(
             group=group,
             parts=len(nodes) if open_ended else parts,
             held=len(nodes),
-            state="quarantined" if quarantined else "whole" if whole else "damaged" if damaged else "torn",
+            state="quarantined" if quarantined else "whole" if whole else "damaged" if damaged else unfinished,
             copies=min(map(len, nodes.values()), default=0),
             domains=min((len({self._domain[node] for node in there}) for there in nodes.values()), default=0),
             level=self._level,

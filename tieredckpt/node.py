@@ -64,6 +64,8 @@ class Survey(msgspec.Struct, frozen=True):
     """The newest version that a node which answers knows to have been whole, whether it still is or not."""
     forgotten: Forgotten | None = None
     """When and why this node gave back what it had of the job, where nobody had said so and nothing is whole since."""
+    torn: tuple[Group, ...] = ()
+    """Versions of which a rank left its part out, so that what the others had of it was given up."""
 
 
 class Source(msgspec.Struct, frozen=True):

@@ -43,6 +43,7 @@ from tieredckpt.errors import (
     CheckpointDeletedError,
     CheckpointLostError,
     CheckpointNotFoundError,
+    CheckpointTornError,
     MismatchError,
     RestoreProofError,
     TieredCheckpointError,
@@ -95,18 +96,20 @@ class Decision:
 
 @dataclass
 class RestoreReport:
-    """What a load read, and from where."""
+    """What a load read, and from where; or why there was nothing to load, where there had been saves."""
 
     step: int
-    group: Group
+    """-1: nothing was loaded."""
+    group: Group | None
     bytes_by_tier: dict[str, int]
     seconds: float = 0.0
     refused: tuple[str, ...] = ()
     """Steps that were newer but could not be used, and why."""
     bytes_by_node: dict[str, int] = field(default_factory=dict)
     """Of the peer tier's bytes, what came from which node."""
-    mode: Literal["live", "snapshot"] = "snapshot"
-    """``live``: this step is what survivors of a fault had in their tensors."""
+    mode: Literal["live", "snapshot", "torn", "lost", "damaged"] = "snapshot"
+    """``live``: this step is what survivors of a fault had in their tensors. With step -1: ``torn``, no save ever came
+    to be whole; ``lost`` or ``damaged``, and ``on_lost="begin"``."""
     lost: int | None = None
     """Steps that were completed before a fault and are done again; ``None`` where no fault came before this."""
     proof: RestoreProof | None = None
@@ -166,8 +169,6 @@ class TieredReader(StorageReader):
         """An entry that the step has and no rank asks for is an error."""
         self.choosing: tuple[str, ...] = ()
         """Prefixes of entries of which the state itself says which it takes."""
-        self.unfinished = False
-        """Whether :meth:`check` found parts of steps that are not whole."""
         self.awaited = False
         """Whether :meth:`check` found less than there was, and nodes that may have it do not answer just now."""
         self.proves_later = False
@@ -206,7 +207,8 @@ class TieredReader(StorageReader):
     @property
     def restored_names(self) -> tuple[str, ...]:
         """All that the step has that the last load read; nothing, where that was a plain checkpoint."""
-        step = self._steps.get(self.report.group) if self.report is not None and self._plain is None else None
+        group = self.report.group if self.report is not None and self._plain is None else None
+        step = self._steps.get(group) if group is not None else None
         return (*step.names.names, *step.names.objects) if step is not None else ()
 
     # -- StorageReader ----------------------------------------------------------------------------------------
@@ -312,7 +314,6 @@ class TieredReader(StorageReader):
     def check(self) -> str:
         """What would be loaded, in words; raises what a load would raise when there is nothing."""
         resolution, plain = self._survey()
-        self.unfinished = bool(resolution.incomplete)
         chosen, known = resolution.chosen, resolution.once_whole
         found_all = chosen is not None and (known is None or chosen.group >= known)
         self.awaited = not found_all and resolution.unreachable == (Tier.PEER,)
@@ -341,6 +342,7 @@ class TieredReader(StorageReader):
             reluctant=self._reluctant,
             unreachable=seen.unreachable,
             once_whole=seen.once_whole,
+            torn=seen.torn,
             forgotten=seen.forgotten,
         )
         plain = max((s for s in seen.plain if step in (None, s)), default=None)
@@ -584,7 +586,7 @@ def _agree(votes: Sequence[Vote], location: Location) -> Group:
 
 
 def nothing(location: Location, resolution: Resolution) -> TieredCheckpointError:
-    """Why there is nothing to load: unreachable, damaged, lost and absent are four answers."""
+    """Why there is nothing to load: unreachable, damaged, lost, torn and absent are five answers."""
     if resolution.unreachable:
         return TierUnavailableError(
             f"{location}: nothing to load in the tiers that answered, and the {', '.join(resolution.unreachable)} tier "
@@ -604,6 +606,12 @@ def nothing(location: Location, resolution: Resolution) -> TieredCheckpointError
         return CheckpointLostError(
             f"{location}: {resolution.explain()}. A durable tier (durable=, durable.url) keeps steps beyond that. "
             f"{ON_PURPOSE}"
+        )
+    if resolution.torn:
+        return CheckpointTornError(
+            f"{location}: step {resolution.torn[-1].version} was begun and never came to be whole, as far as anybody "
+            f"knows ({resolution.explain()}). What is missing was not sealed before its rank ended, or is on nodes "
+            f"that are not in the job any more. To look at it: tieredckpt ls {location.job}"
         )
     return CheckpointNotFoundError(f"{location}: no whole step to load ({resolution.explain()})")
 

@@ -70,7 +70,7 @@ class Recorded:
             Restored(
                 rank=self._rank,
                 step=step,
-                mode="nothing" if step < 0 else "snapshot" if report is None else report.mode,
+                mode=report.mode if report is not None else "nothing" if step < 0 else "snapshot",
                 began=began,
                 seconds=max(0.0, ended - began),
                 bytes_by_tier={} if report is None else dict(report.bytes_by_tier),

@@ -1,7 +1,7 @@
 """Which step, and from where: one decision for the whole job. Pure.
 
-Absent, unreachable and damaged stay three answers: a tier that could not be asked is named in the result, and
-"nothing found" is only said when everybody was asked.
+Absent, torn, lost, unreachable and damaged stay five answers: a tier that could not be asked is named in the result,
+and "nothing found" is only said when everybody was asked.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Resolution:
     """Torn and lost steps, of which parts are there."""
     once_whole: Group | None = None
     """The newest version that somebody knows to have been whole, whether anything is left of it or not."""
+    newest_whole: Group | None = None
+    """The newest version that is whole or was, whichever step was asked for."""
     forgotten: Forgotten | None = None
     """When and why this node gave back what it had."""
     reasons: Mapping[Tier, str] = field(default_factory=dict)
@@ -95,6 +97,12 @@ class Resolution:
         """Versions that were whole, and of which nobody has all parts now, oldest first."""
         gone = {self.once_whole} if self.once_whole is not None and self.once_whole not in self.verdicts else set()
         return tuple(sorted(gone | {group for group, verdict in self.verdicts.items() if verdict is Verdict.LOST}))
+
+    @property
+    def torn(self) -> tuple[Group, ...]:
+        """Versions that were begun after all that was ever whole, and never came to be whole, oldest first."""
+        torn = (group for group, verdict in self.verdicts.items() if verdict is Verdict.TORN)
+        return tuple(sorted(group for group in torn if self.newest_whole is None or group > self.newest_whole))
 
     def explain(self) -> str:
         """One line per candidate, newest first."""
@@ -115,6 +123,8 @@ class Resolution:
 
     def _missing(self, group: Group) -> str:
         torn = self.incomplete.get(group)
+        if torn is None and self.verdicts.get(group) is Verdict.TORN:
+            return ", a rank left its part out and what the others had was given up"
         if torn is None:
             return ", nobody has any part" if group in self.lost else ""
         saved = f", saved {time.strftime('%Y-%m-%d %H:%M:%SZ', time.gmtime(torn.saved_ns / 1e9))}" * bool(torn.saved_ns)
@@ -134,18 +144,20 @@ def resolve(
     reluctant: Collection[Group] = (),
     unreachable: Collection[Tier] | Mapping[Tier, str] = (),
     once_whole: Group | None = None,
+    torn: Collection[Group] = (),
     forgotten: Forgotten | None = None,
 ) -> Resolution:
     """The newest whole step, or the newest attempt at ``step`` when one is named.
 
     ``unreachable`` may say why. ``once_whole`` is the newest version that somebody knows to have been whole: where it
-    is not, it is lost.
+    is not, it is lost. ``torn`` ones were given up because a rank left its part out.
     ``forgotten`` says when and why memory was given back.
 
     Newest means the highest step; between attempts at one step, the later incarnation. A step above the point
     where a later incarnation branched off belongs to a past that the job has left. ``reluctant`` ones are taken when
     there is no other.
     """
+    known = {one.group for one in candidates if one.whole} | ({once_whole} if once_whole is not None else set())
     if step is not None and once_whole is not None and once_whole.version != step:
         once_whole = None
     if step is not None and forgotten is not None and forgotten.newest.version < step:
@@ -162,6 +174,9 @@ def resolve(
             left.append(candidate)
         else:
             verdicts[candidate.group] = verdict
+    verdicts |= {
+        one: Verdict.TORN for one in sorted(torn)[-_NAMED:] if one not in verdicts and step in (None, one.version)
+    }
     left.sort(key=lambda candidate: (candidate.group not in reluctant, _order(candidate.group)), reverse=True)
     for number, candidate in enumerate(left):
         other = Verdict.RELUCTANT if candidate.group in reluctant else Verdict.OLDER
@@ -174,6 +189,7 @@ def resolve(
         tuple(left[1:]),
         incomplete,
         once_whole,
+        max(known, default=None),
         forgotten,
         dict(unreachable) if isinstance(unreachable, Mapping) else {},
     )

@@ -26,6 +26,7 @@ from tieredckpt.errors import (
     CheckpointDeletedError,
     CheckpointLostError,
     CheckpointNotFoundError,
+    CheckpointTornError,
     PeersLostError,
     RestoreProofError,
     TieredCheckpointError,
@@ -68,10 +69,11 @@ class Restoring:
         on_lost: OnLost = "raise",
         unproven: Collection[str] = (),
     ) -> tuple[int, RestoreReport | None]:
-        """Fill ``state``: with which step, or -1 where every tier was asked and there is nothing; and what was read.
+        """Fill ``state``: with which step, or -1 where every tier was asked and nothing was ever whole; what was read.
 
-        Of a plain checkpoint nothing is known but its step. ``strict``: every entry that was saved has a place in
-        ``state`` and the other way round, else :class:`MismatchError` names them before anything is read.
+        With -1 there is a report only where something had been saved, and of a plain checkpoint none. ``strict``: every
+        entry that was saved has a place in ``state`` and the other way round, else :class:`MismatchError` names them
+        before anything is read.
         """
         held = keeper()
         given = None if held is None else held.hydrations.get(self._job)
@@ -83,13 +85,12 @@ class Restoring:
             reader.fresh, reader.strict, reader.proves_later = fresh, strict, True
             reader.choosing = tuple(f"{name}." for name, value in state.items() if _chooses(value))
             try:
-                if not self._anything_in_time(reader, step):
-                    return -1, None
-            except (CheckpointDamagedError, CheckpointLostError) as nothing:
-                if on_lost == "raise" or step is not None:
+                self._look(reader)
+            except (CheckpointNotFoundError, CheckpointDamagedError, CheckpointLostError) as nothing:
+                absent = isinstance(nothing, CheckpointNotFoundError)
+                if step is not None or (on_lost == "raise" and not absent):
                     raise
-                log.error("%s begins from nothing, as on_lost='begin' says: %s", self._job, nothing)
-                return -1, None
+                return -1, self._begins(nothing)
             _make_moments(state, reader)
             _tell_saved(state, reader)
             filled = _with_room(state, reader)
@@ -176,13 +177,25 @@ class Restoring:
             if names:
                 log.warning("%s step %d: %d entries %s: %s", self._job, step, len(names), what, some(names))
 
-    def _anything_in_time(self, reader: TieredReader, step: int | None) -> bool:
-        """:meth:`_anything`, once nodes answer whose agents are being started again."""
+    def _begins(self, nothing: TieredCheckpointError) -> RestoreReport | None:
+        """From nothing; where anything had been saved, a line and a report say why."""
+        report = RestoreReport(-1, None, {}, refused=(str(nothing),))
+        if isinstance(nothing, CheckpointTornError):
+            log.warning("%s begins from nothing, and nothing that was whole is lost: %s", self._job, nothing)
+            report.mode = "torn"
+        elif isinstance(nothing, CheckpointNotFoundError):
+            return None
+        else:
+            log.error("%s begins from nothing, as on_lost='begin' says: %s", self._job, nothing)
+            report.mode = "lost" if isinstance(nothing, CheckpointLostError) else "damaged"
+        return report
+
+    def _look(self, reader: TieredReader) -> None:
+        """:meth:`_find`, once nodes answer whose agents are being started again."""
         for tries in itertools.count(1):
             unknown: TierUnavailableError | None = None
-            found = False
             try:
-                found = self._anything(reader, step)
+                self._find(reader)
             except TierUnavailableError as error:
                 unknown = error
             proves = self._settings.memory.proof
@@ -201,12 +214,13 @@ class Restoring:
             reader.fresh = True
         if unknown is not None:
             raise unknown
-        return found
 
-    def _anything(self, reader: TieredReader, step: int | None) -> bool:
-        """Whether there is something to load: one answer for all ranks, absent and unknown kept apart."""
+    def _find(self, reader: TieredReader) -> None:
+        """Return if there is something to load: one answer for all ranks, absent, torn, lost and unknown kept apart."""
         try:
             found: str = reader.check()
+        except CheckpointTornError as error:
+            found = f"torn {error}"
         except CheckpointNotFoundError as error:
             found = f"absent {error}"
         except CheckpointDamagedError as error:
@@ -219,7 +233,8 @@ class Restoring:
         unknown = [answer for answer in answers if answer.startswith("unknown ")]
         damaged = [answer for answer in answers if answer.startswith("damaged ")]
         lost = [answer for answer in answers if answer.startswith("lost ")]
-        absent = [answer for answer in answers if answer.startswith("absent ")]
+        torn = [answer for answer in answers if answer.startswith("torn ")]
+        absent = [answer for answer in answers if answer.startswith(("absent ", "torn "))]
         if unknown:
             raise TierUnavailableError(unknown[0].removeprefix("unknown "))
         if damaged:
@@ -229,15 +244,12 @@ class Restoring:
         if absent and len(absent) < len(answers):
             raise TierUnavailableError(
                 f"{self._job}: {len(answers) - len(absent)} of {len(answers)} ranks reach a checkpoint, the "
-                f"others cannot: {absent[0].removeprefix('absent ')}"
+                f"others cannot: {absent[0].partition(' ')[2]}"
             )
-        if absent and step is not None:
+        if torn:
+            raise CheckpointTornError(torn[0].removeprefix("torn "))
+        if absent:
             raise CheckpointNotFoundError(absent[0].removeprefix("absent "))
-        if absent and reader.unfinished:
-            log.warning(
-                "%s begins from nothing: no save ever came to its end: %s", self._job, absent[0].removeprefix("absent ")
-            )
-        return not absent
 
     def restore_plain(self, state: State, step: int | None) -> int:
         durable, job = self._settings.durable, self._job

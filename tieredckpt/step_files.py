@@ -256,6 +256,7 @@ class JobSteps:
             quarantined={view.group for view in seen.views if view.quarantined},
             unreachable=seen.unreachable,
             once_whole=seen.once_whole,
+            torn=seen.torn,
         )
         if found.chosen is None:
             raise nothing(Location(parse_location(self.job).job, step), found)

@@ -157,6 +157,8 @@ class Looked(msgspec.Struct, frozen=True):
     verifying: int
     """Shards that are there and not verified yet."""
     parities: tuple[ParityFact, ...] = ()
+    whole: Group | None = None
+    """The newest version that is known there to have been whole, whether any of it is left or not."""
 
 
 class LookFor(msgspec.Struct, frozen=True):

@@ -170,9 +170,9 @@ class Team:
         """What this node itself holds of the job."""
         epoch, incarnation = self._store.copies.owner_of(self.job)
         facts = tuple(self._store.copies.facts(self.job))
-        settled = self._store.copies.settled(self.job)
+        settled, whole = self._store.copies.settled(self.job), self._store.copies.once_whole(self.job)
         parities = tuple(one.fact for one in self.sharing.kept) if self.shares else ()
-        return Looked(facts, epoch, incarnation, settled, self._store.status().adopting, parities)
+        return Looked(facts, epoch, incarnation, settled, self._store.status().adopting, parities, whole)
 
     def sight(self, *, fresh: bool = False) -> Sight:
         """What all nodes hold, ``fresh`` as of now. Those that do not answer are named, not left out."""

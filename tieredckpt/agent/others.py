@@ -66,14 +66,14 @@ class Others:
             team.await_others(timeout_s)
 
     def facts(self, job: str) -> tuple[Facts, str, Group | None]:
-        """What other nodes hold right now, by version and part; who could not be asked; the newest they saw settled."""
+        """What other nodes hold right now, by version and part; who could not be asked; the newest they know whole."""
         team = self.team(job)
         if team is None:
             return {}, "", None
         sight = team.sight(fresh=True)
         silent = "; ".join(f"{node}: {why}" for node, why in sorted(sight.silent.items()))
-        settled = max((one.settled for one in sight.nodes.values() if one.settled is not None), default=None)
-        return elsewhere(sight.nodes, team.me.id), silent, settled
+        known = (group for one in sight.nodes.values() for group in (one.settled, one.whole) if group is not None)
+        return elsewhere(sight.nodes, team.me.id), silent, max(known, default=None)
 
     def held(self, job: str, group: Group) -> tuple[dict[int, ShardFact], dict[int, tuple[Source, ...]]]:
         """Each part of a version that other nodes hold, and which of them."""

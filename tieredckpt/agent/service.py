@@ -178,16 +178,17 @@ class NodeService(SealListener):
             return Survey((), {})
         unreachable: dict[Tier, str] = {}
         elsewhere: Facts = {}
+        torn = self.store.copies.decided(job).torn
         once_whole = [self.store.copies.once_whole(job)]
         if self.others is not None:
             try:
                 if patience_s > 0:
                     self.others.await_others(job, patience_s)
                 # What was sealed a moment ago counts: a job that goes on at once must not find an older step.
-                elsewhere, silent, settled = self.others.facts(job)
+                elsewhere, silent, whole = self.others.facts(job)
             except UnavailableError as error:
-                silent, settled = str(error), None
-            once_whole.append(settled)
+                silent, whole = str(error), None
+            once_whole.append(whole)
             if silent:
                 unreachable[Tier.PEER] = silent
         covers = functools.partial(self._covers, job)
@@ -213,7 +214,7 @@ class NodeService(SealListener):
         forgotten = self.store.forgotten(job)
         if forgotten is not None and any(one.candidate.whole and one.saved_ns > forgotten.at_ns for one in found):
             forgotten = None  # the job has begun again since
-        return Survey(found, unreachable, plain, known, newest, forgotten)
+        return Survey(found, unreachable, plain, known, newest, forgotten, torn)
 
     def describe(self, job: str, group: Group) -> Described:
         return described(self, job, group)

@@ -17,7 +17,7 @@ from tieredckpt.node import ClusterView, DrainView, NodeView, Survey
 from tieredckpt.resolve import Tier
 
 _COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "stranger": "yellow"}
-_STATES = {"whole": "green", "torn": "yellow", "quarantined": "red", "damaged": "red"}
+_STATES = {"whole": "green", "torn": "yellow", "lost": "red", "quarantined": "red", "damaged": "red"}
 _WEAK_SHOWN = 4
 
 

@@ -59,6 +59,8 @@ class Line:
     """Loads of it that have ended their process on this node lately."""
     kept: bool
     drain: DrainView | None
+    once_whole: bool = False
+    """It is known to have been whole."""
 
     @property
     def tiers(self) -> list[str]:
@@ -70,7 +72,7 @@ class Line:
             return "quarantined"
         if self.damaged:
             return "damaged"
-        return "whole" if self.whole else "torn"
+        return "whole" if self.whole else "lost" if self.once_whole else "torn"
 
     def as_json(self, now_ns: int) -> dict[str, Any]:
         draining = self.drain is not None and self.drain.state in ("waiting", "running", "failed")
@@ -96,7 +98,9 @@ class Line:
         }
 
 
-def line_of(view: StepView, manifest: Manifest | None, damaged: str, drain: DrainView | None) -> Line:
+def line_of(
+    view: StepView, manifest: Manifest | None, damaged: str, drain: DrainView | None, *, once_whole: bool = False
+) -> Line:
     """A survey's view and, where the step is durable, its manifest."""
     parts = view.parts or (manifest.parts if manifest else 0)
     durable = {shard.key.part for shard in manifest.shards} if manifest else set()
@@ -122,6 +126,7 @@ def line_of(view: StepView, manifest: Manifest | None, damaged: str, drain: Drai
         crashed_loads=view.crashed_loads,
         kept=view.kept,
         drain=drain,
+        once_whole=once_whole,
     )
 
 
@@ -169,6 +174,7 @@ def _steps(screen: Screen, sight: Sight, location: Location) -> Exit:
 def lines_of(sight: Sight, location: Location, survey: Survey) -> list[Line]:
     """Every attempt at every step, the newest last."""
     views = [view for view in survey.views if location.step in (None, view.group.version)]
+    known = survey.once_whole
     drains = {view.group: view for view in sight.agent.drains(location.job)} if sight.agent else {}
     wanted = [view.group for view in views if view.durable]
     manifests: dict[Group, Manifest] = {}
@@ -188,7 +194,10 @@ def lines_of(sight: Sight, location: Location, survey: Survey) -> list[Line]:
     with ThreadPoolExecutor(_READERS, thread_name_prefix="tieredckpt-ls") as readers:
         list(readers.map(read, wanted))
         views = list(readers.map(lambda view: sight.reason(location.job, view), views))
-    lines = [line_of(v, manifests.get(v.group), damaged.get(v.group, ""), drains.get(v.group)) for v in views]
+    lines = [
+        line_of(v, manifests.get(v.group), damaged.get(v.group, ""), drains.get(v.group), once_whole=v.group == known)
+        for v in views
+    ]
     return sorted(lines, key=lambda line: (line.group.version, *line.group))
 
 
@@ -256,7 +265,7 @@ def _note(line: Line) -> str:
 
 
 def _coloured(state: str) -> str:
-    colour = {"whole": "green", "torn": "yellow", "quarantined": "red", "damaged": "red"}[state]
+    colour = {"whole": "green", "torn": "yellow", "lost": "red", "quarantined": "red", "damaged": "red"}[state]
     return f"[{colour}]{state}[/]"
 
 

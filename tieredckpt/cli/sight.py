@@ -26,6 +26,7 @@ from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointLostError,
     CheckpointNotFoundError,
+    CheckpointTornError,
     TieredCheckpointError,
     TierUnavailableError,
 )
@@ -94,6 +95,7 @@ class Sight:
             quarantined=bad if location.step is None else (),
             unreachable=survey.unreachable,
             once_whole=survey.once_whole,
+            torn=survey.torn,
             forgotten=survey.forgotten,
         )
         if found.chosen is None:
@@ -101,6 +103,8 @@ class Sight:
                 raise CheckpointLostError(f"{location} was whole and is not any more ({found.explain()})")
             if found.damaged and Tier.DURABLE not in survey.unreachable:
                 raise CheckpointDamagedError(f"{location} cannot be used any more ({found.explain()})")
+            if found.torn and not survey.unreachable:
+                raise CheckpointTornError(f"{location} was begun and never came to be whole ({found.explain()})")
             raise nothing(location, survey, found.explain())
         group = found.chosen.group
         return next(view for view in survey.views if view.group == group)
@@ -245,6 +249,16 @@ def nothing(location: Location, survey: Survey, why: str = "") -> TieredCheckpoi
         return TierUnavailableError(f"{location} was not found where it could be looked for{about}. {told}")
     if survey.forgotten is not None and survey.forgotten.newest.version >= (location.step or 0):
         return CheckpointLostError(f"there is no {location} any more: {in_words(survey.forgotten)}")
+    known = survey.once_whole
+    if known is not None and location.step in (None, known.version):
+        return CheckpointLostError(
+            f"step {known.version} of {location.job} was whole once, and nobody has any part of it"
+        )
+    torn = [group.version for group in survey.torn if location.step in (None, group.version)]
+    if torn:
+        return CheckpointTornError(
+            f"there is no {location}: a rank left its part of step {max(torn)} out, and the rest of it was given up"
+        )
     return CheckpointNotFoundError(f"there is no {location}{about}" + (f". {told}" if told else ""))
 
 
@@ -253,7 +267,7 @@ def in_memory_only(survey: Survey) -> Survey:
     views = (msgspec.structs.replace(view, durable=False) for view in survey.views if view.found)
     unreachable = dict(survey.unreachable)
     unreachable.pop(Tier.DURABLE, None)
-    return Survey(tuple(views), unreachable, forgotten=survey.forgotten)
+    return msgspec.structs.replace(survey, views=tuple(views), unreachable=unreachable, plain=(), durable=None)
 
 
 def merged(a: Survey, b: Survey) -> Survey:
@@ -275,7 +289,9 @@ def merged(a: Survey, b: Survey) -> Survey:
         {**a.unreachable, **b.unreachable},
         tuple(sorted({*a.plain, *b.plain})),
         b.durable or a.durable,
-        forgotten=a.forgotten or b.forgotten,
+        max((one.once_whole for one in (a, b) if one.once_whole is not None), default=None),
+        a.forgotten or b.forgotten,
+        tuple(sorted({*a.torn, *b.torn})),
     )
 
 

@@ -158,7 +158,7 @@ class Restored(_Event, frozen=True, tag="restored"):
     step: int
     """-1: there was nothing to restore."""
     mode: str
-    """``snapshot``, ``live`` or ``nothing``."""
+    """``snapshot`` or ``live``; with -1 ``nothing``, or ``torn``, ``lost`` or ``damaged`` where something was saved."""
     began: float
     seconds: float
     bytes_by_tier: dict[str, int] = {}

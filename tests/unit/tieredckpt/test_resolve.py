@@ -55,6 +55,20 @@ def test_a_torn_step_is_lost_where_somebody_knows_that_it_was_whole():
     assert older.lost == (torn.group,)
 
 
+def test_torn_is_what_was_begun_after_all_that_was_ever_whole():
+    cut, newer = step(7, found=(0,)), step(3, epoch=2, found=(1,), incarnation="b")
+    assert resolve([cut, newer]).torn == (cut.group, newer.group)
+    assert resolve([cut, newer], once_whole=cut.group).torn == (newer.group,)
+    assert resolve([cut, newer], once_whole=newer.group).torn == ()
+    assert resolve([cut, newer], step=7).torn == (cut.group,)
+    assert resolve([cut, newer], step=7, once_whole=newer.group).torn == (), "it may have been given up for that one"
+    assert resolve([step(6), cut]).torn == (cut.group,)
+    assert resolve([step(8), cut]).torn == ()
+    assert resolve([], torn=[cut.group]).torn == (cut.group,)
+    assert resolve([], step=3, torn=[cut.group]).torn == ()
+    assert "step 7 (epoch 1): not whole, a rank left its part out" in resolve([], torn=[cut.group]).explain()
+
+
 def test_a_step_with_a_damaged_part_is_passed_over_by_name():
     found = resolve([step(2), lost(3)])
     assert found.chosen is not None

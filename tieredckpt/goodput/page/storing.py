@@ -13,6 +13,9 @@ _MODES = {
     "live": "the step the survivors stood at: nothing was lost",
     "snapshot": "the newest save that was whole",
     "nothing": "there was nothing yet",
+    "torn": "from nothing: no save had come to be whole",
+    "lost": "from nothing, on purpose: what was whole is lost",
+    "damaged": "from nothing, on purpose: what was saved is damaged",
 }
 _TIERS = {"memory": "this node's memory", "peer": "another node's memory", "durable": "the durable tier"}
 _COLOURS = ("productive", "hydrate", "lost", "save", "resize", "groups")
