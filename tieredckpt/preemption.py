@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import threading
 import time
@@ -36,12 +37,15 @@ class Preemption:
     def __init__(self, flush: Callable[[float], None], grace_s: float) -> None:
         self._flush = flush
         self._grace_s = grace_s
+        self._pid = os.getpid()
         self._deadline: float | None = None
         self._flushed = False
-        self._timer: threading.Timer | None = None
+        self._steps: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """What a handler may put into, whomever it has interrupted: that it came, and later that all is done."""
         self._before: Any = signal.SIG_DFL
         self._active = not _others and threading.current_thread() is threading.main_thread()
         if self._active:
+            threading.Thread(target=self._wait, name="tieredckpt-sigterm", daemon=True).start()
             self._before = signal.signal(signal.SIGTERM, self._received)
 
     @property
@@ -55,15 +59,13 @@ class Preemption:
 
     def finish(self) -> None:
         """The last save is staged: flush it, and go."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._steps.put(False)
         self._flush_now()
         self._go()
 
     def close(self) -> None:
         """Give SIGTERM back to whoever had it; one that is waiting for its last save is delivered."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._steps.put(False)
         if self._active and threading.current_thread() is threading.main_thread():
             if self.requested:
                 self._flush_now()
@@ -73,19 +75,22 @@ class Preemption:
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        if self._flushed:
+        if self._flushed or os.getpid() != self._pid:  # a forked process has no step to save
             self._go()
         elif self._deadline is None:
             self._deadline = time.monotonic() + self._grace_s
-            log.warning("SIGTERM: the next save is the last one, %.0f s are left", self._grace_s)
-            self._timer = threading.Timer(self._grace_s / 2, self._expired)
-            self._timer.daemon = True
-            self._timer.start()
+            self._steps.put(True)
 
-    def _expired(self) -> None:
-        """No save came. Only the main thread can change handlers, so it is told by the same signal again."""
-        self._flush_now()
-        os.kill(os.getpid(), signal.SIGTERM)
+    def _wait(self) -> None:
+        """When no save comes: only the main thread can change handlers, so it is told by the same signal again."""
+        if not self._steps.get():
+            return
+        log.warning("SIGTERM: the next save is the last one, %.0f s are left", self._grace_s)
+        try:
+            self._steps.get(timeout=self._grace_s / 2)
+        except queue.Empty:
+            self._flush_now()
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _flush_now(self) -> None:
         if not self._flushed:
