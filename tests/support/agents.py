@@ -16,6 +16,7 @@ import pytest
 
 from peerstore.owners import started_at
 from tests.support.leaks import own_name
+from tests.support.zygote import has_ended
 from tieredckpt.session import close_sessions, open_session
 from tieredckpt.settings import Settings, load_settings, settings_from
 
@@ -31,18 +32,7 @@ def agent_pid(directory: Path) -> int | None:
 
 def wait_gone(pid: int, timeout_s: float = 20.0) -> None:
     """Until the process is gone or only waits for init to notice, and has let go of its files."""
-    deadline = time.monotonic() + timeout_s
-    while started_at(pid) >= 0 or _threads(pid) > 1:
-        assert time.monotonic() < deadline, f"process {pid} did not end"
-        time.sleep(0.01)
-
-
-def _threads(pid: int) -> int:
-    """The first one may have ended, and others, with all that is mapped and open, not yet."""
-    try:
-        return len(list(Path(f"/proc/{pid}/task").iterdir()))
-    except OSError:
-        return 0
+    assert has_ended(pid, timeout_s), f"process {pid} did not end"
 
 
 def stop_process(pid: int, timeout_s: float = 20.0) -> None:

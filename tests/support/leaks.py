@@ -60,14 +60,14 @@ def added(before: Footprint, after: Footprint) -> Footprint:
     return Footprint(after.threads - before.threads, after.children - before.children, after.places - before.places)
 
 
-def wait_clean(before: Footprint, lasting: Footprint) -> list[str]:
-    """What is left although it was given some time to go."""
+def wait_clean(before: Footprint, lasting: Footprint) -> tuple[Footprint, list[str]]:
+    """What there is, and what of it is left although it was given some time to go."""
     deadline = time.monotonic() + _PATIENCE_S
-    while left := footprint().beyond(before, lasting):
+    while left := (there := footprint()).beyond(before, lasting):
         if time.monotonic() > deadline:
-            return left
+            break
         time.sleep(0.01)
-    return []
+    return there, left
 
 
 _others: set[int] = set()

@@ -12,6 +12,9 @@ from tests.support import leaks
 _lasting = leaks.NOTHING
 """What fixtures of modules and of the whole session have made; they end it themselves."""
 
+_there: leaks.Footprint | None = None
+"""After the test before this one."""
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: Any) -> Iterator[Any]:
@@ -28,7 +31,8 @@ def pytest_fixture_setup(fixturedef: Any) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Every test ends with no extra thread, child process, agent or arena."""
-    before = leaks.footprint()
+    global _there  # noqa: PLW0603 - of one test and the next
+    before = _there or leaks.footprint()
     yield
-    left = leaks.wait_clean(before, _lasting)
+    _there, left = leaks.wait_clean(before, _lasting)
     assert not left, f"left behind: {'; '.join(left)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.zygote import Running, Zygote
+from tests.support.zygote import Running, Zygote, has_ended
 
 _TIMEOUT_S = 120.0
 _OURS = ("TIEREDCKPT_", "AWS_")
@@ -118,9 +117,7 @@ class RankPool:
 
 def _end(process: Running, patience_s: float = 0.0) -> int:
     """Its status; it is killed where it does not end by itself."""
-    deadline = time.monotonic() + patience_s
-    while not process.has_ended and time.monotonic() < deadline:
-        time.sleep(0.005)
+    has_ended(process.pid, patience_s)
     process.kill_if_alive()
     with contextlib.suppress(AssertionError):
         return process.wait().status

@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing as mp
 import os
 import pickle
+import select
 import signal
 import sys
 import tempfile
@@ -101,6 +102,20 @@ def _run(function: Callable[..., Any], args: Sequence[Any], folder: str, world: 
             dist.destroy_process_group()
 
 
+def has_ended(pid: int, within_s: float) -> bool:
+    """Whether a process ends, with all its threads, within this time. It may be anybody's child."""
+    try:
+        end = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(end, select.POLLIN)
+        return bool(poll.poll(within_s * 1000))
+    finally:
+        os.close(end)
+
+
 class Running:
     """A forked process and what it left."""
 
@@ -118,14 +133,14 @@ class Running:
         while text not in self.lines():
             assert time.monotonic() < deadline, f"{text!r} did not come: {self.lines()} {self._read('error')}"
             assert self._status() is None or text in self.lines(), f"ended without {text!r}: {self._read('error')}"
-            time.sleep(0.005)
+            has_ended(self.pid, 0.01)
 
     def wait_lines(self, count: int, timeout_s: float = 60.0) -> None:
         """Until the process has printed so many lines, or has ended."""
         deadline = time.monotonic() + timeout_s
         while len(self.lines()) < count and self._status() is None:
             assert time.monotonic() < deadline, f"{count} lines did not come: {self.lines()}"
-            time.sleep(0.002)
+            has_ended(self.pid, 0.002)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
@@ -139,12 +154,11 @@ class Running:
         return self._status() is not None
 
     def wait(self, timeout_s: float = _TIMEOUT_S) -> Ended:
-        deadline = time.monotonic() + timeout_s
-        while (status := self._status()) is None:
-            if time.monotonic() > deadline:
-                os.kill(self.pid, signal.SIGKILL)
-                raise AssertionError(f"process {self.pid} did not end: {self.lines()[-5:]}")
-            time.sleep(0.005)
+        if not has_ended(self.pid, timeout_s):
+            os.kill(self.pid, signal.SIGKILL)
+            raise AssertionError(f"process {self.pid} did not end: {self.lines()[-5:]}")
+        while (status := self._status()) is None:  # a moment: its remains are not there yet
+            time.sleep(0.001)
         lines, error = self.lines(), self._read("error")
         result = Path(self._folder.name) / "result"
         value = pickle.loads(result.read_bytes()) if result.exists() and result.stat().st_size else None
