@@ -131,6 +131,7 @@ def test_the_table_has_every_row_and_target(
     assert ("less than async_save" in text) == (part == "one node")
 
 
+@pytest.mark.nightly
 def test_a_wrong_byte_is_a_failed_row_and_two_ranks_plan_without_a_collective(tmp_path: Path) -> None:
     spoilt = {"P1": "Checkpointer.save", "P2": "dcp.save(FileSystemWriter)", "P3": "dcp.load(TieredReader)"}
     out = tmp_path / "raw.json"

@@ -97,6 +97,7 @@ def test_an_interrupted_benchmark_leaves_nothing(tmp_path):
     assert not any(folder.exists() for folder in mine)
 
 
+@pytest.mark.nightly
 def test_a_killed_rank_is_replaced_and_all_hold_what_undisturbed_ones_do(monkeypatch):
     monkeypatch.setitem(recovery._FAULTS, recovery.RANK, {recovery.SPARE: recovery.Warm})
     with sandbox() as folder:

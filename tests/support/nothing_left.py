@@ -31,7 +31,7 @@ def pytest_fixture_setup(fixturedef: Any) -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Every test ends with no extra thread, child process, agent or arena."""
-    global _there  # noqa: PLW0603 - of one test and the next
+    global _there
     before = _there or leaks.footprint()
     yield
     _there, left = leaks.wait_clean(before, _lasting)

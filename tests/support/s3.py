@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import botocore.loaders
 import botocore.session
 from botocore.config import Config
 
@@ -26,6 +27,7 @@ BUCKET = "checkpoints"
 
 
 _START_S = 60.0
+_LOADER = botocore.loaders.Loader()
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class S3Server:
     def client(self) -> Iterator[object]:
         """The SDK, with nothing of this package in between."""
         session = botocore.session.Session()
+        session.register_component("data_loader", _LOADER)
         session.set_credentials(ACCESS_KEY, SECRET_KEY)
         config = Config(
             retries={"total_max_attempts": 1},

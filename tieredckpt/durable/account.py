@@ -7,6 +7,7 @@ files, with their renewal. obstore and the sender of parts are handed what the S
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import threading
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -76,7 +77,17 @@ def aws_session(profile: str) -> Any:
     import botocore.session
 
     region = {"region": ("region", ["AWS_DEFAULT_REGION", "AWS_REGION"], None, None)}
-    return botocore.session.Session(session_vars=region, profile=profile or None)
+    session = botocore.session.Session(session_vars=region, profile=profile or None)
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    return session
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Any:
+    """What the SDK knows of AWS, read from its files once: nine tenths of the time that a client takes to be made."""
+    import botocore.loaders
+
+    return botocore.loaders.create_loader(data_path)
 
 
 class Account:

@@ -147,8 +147,15 @@ def _distributed_like(state, values):
     return values
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-@pytest.mark.parametrize("way", ["THREAD", "PROCESS"])
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        ("THREAD", "fsdp"),
+        ("THREAD", "ddp"),
+        ("PROCESS", "fsdp"),
+        pytest.param("PROCESS", "ddp", marks=pytest.mark.nightly),
+    ],
+)
 def test_async_save(agent_dir, ranks, kind, way):
     saved = ranks.run(2, save_async, kind, way)
     for found, _ in ranks.run(2, load_into_fresh, kind):

@@ -31,6 +31,8 @@ WAYS = {
     "no collectives": {"use_collectives": False},
     "cached plans, no collectives": {"cached": True, "use_collectives": False},
 }
+ALONE = pytest.param(1, marks=pytest.mark.nightly)
+"""Where a background process is started, which takes seconds of a core."""
 
 
 def state_of(value, extra=0):
@@ -224,7 +226,7 @@ def session_of(job):
     return open_session(job, load_settings())
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [ALONE, 2])
 def test_the_trainer_and_its_background_process_save_by_turns(agent_dir, zygote, world):
     for found, epochs in zygote.run_world(world, save_by_turns):
         assert found == [f"step {step}" for step in range(9)]
@@ -248,7 +250,7 @@ def background_after_going_back(say):
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [ALONE, 2])
 def test_the_background_process_goes_on_from_what_its_trainer_loaded(agent_dir, zygote, world):
     for found in zygote.run_world(world, background_after_going_back):
         assert found == [(11, 111.0), (13, 113.0)]
@@ -266,7 +268,7 @@ def save_url_in_background(say):
     return target["w"].tolist(), load()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [ALONE, 2])
 def test_a_url_saved_by_the_background_process_is_found(agent_dir, zygote, world):
     for found in zygote.run_world(world, save_url_in_background):
         assert found == ([2.0] * 5, (2, 2.0))

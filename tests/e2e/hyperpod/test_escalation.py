@@ -17,6 +17,7 @@ pytest.importorskip("hyperpod_elastic_agent")
 IN_PROCESS, PROCESS, JOB = "in_process_restart", "process_level_restart", "job_level_restart"
 
 
+@pytest.mark.nightly
 def test_each_budget_that_is_exhausted_leads_to_the_next_level_and_then_to_an_end(
     tmp_path: Path, zygote: Zygote
 ) -> None:

@@ -153,6 +153,7 @@ def socket_of(agent: int) -> Path:
     return Path(tempfile.gettempdir()) / f"hyperpod_elastic_agent_{agent}.sock"
 
 
+@pytest.mark.nightly
 def test_a_job_goes_on_through_frames_that_are_none_torn_ones_and_a_deaf_agent(tmp_path: Path, zygote) -> None:
     """A spare takes a place in the end, and hears of both places that it has by ``/update``."""
     with operated(tmp_path, spares=1, environ={"STORY_DEAF_S": "3"}) as job:

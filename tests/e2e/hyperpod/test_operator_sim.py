@@ -116,6 +116,7 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
     one.close()
 
 
+@pytest.mark.nightly
 def test_a_job_of_this_machine_from_its_start_to_its_end(operator):
     operator.run("--spawn=3")
     first = operator.runs(2).state
