@@ -14,6 +14,9 @@ from elastic.control.processes import Running, importable, module
 MODULE = "elastic.storing"
 _AGAIN_S = 1.0
 _PREFIX = b"store "
+_NAMES = {"RES_OPTIONS": "timeout:1 attempts:1"}
+"""The thread that serves all ranks asks for the name of each that connects: where no name server answers, they all wait
+for a second, and not for the ten that are usual."""
 
 
 class StoreKeeper:
@@ -35,7 +38,7 @@ class StoreKeeper:
         elif self._running is None and (self._ended_at is None or time.monotonic() - self._ended_at > _AGAIN_S):
             self._running = self._spawn(
                 module(MODULE, self._host),
-                environ=importable(os.environ),
+                environ=_NAMES | importable(os.environ),
                 sink=self._printed,
                 ended=lambda _: None,
                 name="store",
