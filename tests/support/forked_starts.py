@@ -50,7 +50,6 @@ from typing import Any, NamedTuple, NoReturn
 import pytest
 
 from tests.support import crashes
-from tieredckpt.durable import account
 
 _ROOT = Path(__file__).parents[2]
 _OURS = ("tieredckpt", "peerstore", "elastic", "integration", "benchmarks", "tests")
@@ -319,11 +318,18 @@ def prepare() -> None:
     """Once, in the session, before workers are forked: import what forks shall have."""
     for name in _IMPORTED:
         importlib.import_module(name)
-    account.aws_session("").create_client("s3", region_name="us-east-1").close()  # the SDK reads its own files for it
+    _warm()
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", "import sys; print('\\0'.join(sys.path[1:]), end='')"]
     said = subprocess.run(command, env=plain, capture_output=True, text=True, check=True).stdout
     _here.path = said.split("\0")
+
+
+def _warm() -> None:
+    """The SDK's own files, which it reads for its first client."""
+    from tieredckpt.durable import account
+
+    account.aws_session("").create_client("s3", region_name="us-east-1").close()
 
 
 def install(*closed: Any) -> None:

@@ -111,6 +111,7 @@ class Pod:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.process.wait()
+        self.process.wait()  # also one that had just ended by itself
 
     def close(self) -> None:
         """Shut down where it listens; killed where it does not."""

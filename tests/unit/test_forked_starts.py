@@ -53,7 +53,7 @@ import json, os, signal, subprocess, sys
 from tests.support import forked_starts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # both are ignored in what nohup or a shell starts aside
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-forked_starts._IMPORTED = ()
+forked_starts._IMPORTED, forked_starts._warm = (), lambda: None
 forked_starts.prepare()
 forked_starts.install()
 forks = []
