@@ -359,7 +359,8 @@ class _Said:
         self.notes: dict[str, Settling] = {}
         self.whole = False
         """It was decided that it is."""
-        self._named = 0
+        self._safe = self._sealed = 0
+        """How many parts were named so; some of them by several."""
         self._least = sys.maxsize
         """The fewest parts in all that anybody spoke of."""
 
@@ -367,17 +368,14 @@ class _Said:
         known = self.notes.get(note.by)
         if known is None or note.life >= known.life:
             self.notes[note.by] = note
-            self._named += _named(note) - (_named(known) if known is not None else 0)
+            self._safe += len(note.parts) - (len(known.parts) if known is not None else 0)
+            self._sealed += len(note.sealed) - (len(known.sealed) if known is not None else 0)
             self._least = min(self._least, note.parts_in_all or sys.maxsize)
 
     @property
-    def may_be_all(self) -> bool:
+    def may_be_news(self) -> bool:
         """Whether it is worth counting: with each of thousands of notes that would be slow."""
-        return self._named >= self._least
-
-
-def _named(note: Settling) -> int:
-    return len(note.parts) + len(note.sealed)
+        return self._safe + (0 if self.whole else self._sealed) >= self._least
 
 
 class Tally:
@@ -415,7 +413,7 @@ class Tally:
         """The newest versions all of whose parts are sealed, or protected, when that is news."""
         sealed, safe = [], []
         for group, said in self._said.items():
-            if not said.may_be_all:
+            if not said.may_be_news:
                 continue
             counted = [
                 note for node, note in said.notes.items() if node == me or (node in living and life(node) <= note.life)

@@ -92,6 +92,8 @@ class Membership:
         self._now: float | None = None
         self._awake_at = -math.inf
         self._living: tuple[int, tuple[Node, ...]] | None = None
+        self._enough: tuple[int, bool] | None = None
+        """At which change the living were counted last, and whether they were a quorum."""
 
     # -- what the shell reports ---------------------------------------------------------------------------------------
 
@@ -320,8 +322,10 @@ class Membership:
             return f"{self._me.node.id} is not in roster {self._roster.version}"
         if self._newer is not None:
             return f"{self._newer.teller} has roster {self._newer.mark.version}, this is {self._roster.version}"
-        alive = {name for name, member in self._members.items() if member.standing is Standing.ALIVE}
-        if not self._roster.quorum({self._me.node.id, *alive}):
+        if self._enough is None or self._enough[0] != self.changes:  # asked for with every report of thousands of nodes
+            alive = {name for name, member in self._members.items() if member.standing is Standing.ALIVE}
+            self._enough = self.changes, self._roster.quorum({self._me.node.id, *alive})
+        if not self._enough[1]:
             return "that is no quorum"
         now = self._now or 0.0
         if now < self._awake_at:

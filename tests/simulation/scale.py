@@ -22,7 +22,7 @@ from peerstore.cluster.membership import Membership
 from peerstore.cluster.nodes import Node, NodeId
 from peerstore.cluster.placement import Placement, place
 from peerstore.cluster.roster import roster_of
-from peerstore.commit import Reports, Settling, scribe, told_at_once
+from peerstore.commit import Decided, Reports, Settling, scribe, told_at_once
 from peerstore.peers.duties import Standing as Kept
 from peerstore.peers.messages import Answer, Looked, LookedFor, LookFor, Ping, Request
 from peerstore.records import Group, ShardFact, ShardKey
@@ -97,28 +97,35 @@ def pings_of_one(nodes: list[Node]) -> tuple[int, int, float]:
 
 
 def settled_by(names: list[str]) -> tuple[int, int, float]:
-    """Reports that reach the scribe for one version, whom it tells, and how long it counts."""
+    """Reports that reach the scribe for one version, whom it tells, and how long it counts.
+
+    Every node says that its part is sealed, and later that it has its copies.
+    """
     living = dict.fromkeys(names)
     group = Group(7, VERSIONS[-1], 0, "0" * 12)
     teller = scribe(living)
     assert teller is not None
     reports = Reports(teller)
+    own = {name: Reports(name) for name in names}
     notes: list[Settling] = []
-    for part, name in enumerate(names):
-        kept = Kept(_key(VERSIONS[-1], part), mine=True, copies=2, lacking=0, short=0)
-        to, told = Reports(name).unreported([kept], {group: len(names)}, living=living, settled=None, life=1)
-        assert to == teller
-        notes += told
+    for lacking in (1, 0):
+        for part, name in enumerate(names):
+            kept = Kept(_key(VERSIONS[-1], part), mine=True, copies=2 - lacking, lacking=lacking, short=0)
+            to, told = own[name].unreported([kept], {group: len(names)}, living=living, settled=None, life=1)
+            assert to == teller
+            for note in told:
+                own[name].reported(to, note)
+            notes += told
 
-    def count() -> Group | None:
-        found = None
+    def count() -> Decided:
+        found = Decided()
         for note in notes:
             reports.count(note)
-            found = reports.complete(living=living, life=lambda _: 1, settled=None, quorum=True).settled or found
+            found |= reports.complete(living=living, life=lambda _: 1, settled=None, quorum=True)
         return found
 
     found, seconds = timed(count)
-    assert found == group
+    assert (found.whole, found.settled) == (group, group)
     return sum(note.by != teller for note in notes), len(told_at_once(living, teller)), seconds
 
 

@@ -344,6 +344,18 @@ def test_quorum(me, roster, sees, quorum):
     assert member.explain()
 
 
+def test_who_is_seen_is_counted_once_however_often_a_quorum_is_asked_for(monkeypatch):
+    """The scribe of thousands of nodes asks with each of their reports."""
+    counted, count = [], Roster.quorum
+    monkeypatch.setattr(Roster, "quorum", lambda roster, seen: counted.append(seen) or count(roster, seen))
+    member = view(sees=[N2, N3])
+    assert all(member.quorum for _ in range(100))
+    assert len(counted) == 1
+    member.heard(0.0, N4.id, says(Rumour(N3, 1, SUSPECT)))
+    assert not any(member.quorum for _ in range(100))
+    assert len(counted) == 2
+
+
 def test_without_a_roster_there_is_no_quorum_and_nobody_to_ping():
     member = view(roster=None, sees=[N2])
     assert (member.quorum, member.living, member.tick(0.0), member.standing(N1.id)) == (False, (), (), None)

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerstore.commit import TOLD_AT_ONCE, Settling, Tally, told_at_once
+from peerstore.commit import TOLD_AT_ONCE, Decided, Settling, Tally, told_at_once
 from peerstore.records import Group
 
 NODES = ("a", "b", "c", "d")
@@ -17,6 +17,7 @@ NOTES = st.builds(
     parts=st.lists(st.integers(-1, 4), max_size=5).map(tuple),
     by=st.sampled_from(NODES),
     life=st.integers(0, 3),
+    sealed=st.lists(st.integers(-1, 4), max_size=5).map(tuple),
 )
 
 
@@ -54,6 +55,24 @@ def test_it_says_what_the_plain_rule_says(told):
         tally.add(note)
         plain.add(note)
         assert tally.complete(me="a", living=living, life=LIVES.__getitem__).settled == plain.complete("a", living)
+
+
+def test_copies_that_come_after_the_seals_are_not_counted_anew_with_each_word():
+    """Every node says that its part is sealed, and later that it has its copies."""
+    nodes = [f"n{number:03d}" for number in range(300)]
+    tally, of, looked, said = Tally(), Group(1, 1, 0, "i"), [], []
+
+    def life(node):
+        looked.append(node)
+        return 1
+
+    for safe in (False, True):
+        for part, node in enumerate(nodes):
+            parts, sealed = ((part,), ()) if safe else ((), (part,))
+            tally.add(Settling(of, len(nodes), parts, node, 1, sealed))
+            said.append(tally.complete(me=nodes[0], living=nodes, life=life))
+    assert [found for found in said if found] == [Decided(whole=of), Decided(of, of)]
+    assert len(looked) <= 2 * len(nodes)
 
 
 @given(st.integers(0, 3 * TOLD_AT_ONCE))
