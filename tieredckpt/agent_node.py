@@ -60,6 +60,7 @@ from tieredckpt.node import (
     Survey,
     described,
 )
+from tieredckpt.quiet import collector_paused
 from tieredckpt.settings import DurableSettings, Settings
 
 _ADOPTION_S = 660.0
@@ -114,7 +115,8 @@ class AgentNode:
                 packed.clear()
             packed += page.data
             if len(packed) >= page.size_bytes or not page.data:
-                return frames.decode(unpack(bytes(packed)), StateNames)
+                with collector_paused():  # millions of names, and none of them in a circle
+                    return frames.decode(unpack(bytes(packed)), StateNames)
 
     def pieces(self, job: str, group: Group, rank: int, needs: Sequence[Need], objects: Sequence[str]) -> FoundPieces:
         ask = AskPieces(job, group, rank, tuple(needs), tuple(objects))

@@ -36,7 +36,7 @@ _LEVEL = 3
 T = TypeVar("T")
 
 
-class TableTensor(msgspec.Struct, frozen=True, array_like=True):
+class TableTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     fqn: str
     dtype: str
     shape: tuple[int, ...]

@@ -32,6 +32,7 @@ from tieredckpt.node import (
     StateNames,
 )
 from tieredckpt.pieces import LayoutPiece, PieceIndex
+from tieredckpt.quiet import collector_paused
 from tieredckpt.resolve import Tier
 
 PAGE_BYTES = 8 << 20
@@ -45,9 +46,13 @@ Records = Callable[[Mapping[int, tuple[Source, ...]]], Mapping[int, ShardRecord]
 
 
 class StepLayouts:
-    """The layouts of one step, decoded once for all who ask."""
+    """The layouts of one step and what it has by name, decoded once for all who ask, however often it is looked at."""
 
     def __init__(self) -> None:
+        self._naming = threading.Lock()
+        """Before the other lock."""
+        self._tables: dict[str, StateTable] = {}
+        self._packed: dict[str | frozenset[str], tuple[str, bytes]] = {}
         self._lock = threading.Lock()
         self._columns: dict[str, LayoutColumns] = {}
         self._indexes: dict[frozenset[str], PieceIndex] = {}
@@ -55,7 +60,8 @@ class StepLayouts:
     def index(self, digests: Collection[str], fetch: Layouts) -> PieceIndex:
         """All that is in these layouts, by name."""
         wanted = frozenset(digests)
-        with self._lock:  # the ranks of a node ask at the same time: one of them has it made
+        # The ranks of a node ask at the same time: one of them has it made. Millions of pieces, and none in a circle.
+        with self._lock, collector_paused():
             known = self._indexes.get(wanted)
             if known is None:
                 lacking = wanted - self._columns.keys()
@@ -63,6 +69,25 @@ class StepLayouts:
                     self._columns[digest] = LayoutColumns(data)
                 known = PieceIndex({digest: self._columns[digest] for digest in sorted(wanted)})
                 self._indexes[wanted] = known
+            return known
+
+    def table(self, digests: Iterable[str], fetch: Callable[[str], StateTable | None]) -> tuple[str, StateTable] | None:
+        """The first of these that anybody has."""
+        with self._naming, collector_paused():
+            for digest in digests:
+                found = self._tables.get(digest) or fetch(digest)
+                if found is not None:
+                    self._tables[digest] = found
+                    return digest, found
+            return None
+
+    def packed(self, source: str | frozenset[str], names: Callable[[], StateNames]) -> tuple[str, bytes]:
+        """A digest, and the names that follow from the table or the layouts ``source``, packed."""
+        with self._naming, collector_paused():
+            known = self._packed.get(source)
+            if known is None:
+                data = pack(msgspec.msgpack.encode(names()))
+                known = self._packed[source] = xxhash.xxh3_128_hexdigest(data), data
             return known
 
     def columns(self, digest: str, fetch: Layouts) -> LayoutColumns:
@@ -98,11 +123,11 @@ class StepMap:
         self._records = records
         self._table_of = table
         self._page_bytes = page_bytes
-        self._lock = threading.Lock()
         self._lost: set[int] = set()
         self._indexes: dict[int, ShardIndex] = {}
-        self._packed: tuple[str, bytes] | None = None
-        self._table: tuple[StateTable | None] | None = None
+        self._table: tuple[str, StateTable] | None = None
+        self._sought = False
+        """Whether the table was looked for."""
         self.metas: dict[int, ShardMeta] = {}
         self.sizes: dict[int, int] = {}
         self.found: dict[int, tuple[Tier, ...]] = {}
@@ -123,20 +148,17 @@ class StepMap:
 
     def names(self) -> tuple[str, bytes]:
         """A digest, and :class:`~tieredckpt.node.StateNames`, packed."""
-        with self._lock:
-            if self._packed is None:
-                table = self._state_table()
-                names = _from_table(table) if table is not None and table.described else _from_layouts(self._all())
-                packed = pack(msgspec.msgpack.encode(names))
-                self._packed = xxhash.xxh3_128_hexdigest(packed), packed
-            return self._packed
+        found = self._state_table()
+        if found is not None and found[1].described:
+            return self.known.packed(found[0], lambda: _from_table(found[1]))
+        return self.known.packed(self._left(), lambda: _from_layouts(self._all()))
 
-    def _state_table(self) -> StateTable | None:
-        if self._table is None:
+    def _state_table(self) -> tuple[str, StateTable] | None:
+        if not self._sought:
             digests = dict.fromkeys(meta.table for meta in self.metas.values() if meta.table)
-            found = (self._table_of(digest) for digest in digests)
-            self._table = (next((table for table in found if table is not None), None),)
-        return self._table[0]
+            self._table = self.known.table(digests, self._table_of)
+            self._sought = True
+        return self._table
 
     # -- where it is ------------------------------------------------------------------------------------------
 
@@ -264,11 +286,15 @@ class StepMap:
 
     def _homes(self) -> Mapping[str, int]:
         """The part that a name is only in, as far as somebody said."""
-        table = self._state_table()
-        return table.homes if table is not None else {}
+        found = self._state_table()
+        return found[1].homes if found is not None else {}
 
     def _all(self) -> PieceIndex:
-        return self._index({meta.layout for part, meta in self.metas.items() if part not in self._lost})
+        return self._index(self._left())
+
+    def _left(self) -> frozenset[str]:
+        """The layouts of the shards that are not lost."""
+        return frozenset(meta.layout for part, meta in self.metas.items() if part not in self._lost)
 
     def _index(self, digests: Collection[str]) -> PieceIndex:
         return self.known.index(digests, self._layouts)
