@@ -106,8 +106,12 @@ class StoreServer:
                 thread.start()
 
     def close(self) -> None:
-        """Stop answering; requests in progress end with their connections."""
+        """Stop answering; requests in progress end with their connections.
+
+        The socket's file goes first: where it is left and nobody answers on it, the agent did not end in order.
+        """
         self._stopping.set()
+        self._path.unlink(missing_ok=True)
         _shut(self._listener)
         self._listener.close()
         with self._lock:
@@ -118,7 +122,6 @@ class StoreServer:
                 thread.join()
         with self._fewer:
             self._fewer.wait_for(lambda: not self._connections, _FAREWELL_S)
-        self._path.unlink(missing_ok=True)
 
     @property
     def connections(self) -> int:

@@ -66,6 +66,10 @@ class AgentPlace:
         return self.directory / "launch.lock"
 
     @property
+    def watch_lock(self) -> Path:
+        return self.directory / "watch.lock"
+
+    @property
     def log(self) -> Path:
         return self.directory / "agent.log"
 

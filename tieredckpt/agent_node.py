@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -11,9 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from peerstore import frames
+from peerstore.agent_watch import Caretaker
 from peerstore.client import Client, Connector, connect
 from peerstore.cluster.nodes import Node as PeerNode
-from peerstore.errors import AgentUnreachableError
+from peerstore.errors import AgentUnreachableError, PeerStoreError
 from peerstore.launch import connect_or_launch, refuse_hung, replace_hung
 from peerstore.peers.plan import TeamPlan
 from peerstore.records import Group, ShardKey
@@ -86,7 +88,21 @@ class AgentNode:
             else (lambda: connect(place.socket, named=place.named))
         )
         self._replace = partial(replace_hung if self._embedded else refuse_hung, place)
+        self._caretaker: Caretaker | None = None
         self.store = _client(place, self._connector, job, self._replace)
+
+    def look_after(self) -> None:
+        """From here on the agent is started again when it dies, and replaced when it hangs, also while nobody calls it:
+        by one process of the node, whichever has the lock.
+        """
+        if self._embedded and self._caretaker is None:
+            with contextlib.suppress(PeerStoreError, OSError):  # the next save tries again
+                self._caretaker = Caretaker(self.place, self._connector, self._replace)
+
+    def look_away(self) -> None:
+        caretaker, self._caretaker = self._caretaker, None
+        if caretaker is not None:
+            caretaker.close()
 
     def configure(self, job: str, durable: DurableSettings) -> None:
         self.store.call("configure", Configure(job, durable), type(None))
@@ -188,6 +204,7 @@ class AgentNode:
         self.store.call("observe", Observe(job, dict(values)), type(None))
 
     def close(self) -> None:
+        self.look_away()
         self.store.close()
 
 

@@ -668,6 +668,9 @@ class Checkpointer:
         for preparing in self._preparing:  # one that came later might have an agent started again
             preparing.join()
         self._sealer.shutdown()
+        session = session_if_open(self._location.job, self.settings)
+        if session is not None:
+            session.look_away()
         if self._preemption is not None:
             self._preemption.close()
         self._together.close()

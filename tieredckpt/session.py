@@ -452,6 +452,8 @@ class Session:
     def stage(self, key: ShardKey, parts: int, layout: Layout, item_bytes: int, *, wait_s: float) -> Staged:
         """A slot for ``layout`` and ``item_bytes`` more, mapped."""
         self.came_further()
+        if isinstance(self.node, AgentNode):
+            self.node.look_after()
         if self._unsaid:
             self._say_left_out()
         size = layout.header_bytes + layout.tensor_bytes + item_bytes
@@ -713,6 +715,11 @@ class Session:
             "writes it to a file",
             *(self.job, self.sealed_step, time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(until)), self.job),
         )
+
+    def look_away(self) -> None:
+        """Nothing is saved for now: this process does not look after the agent any more."""
+        if isinstance(self.node, AgentNode):
+            self.node.look_away()
 
     def observe(self, **values: float) -> None:
         """Tell the agent's metrics; never worth an error."""

@@ -78,6 +78,7 @@ def wait_for_a_stopped_agent(job, url):
         view = node.survey(job).views[-1]
         key = ckpt._last
         pid = agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]))
+        ckpt.session.look_away()  # else there would soon be another one
         dist.barrier()
         stop_process(pid)
         said = {}

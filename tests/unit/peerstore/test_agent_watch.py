@@ -7,7 +7,13 @@ import time
 
 from peerstore import frames
 from peerstore.agent_watch import AgentWatch
+from peerstore.arena import MemfdArena
+from peerstore.client import connect
 from peerstore.frames import PROTOCOL, Greeting, Request
+from peerstore.operations import Operation
+from peerstore.server import StoreServer
+from peerstore.settings import StoreSettings
+from peerstore.store import NodeStore
 from tests.support.neighbours import until
 
 
@@ -52,3 +58,34 @@ def test_a_start_that_is_under_way_is_not_waited_for_and_no_other_follows():
     watch._thread.join(60)
     assert len(ends) == 2
     ends[1].close()
+
+
+def test_an_agent_that_ends_takes_its_socket_along_before_anybody_hears_of_it(tmp_path):
+    arena = MemfdArena()
+    store = NodeStore(arena, StoreSettings(budget="64MiB"), threads=1)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def wait(_body, _owner):
+        asked.set()
+        assert go_on.wait(60)
+
+    server = StoreServer(store, tmp_path / "agent.sock", more={"wait": Operation(type(None), type(None), wait)})
+    server.start()
+    here = connect(tmp_path / "agent.sock")
+    here.settimeout(30)
+    frames.send(here, Greeting(PROTOCOL, ""))
+    assert frames.receive(here, Greeting).protocol == PROTOCOL
+    frames.send(here, Request("wait", frames.encode_raw(None)))
+    assert asked.wait(30)
+    ending = threading.Thread(target=server.close)
+    ending.start()
+    try:
+        with contextlib.suppress(OSError):
+            assert here.recv(1) == b""  # as who looks after it hears that it ends
+        assert not (tmp_path / "agent.sock").exists()
+    finally:
+        go_on.set()
+        ending.join(60)
+        here.close()
+        store.close()
+        arena.purge()
