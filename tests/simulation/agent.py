@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from peerstore.adoption import Adoption
 from peerstore.cluster.gossip import Standing
+from peerstore.cluster.lookouts import Districts, Errand
 from peerstore.cluster.membership import Membership
-from peerstore.commit import Decided, Settling
+from peerstore.cluster.roster import Roster
+from peerstore.commit import Decided, Settling, told_at_once
 from peerstore.copies import Copies
 from peerstore.errors import NoQuorumError, PeerStoreError, PeerUnreachableError, ShardNotFoundError
 from peerstore.jobs import Jobs
@@ -19,7 +21,9 @@ from peerstore.ledger import Limits
 from peerstore.owners import Owner
 from peerstore.peers import tending
 from peerstore.peers.accounts import Accounts, Outlook, Protection
+from peerstore.peers.afar import WITHIN_S
 from peerstore.peers.duties import Duty, inherited, remembered, worth_mending
+from peerstore.peers.looking import DEAD_S, LOOK_S
 from peerstore.peers.messages import Looked, Ping
 from peerstore.peers.newcomers import Newcomers
 from peerstore.records import Group, ShardKey, ShardRecord
@@ -33,8 +37,14 @@ if TYPE_CHECKING:
 JOB = "job"
 TRAINER, COPIER = Owner(0, 0), Owner(-1, 0)
 CALL_S = 1.0
-LOOK_S = 5.0
 DISCOVER_S = 10.0
+
+
+class Later:
+    """An answer that is not known yet."""
+
+    def __init__(self, begin: Callable[[Callable[[Any], None]], None]) -> None:
+        self.then = begin
 
 
 class Agent:
@@ -59,6 +69,11 @@ class Agent:
         self.accounts = Accounts(machine.node.id, Protection(world.copies, ("zone", "rack")))
         self.incoming, self.outgoing = Incoming(self), Outgoing(self)
         self.copies.guard(JOB, guarded=world.copies > 1, permit=self.permit)
+        self._districts: tuple[Roster | None, Districts] = (None, Districts(()))
+        self._looking = False
+        """At this node's district, for others."""
+        self._ask_near: list[Callable[[Any], None]] = []
+        """Who hears of the next look at it."""
         self._pump_at: float | None = None
         self._repairs: list[ShardRecord] = []
         self._handlers: dict[str, Callable[[str, Any], Any]] = {
@@ -68,6 +83,7 @@ class Agent:
             "settling": lambda _, note: self.settling(note),
             "decided": lambda _, found: self._decided(found),
             "look": lambda *_: self.look(),
+            "look_for": lambda *_: Later(self._near),
             "read": lambda _, key: self.read(key),
             "suspect": lambda _, key: self.verify(key),
             **self.incoming.handlers,
@@ -230,10 +246,10 @@ class Agent:
             return
         look = self.outlook()
         found = self.accounts.next(look)
-        if isinstance(found, Duty):
+        if isinstance(found, Duty):  # what is to be told is told once there is nothing to send
             self.outgoing.begin(found, look)
-        else:
-            self.wake(max(found, 0.01))
+            return
+        self.wake(max(found, 0.01))
         if not self.newcomers.met(self.world.now, self.members.living):
             return
         teller, notes = self.accounts.unreported(look)
@@ -267,9 +283,8 @@ class Agent:
         self.world.say(f"{self.name} says that {self._in_words(found)}")
         self.world.truth.decided(self, found)
         self._decided(found)
-        for node in self.living:
-            if node != self.name:
-                self.call(node, "decided", found)
+        for node in told_at_once(self.living, self.name):
+            self.call(node, "decided", found)
 
     def _in_words(self, found: Decided) -> str:
         whole = f"{self.world.short(found.whole)} is whole" if found.whole is not None else ""
@@ -340,12 +355,77 @@ class Agent:
     # -- other nodes' shards, as in peers/team.py ---------------------------------------------------------------------
 
     def sight(self, done: Callable[[dict[str, Looked], dict[str, str]], None]) -> None:
-        """What every node of the roster holds; those that do not answer are named."""
+        """What every node of the roster holds; those that do not answer are named.
+
+        In a large job only this node's district is asked, and a lookout in each of the others, as in peers/looking.py.
+        """
+        districts = self._cut()
+        beyond = districts.beyond(self.name)
         nodes: dict[str, Looked] = {}
         silent: dict[str, str] = {}
-        roster = self.members.roster
-        waiting = {self.name, *(node.id for node in (roster.nodes if roster else ()))}
+        waiting = 1 + len(beyond)
 
+        def seen(found: Mapping[str, Looked], unknown: Mapping[str, str]) -> None:
+            nonlocal waiting
+            nodes.update(found)
+            silent.update(unknown)
+            waiting -= 1
+            if not waiting:
+                done(nodes, silent)
+
+        def looked(members: tuple[str, ...], answer: tuple[Mapping[str, Looked], Mapping[str, str]]) -> None:
+            """By a lookout. Whom it did not reach this node asks itself, unless that is taken for dead here too."""
+            told = {node: answer[0][node] for node in members if node in answer[0]}
+            for one in told.values():
+                self.copies.fence(JOB, one.epoch, one.incarnation)
+            self._note_holders(told)
+            left = [node for node in members if node not in told]
+            dead = {node: answer[1].get(node, "") for node in left if node not in self.living}
+            left = [node for node in left if node not in dead]
+            if left:
+                self._look_at(left, lambda more, unknown: seen(told | more, dead | unknown))
+            else:
+                seen(told, dead)
+
+        def ask_next(errand: Errand) -> None:
+            lookout = errand.next()
+            if lookout is None:
+                self._look_at(errand.members, seen)
+            else:
+                heard = partial(looked, errand.members)
+                self.call(lookout, "look_for", None, heard, lambda _: ask_next(errand), WITHIN_S)
+
+        for members in beyond:
+            ask_next(Errand(members, gone=lambda node: node not in self.living))
+        self._look_at(sorted({self.name, *districts.of(self.name)}), seen)
+
+    def _cut(self) -> Districts:
+        roster = self.members.roster
+        if self._districts[0] is not roster:
+            self._districts = roster, Districts([node.id for node in roster.nodes] if roster is not None else [])
+        return self._districts[1]
+
+    def _near(self, done: Callable[[Any], None]) -> None:
+        """What the nodes of this one's district hold, as of now. Who asks while it looks shares the look after that."""
+        self._ask_near.append(done)
+        if self._looking:
+            return
+        self._looking, asking, self._ask_near = True, self._ask_near, []
+
+        def seen(found: Mapping[str, Looked], silent: Mapping[str, str]) -> None:
+            self._looking = False
+            for one in asking:
+                one((found, silent))
+            if self._ask_near:
+                self._near(self._ask_near.pop())
+
+        self._look_at(sorted({self.name, *self._cut().of(self.name)}), seen)
+
+    def _look_at(self, names: Sequence[str], done: Callable[[dict[str, Looked], dict[str, str]], None]) -> None:
+        """What these hold, as they say themselves."""
+        nodes: dict[str, Looked] = {}
+        silent: dict[str, str] = {}
+        waiting, living = set(names), self.living
         began = self.world.now
 
         def got(node: str, found: Looked | PeerStoreError) -> None:
@@ -355,7 +435,7 @@ class Agent:
                     return
                 nodes[node] = found
                 self.copies.fence(JOB, found.epoch, found.incarnation)
-                self._note_holders(node, found)
+                self._note_holders({node: found})
                 if found.verifying:
                     silent[node] = f"it still verifies {found.verifying} shards"
             else:
@@ -368,16 +448,20 @@ class Agent:
             if node == self.name:
                 got(node, self.look())
             else:
-                self.call(node, "look", None, partial(got, node), partial(got, node), LOOK_S)
+                within_s = LOOK_S if node in living else DEAD_S
+                self.call(node, "look", None, partial(got, node), partial(got, node), within_s)
 
-        for node in sorted(waiting):
+        for node in names:
             ask(node)
 
-    def _note_holders(self, node: str, found: Looked) -> None:
+    def _note_holders(self, found: Mapping[str, Looked]) -> None:
         mine = {fact.key for fact in self.copies.facts(JOB)}
-        for fact in found.facts:
-            if fact.key in mine:
-                self.accounts.confirm(fact.key, node, self.members.life(node))
+        for node, looked in found.items():
+            shared = self.world.keys_of(looked) & mine
+            if shared:
+                life = self.members.life(node)  # type: ignore[arg-type]
+                for key in [fact.key for fact in looked.facts if fact.key in shared]:
+                    self.accounts.confirm(key, node, life)
 
     def mend(self, record: ShardRecord, wait_s: float = 1.0) -> None:
         """Fetch a shard that was dropped from a node that has it."""

@@ -30,6 +30,8 @@ class Holdings:
         self._keys: dict[tuple[str, str], ShardKey] = {}
         self._hidden: set[tuple[str, str]] = set()
         """Damaged copies that nobody has noticed."""
+        self._parts: dict[Group, int] = {}
+        """Of versions that were saved by another number of ranks than the first ones."""
         self._whole_at: dict[Group, float] = {}
         self._sealed_once: dict[Group, set[int]] = {}
         """The parts that were sealed, whatever became of them."""
@@ -76,16 +78,20 @@ class Holdings:
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
+    def parts_of(self, group: Group) -> int:
+        return self._parts.get(group, self._world.shape.parts)
+
     def holders(self, group: Group, part: int) -> set[str]:
         key = ShardKey("job", group.version, group.epoch, group.incarnation, group.attempt, part)
         return set(self._held.get(key, ()))
 
     def whole(self, group: Group, among: Collection[str] | None = None) -> bool:
         """Whether every part has an undamaged copy (on one of the machines ``among``)."""
-        parts = range(self._world.shape.parts)
+        parts = range(self.parts_of(group))
         if among is None:
             return all(self.holders(group, part) for part in parts)
-        return all(self.holders(group, part) & set(among) for part in parts)
+        names = set(among)
+        return all(self.holders(group, part) & names for part in parts)
 
     def groups(self, among: Collection[str] | None = None) -> list[Group]:
         return [group for group in self._whole_at if self.whole(group, among)]
@@ -97,7 +103,7 @@ class Holdings:
 
     def describe(self, group: Group) -> str:
         """Who holds what of a version."""
-        parts = range(self._world.shape.parts)
+        parts = range(self.parts_of(group))
         return ", ".join(f"part {part}: {' '.join(sorted(self.holders(group, part))) or 'nobody'}" for part in parts)
 
     def photo(self) -> dict[ShardKey, set[str]]:

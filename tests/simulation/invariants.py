@@ -68,8 +68,9 @@ class Truth(Holdings):
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def saved(self, group: Group, base: int | None) -> None:
+    def saved(self, group: Group, base: int | None, parts: int) -> None:
         self._bases[group] = base
+        self._parts[group] = parts
         if self.calm:
             self._saved_in_calm.add(group)
 
@@ -145,7 +146,7 @@ class Truth(Holdings):
         living = self.living()
         if not self.whole(self.floor, living):
             return True  # what it needs is on machines that are away
-        return all(self._kept_well(self.floor, part, living) for part in range(self._world.shape.parts))
+        return all(self._kept_well(self.floor, part, living) for part in range(self.parts_of(self.floor)))
 
     def _kept_well(self, group: Group, part: int, living: set[str]) -> bool:
         """Whether a part has all the copies it can have: of no part more than a few versions are kept on one machine,
@@ -181,13 +182,13 @@ class Truth(Holdings):
         if len(groups) > 1 or len(restore.choices) < len(restore.nodes):
             ways = ", ".join(f"{name}: {self._world.short(group)}" for name, group in restore.choices.items())
             raise Violation(f"the ranks do not load the same step: {ways} of {','.join(restore.nodes)}")
-        torn = [group for group in groups if len(self._sealed_once[group]) < self._world.shape.parts]
+        torn = [group for group in groups if len(self._sealed_once[group]) < self.parts_of(group)]
         if torn:
             raise Violation(f"the ranks choose {self._world.short(min(torn))}, which never was whole")
 
     def _whole_but_for(self, group: Group, gone: set[ShardKey]) -> bool:
         just = {key.part for key in gone if key.group == group}
-        return all(part in just or self.holders(group, part) for part in range(self._world.shape.parts))
+        return all(part in just or self.holders(group, part) for part in range(self.parts_of(group)))
 
     def loaded(self, key: ShardKey, data: bytes, written: bytes) -> None:
         if data != written:
@@ -206,7 +207,7 @@ class Truth(Holdings):
             if group not in self._left_out:
                 raise Violation(f"{agent.name}: {self._world.short(group)} is torn, and nobody left a part out")
         if found.whole is not None:
-            missing = self._world.shape.parts - len(self._sealed_once.get(found.whole, ()))
+            missing = self.parts_of(found.whole) - len(self._sealed_once.get(found.whole, ()))
             if missing:
                 raise Violation(f"{agent.name} says that {self._world.short(found.whole)} is whole without {missing}")
             self._answered(agent, found.whole, "whole")
@@ -222,9 +223,7 @@ class Truth(Holdings):
         agents = [machine.agent for machine in self._world.machines.values() if machine.agent is not None]
         known = {group for agent in agents for group in agent.copies.decided("job").torn}
         living = self.living()
-        held = {
-            group for group in known for part in range(self._world.shape.parts) if self.holders(group, part) & living
-        }
+        held = {group for group in known for part in range(self.parts_of(group)) if self.holders(group, part) & living}
         return "; ".join(f"{self._world.short(group)}: {self.describe(group)}" for group in sorted(held))
 
     def declared(self, agent: Agent, group: Group) -> None:
@@ -235,7 +234,7 @@ class Truth(Holdings):
         living = self.living()
         if self.calm and self._roomy:
             wanted = min(world.copies, len(living))
-            for part in range(world.shape.parts):
+            for part in range(self.parts_of(group)):
                 if len(self.holders(group, part)) < wanted:
                     raise Violation(
                         f"{agent.name} says that {world.short(group)} is settled, but {self.describe(group)}"
@@ -349,7 +348,7 @@ class Truth(Holdings):
         """Whether who answered held all of it from when they were asked until now."""
         keys = [key for key in photo if key.group == group]
         held = [photo[key] & self.holders(group, key.part) & reach for key in keys]
-        return len(keys) == self._world.shape.parts and all(held)
+        return len(keys) == self.parts_of(group) and all(held)
 
     def committed(self, group: Group) -> None:
         """All parts of a version are sealed: with one copy of each that is all there can be.

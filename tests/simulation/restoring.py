@@ -48,6 +48,8 @@ def candidates_of(here: Looked, others: dict[str, Looked]) -> list[Candidate]:
 class Restore:
     """One attempt to start the job on ``places``."""
 
+    job = Trainers
+
     def __init__(self, world: World, places: tuple[str, ...]) -> None:
         self.world, self.places = world, places
         self.nodes = sorted(set(places))
@@ -191,7 +193,7 @@ class Restore:
                 agent.copies.go_back(JOB, group)
                 agent.wake()
         incarnation = chr(ord("a") + len(self.world.restores) % 26)
-        trainers = Trainers(self.world, self.places, self.epoch, incarnation, group)
+        trainers = self.job(self.world, self.places, self.epoch, incarnation, group)
         self.world.say(f"{trainers} goes on from {self.world.short(group) if group else 'nothing'}")
         self.world.begin(trainers)
 

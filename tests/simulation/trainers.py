@@ -56,7 +56,7 @@ class Trainers:
         group = Group(self.epoch, self.step, 0, self.name)
         self.world.say(f"{self} saves step {self.step}")
         self._sealed[group] = set()
-        self.world.truth.saved(group, self.base)
+        self.world.truth.saved(group, self.base, len(self.places))
         for part in range(len(self.places)):
             key = ShardKey(JOB, self.step, self.epoch, self.name, 0, part)
             if part != without:
@@ -116,8 +116,7 @@ class Trainers:
                 self._leave_out(key)
             return
         try:
-            meta = b"%d" % (-1 if self.base is None else self.base)
-            agent.sealing.seal(lease.id, SHARD_BYTES, meta, (), lambda _: None)
+            agent.sealing.seal(lease.id, SHARD_BYTES, self.meta(key), (), lambda _: None)
         except FencedError as error:
             self._refuse(key, error)
             return
@@ -129,6 +128,9 @@ class Trainers:
         self._sealed[group].add(key.part)
         if len(self._sealed[group]) == len(self.places):
             self._commit(group)
+
+    def meta(self, _key: ShardKey) -> bytes:
+        return b"%d" % (-1 if self.base is None else self.base)
 
     def _commit(self, group: Group) -> None:
         self.world.say(f"{self} has step {group.version} whole")

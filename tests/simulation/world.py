@@ -14,8 +14,9 @@ from peerstore.cluster.nodes import Node, NodeId
 from peerstore.cluster.roster import roster_of
 from peerstore.errors import PeerStoreError, PeerUnreachableError
 from peerstore.ledger import Limits
+from peerstore.peers.messages import Looked
 from peerstore.records import Group, ShardKey
-from tests.simulation.agent import Agent
+from tests.simulation.agent import Agent, Later
 from tests.simulation.holdings import Violation
 from tests.simulation.invariants import NOTICED_S, Truth
 from tests.simulation.memory import BURST, SHARD_BYTES, SLOTS, DictArena
@@ -25,7 +26,7 @@ from tests.simulation.trainers import Trainers
 
 MEMBERSHIP = MembershipSettings(heartbeat_s=2.0, ping_timeout_s=0.6, suspect_after=1, dead_after_s=2.0, neighbours=1)
 REFUSED_S = 0.002
-_MOST_EVENTS = 40_000
+_KEYS_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,19 @@ class Machine:
 
 
 class World:
-    def __init__(self, seed: int, shape: Shape, *, say: Callable[[str], None] | None = None) -> None:
+    most_events = 40_000
+
+    def __init__(
+        self,
+        seed: int,
+        shape: Shape,
+        *,
+        say: Callable[[str], None] | None = None,
+        membership: MembershipSettings = MEMBERSHIP,
+    ) -> None:
         self.seed, self.shape = seed, shape
         self.copies = shape.copies
-        self.membership = MEMBERSHIP
+        self.membership = membership
         self.random = random.Random(f"world {seed}")
         self.events = Events()
         self.network = Network(self.events, self.random)
@@ -70,6 +80,7 @@ class World:
         self.jobs: list[Trainers] = []
         self.restores: list[Restore] = []
         self._added = itertools.count()
+        self._keys: dict[int, tuple[Looked, frozenset[ShardKey]]] = {}
         for _ in range(shape.nodes):
             self._add()
         self.roster = roster_of(1, [machine.node for machine in self.machines.values()])
@@ -108,8 +119,8 @@ class World:
         looked = self.now
         while (work := self.events.next(end)) is not None:
             work()
-            if self.events.count > _MOST_EVENTS:
-                raise Violation(f"{_MOST_EVENTS} messages, and no end")
+            if self.events.count > self.most_events:
+                raise Violation(f"{self.most_events} messages, and no end")
             if self.truth.news:
                 self.truth.check()
             if until is not None and self.now - looked > 0.25:
@@ -196,16 +207,22 @@ class World:
                 return
             try:
                 answer = agent.answer(source.name, op, body)
-                back = partial(done, answer)
             except PeerStoreError as error:
-                back = partial(failed, error)
+                back(partial(failed, error), first=first)
+                return
+            if isinstance(answer, Later):
+                answer.then(lambda known: back(partial(done, known), first=first))
+            else:
+                back(partial(done, answer), first=first)
+
+        def back(work: Callable[[], None], *, first: bool) -> None:
             delay = network.delay_s(target, source.name)
             if not first:
                 return
             if delay is None or self.now + delay - asked > timeout_s:
                 lost()
             else:
-                source.later(delay, back)
+                source.later(delay, work)
 
         delay = network.delay_s(source.name, target)
         if delay is None:
@@ -219,6 +236,16 @@ class World:
         if self.wire_damage and self.random.random() < self.wire_damage:
             return bytes([chunk[0] ^ 1]) + chunk[1:] if chunk else chunk
         return chunk
+
+    def keys_of(self, looked: Looked) -> frozenset[ShardKey]:
+        """What a node holds: thousands of nodes hear of it."""
+        known, keys = self._keys.get(id(looked), (None, frozenset[ShardKey]()))
+        if known is not looked:
+            keys = frozenset(fact.key for fact in looked.facts)
+            self._keys[id(looked)] = looked, keys
+            while len(self._keys) > _KEYS_KEPT:
+                del self._keys[next(iter(self._keys))]
+        return keys
 
     def agent_at(self, name: str) -> Agent | None:
         """The agent of a machine, unless it is away, or the machine itself is gone for good."""

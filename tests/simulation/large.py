@@ -1,0 +1,330 @@
+"""A job of thousands of ranks, message by message: ``python -m tests.simulation.large --nodes 1250 --ranks 8``.
+
+Each node is a real store, membership and account of copies, as in the schedules of this package, and they say to each
+other all that they say in a job: ranks seal, copies are made, the first node counts and tells the others. Then that
+node is lost, what it held is copied again, and the job goes on from memory with fewer ranks. Nodes know each other when
+it begins. Every node looks around as in production; of what they see a few come to a step and plan all that their
+ranks read, by the maps of :mod:`tieredckpt.agent.step_map`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import math
+import random
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from peerstore.cluster.gossip import Gossip, Rumour, Standing
+from peerstore.cluster.members import MembershipSettings
+from peerstore.errors import PeerStoreError
+from peerstore.peers.looking import Sight
+from peerstore.peers.messages import Looked
+from peerstore.records import Group, ShardKey
+from tests.simulation.agent import JOB, Agent
+from tests.simulation.memory import content, damaged_chunks, predictable
+from tests.simulation.restoring import Restore
+from tests.simulation.trainers import Trainers
+from tests.simulation.world import Shape, World
+from tieredckpt.agent.others import Others
+from tieredckpt.agent.step_map import StepLayouts, StepMap
+from tieredckpt.agent.views import elsewhere, memory_views
+from tieredckpt.boxes import Box
+from tieredckpt.layout import TensorEntry, encode, lay_out
+from tieredckpt.manifest import ShardMeta, encode_meta
+from tieredckpt.resolve import elect, resolve
+
+RACK = 32
+TENSORS, COLUMNS = 12, 4
+DECIDING = 8
+"""Nodes that come to a step and plan what their ranks read."""
+_LONGEST_S = 120.0
+"""Of simulated time, for anything to happen."""
+
+
+class WentWrong(AssertionError):
+    """Of what always happens here; what must never happen is looked for by the invariants."""
+
+
+@dataclass
+class Phase:
+    """What it took until something was so."""
+
+    what: str
+    seconds: float
+    """Of the processor, for the whole job in one process."""
+    simulated_s: float
+    sent: Counter[str]
+    most: int
+    """Messages that one node got."""
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count:,} {op}" for op, count in self.sent.most_common(5))
+        return (
+            f"{self.what}: {self.simulated_s:.1f} s of the job, {self.seconds:.1f} s here; {self.sent.total():,} "
+            f"messages ({kinds}), one node got {self.most:,} at most"
+        )
+
+
+@dataclass
+class Planned:
+    """What it takes one node to find what its ranks read."""
+
+    pieces: int = 0
+    layouts: int = 0
+    seconds: float = 0.0
+
+
+class LargeWorld(World):
+    """Counts what is sent."""
+
+    most_events = sys.maxsize
+
+    def __init__(self, nodes: int, ranks: int, fewer: int) -> None:
+        parts = nodes * ranks
+        self.rows = math.lcm(parts, fewer * ranks)
+        """Of each tensor: any of the worlds cuts it evenly."""
+        self.layouts: dict[str, bytes] = {}
+        self.sent: Counter[str] = Counter()
+        self.got: Counter[str] = Counter()
+        super().__init__(1, Shape(nodes, -(-nodes // RACK), 2, parts, 12 * parts), membership=MembershipSettings())
+
+    def call(self, source: Agent, target: str, op: str, *rest: Any) -> None:
+        self.sent[op] += 1
+        self.got[target] += 1
+        super().call(source, target, op, *rest)
+
+    @property
+    def agents(self) -> list[Agent]:
+        return [machine.agent for machine in self.machines.values() if machine.agent is not None]
+
+    def meet(self) -> None:
+        """Everybody has heard of everybody."""
+        rumours = [Rumour(agent.machine.node, agent.members.number, Standing.ALIVE) for agent in self.agents]
+        for agent in self.agents:
+            others = tuple(rumour for rumour in rumours if rumour.node.id != agent.name)
+            agent.members.heard(agent.clock(), others[0].node.id, Gossip(others, None, (0, "")))
+
+    def rows_of(self, part: int, parts: int) -> Box:
+        each = self.rows // parts
+        return Box((part * each, 0), (each, COLUMNS))
+
+    def meta(self, part: int, parts: int, base: int | None) -> bytes:
+        """What a rank says of its shard; its layout is kept as its node would."""
+        box, shape = self.rows_of(part, parts), (self.rows, COLUMNS)
+        entries = [TensorEntry(name, "float32", shape, box, 4, sharded=True) for name in names()]
+        layout = lay_out(entries, (), {name: tuple(name.split(".")) for name in names()})
+        self.layouts[layout.digest] = encode(layout)
+        return encode_meta(ShardMeta(layout.digest, (), base=-1 if base is None else base))
+
+    def until(self, what: str, done: Callable[[], bool]) -> Phase:
+        self.sent.clear()
+        self.got.clear()
+        began, then = time.process_time(), self.now
+        if not self.run(_LONGEST_S, done):
+            raise WentWrong(f"{what}: not within {_LONGEST_S:.0f} s")
+        most = max(self.got.values(), default=0)
+        return Phase(what, time.process_time() - began, self.now - then, Counter(self.sent), most)
+
+
+class LargeTrainers(Trainers):
+    world: LargeWorld
+
+    def meta(self, key: ShardKey) -> bytes:
+        return self.world.meta(key.part, len(self.places), self.base)
+
+
+class LargeRestore(Restore):
+    """Some of the nodes come to a step, the others to the same: what they see is what those see."""
+
+    world: LargeWorld
+    job = LargeTrainers
+
+    def __init__(self, world: World, places: tuple[str, ...]) -> None:
+        super().__init__(world, places)
+        self.planned: list[Planned] = []
+        self.read = 0
+        """Shards that ranks of these nodes took pieces of, all of them looked at."""
+
+    def _seen(self, name: str, attempt: int, nodes: dict[str, Looked], silent: dict[str, str]) -> None:
+        self._sights[name] = nodes, silent
+        if len(self._sights) == len(self.agents):
+            self._decide()
+
+    def _decide(self) -> None:
+        ranks = self.places.count(self.nodes[0])
+        deciding = self.nodes[:: max(1, len(self.nodes) // DECIDING)]
+        votes = [self._vote_of(name) for name in deciding]
+        chosen = elect([vote for vote in votes for _ in range(ranks)])
+        if chosen is None:
+            raise WentWrong("the nodes do not come to one step")
+        self.choices = dict.fromkeys(self.nodes, chosen)
+        self.world.truth.chosen(self)
+        for name in deciding:
+            self._plan(self.agents[name], chosen)
+        self._go_on(chosen)
+
+    def _vote_of(self, name: str) -> list[Group]:
+        nodes, silent = self._sights[name]
+        views = memory_views(nodes[name].facts, elsewhere(nodes, name), lambda _: False)
+        found = resolve([view.candidate for view in views], unreachable=["peer"] if silent else ())
+        return [candidate.group for candidate in (found.chosen, *found.alternatives) if candidate is not None]
+
+    def _plan(self, agent: Agent, group: Group) -> None:
+        """All that the ranks of one node read, as its agent finds it, and where that is."""
+        began = time.process_time()
+        nodes, silent = self._sights[agent.name]
+        facts, sources = others_seen(agent, nodes, silent).held(JOB, group)
+        here = {
+            fact.key.part: agent.shelf.sealed(fact.key)[1]
+            for fact in nodes[agent.name].facts
+            if fact.key.group == group
+        }
+        took, used = Planned(), set[str]()
+
+        def layouts(digests: Collection[str]) -> Mapping[str, bytes]:
+            used.update(digests)
+            return {digest: self.world.layouts[digest] for digest in digests}
+
+        step = StepMap(
+            group,
+            here=here,
+            elsewhere=facts,
+            sources=sources,
+            durable=None,
+            layouts=layouts,
+            records=lambda _: {},
+            table=lambda _: None,
+            known=StepLayouts(),
+        )
+        parts = set[int]()
+        for rank in (rank for rank, place in enumerate(self.places) if place == agent.name):
+            box = self.world.rows_of(rank, len(self.places))
+            found = step.pieces(rank, [(name, *box) for name in names()], ()).pieces
+            rows = sum((one.sizes if one.box is None else one.box[1])[0] for one in found)
+            if rows != TENSORS * box.sizes[0]:
+                raise WentWrong(f"rank {rank} finds {rows} rows of {TENSORS * box.sizes[0]}")
+            took.pieces += len(found)
+            parts |= {one.part for one in found}
+        took.layouts, took.seconds = len(used), time.process_time() - began
+        self.planned.append(took)
+        for part in parts - here.keys():
+            key = self._key(group, part)
+            agent.call(sources[part][0].node, "read", key, lambda found, key=key: self._looked_at(key, found), _refused)
+
+    def _known_epoch(self, _name: str) -> int:
+        return max(agent.jobs.epoch(JOB) for agent in self.agents.values())
+
+    def _looked_at(self, key: ShardKey, found: tuple[Any, bytes]) -> None:
+        record, data = found
+        if damaged_chunks(data, record) or data != content(key):
+            raise WentWrong(f"{self.world.short(key)} is read with bytes that nobody wrote")
+        self.read += 1
+
+
+def _refused(error: PeerStoreError) -> None:
+    raise WentWrong(f"a shard that was seen is not read: {error}")
+
+
+def others_seen(agent: Agent, nodes: Mapping[str, Looked], silent: Mapping[str, str]) -> Others:
+    """The part of the agent that says where shards are, over what was seen."""
+    team = SimpleNamespace(
+        me=agent.machine.node,
+        sight=lambda: Sight(nodes, silent),
+        tending=SimpleNamespace(peer=lambda node: agent.world.machines[node].node),
+    )
+    return Others(SimpleNamespace(team=lambda _: team))  # type: ignore[arg-type]
+
+
+def names() -> list[str]:
+    return [f"model.layers.{number // 4}.projection{number % 4}.weight" for number in range(TENSORS)]
+
+
+@dataclass
+class Story:
+    """A save, its commit, a lost node, and a restore into a smaller world."""
+
+    phases: list[Phase] = field(default_factory=list)
+    planned: list[Planned] = field(default_factory=list)
+    read: int = 0
+    counted: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    memory_mib: int = 0
+
+
+def tell(nodes: int, ranks: int, fewer: int, say: Callable[[str], None] = lambda _: None) -> Story:
+    """``nodes`` of ``ranks`` each; ``fewer`` of them go on."""
+    story, began = Story(), time.process_time()
+
+    def phase(what: str, done: Callable[[], bool]) -> None:
+        story.phases.append(world.until(what, done))
+        say(str(story.phases[-1]))
+
+    with predictable(random.Random(f"{nodes} {ranks}")):
+        world = LargeWorld(nodes, ranks, fewer)
+        world.meet()
+        world.run(2.0)
+        everybody = sorted(world.machines)
+        job: Trainers = LargeTrainers(world, tuple(n for n in everybody for _ in range(ranks)), 1, "a", None)
+        world.begin(job)
+        phase(f"{nodes * ranks:,} ranks save, all know it to be settled", _settled(world, job.save()))
+        lost = everybody[0]
+        world.crash(world.machines[lost])
+        phase(
+            "the node that counts is lost, and all know it", lambda: not any(lost in one.living for one in world.agents)
+        )
+        floor = world.truth.floor
+        assert floor is not None
+        parts = range(world.truth.parts_of(floor))
+        phase("its shards have two copies again", lambda: all(len(world.truth.holders(floor, p)) > 1 for p in parts))
+        restore = LargeRestore(world, tuple(n for n in everybody[1 : fewer + 1] for _ in range(ranks)))
+        world.restores.append(restore)
+        restore.begin()
+        phase(f"{fewer * ranks:,} ranks look around and choose", lambda: bool(restore.outcome))
+        if restore.outcome != "done":
+            raise WentWrong(restore.outcome)
+        job = world.jobs[-1]
+        phase(f"{fewer * ranks:,} ranks save, all know it to be settled", _settled(world, job.save()))
+        world.truth.check()
+        story.planned, story.read = restore.planned, restore.read
+    story.seconds = time.process_time() - began
+    story.memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    most = max(story.planned, key=lambda one: one.seconds)
+    say(
+        f"{len(story.planned)} nodes planned what {ranks} ranks each read: {most.pieces:,} pieces out of "
+        f"{most.layouts:,} layouts a node, {most.seconds:.2f} s at most; {story.read:,} shards of other nodes were read"
+    )
+    say(f"all of it: {story.seconds:.0f} s of one core, {story.memory_mib:,} MiB")
+    return story
+
+
+def _settled(world: LargeWorld, group: Group | None) -> Callable[[], bool]:
+    def settled() -> bool:
+        return group in world.truth.settled and all(one.copies.settled(JOB) == group for one in world.agents)
+
+    return settled
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.large")
+    parser.add_argument("--nodes", type=int, default=1250)
+    parser.add_argument("--ranks", type=int, default=8, help="of each node")
+    parser.add_argument("--fewer", type=int, help="nodes that go on; four fifths when not given")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    gc.freeze()
+    gc.disable()
+    tell(options.nodes, options.ranks, options.fewer or options.nodes * 4 // 5, lambda text: print(text, flush=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

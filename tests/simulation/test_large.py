@@ -1,0 +1,36 @@
+"""A job of many nodes, message by message: what one node gets and does for all grows no faster than the job."""
+
+import math
+
+import pytest
+
+from peerstore.commit import TOLD_AT_ONCE
+from tests.simulation.large import DECIDING, TENSORS, tell
+
+
+def holds(nodes, ranks, fewer):
+    story = tell(nodes, ranks, fewer, print)
+    saved, lost, copied, chosen, smaller = story.phases
+    for save, count in ((saved, nodes), (smaller, nodes - 1)):
+        assert save.sent["settling"] <= 3 * ranks * count, "a word for each part sealed, and each copied"
+        assert save.sent["decided"] <= 2 * TOLD_AT_ONCE
+        assert save.most <= 4 * ranks * count, "all of it is the one that counts"
+    own_district, beyond = math.sqrt(nodes), math.sqrt(nodes)
+    assert chosen.sent["look"] <= 6 * nodes * own_district
+    assert chosen.sent["look_for"] <= 3 * fewer * beyond
+    assert {*lost.sent, *copied.sent} <= {"ping", "ping_for", "offer", "chunk", "commit", "settling", "decided"}
+    assert len(story.planned) >= DECIDING
+    for planned in story.planned:
+        assert planned.pieces <= 3 * ranks * TENSORS
+        assert planned.layouts <= nodes * ranks, "each once a node, whatever its ranks want"
+    assert story.read
+
+
+def test_hundreds_of_ranks_save_lose_a_node_and_go_on_with_fewer():
+    holds(72, 3, 56)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_ten_thousand_ranks_save_lose_a_node_and_go_on_with_fewer():
+    holds(1250, 8, 1000)
