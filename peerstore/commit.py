@@ -34,7 +34,9 @@ REMEMBERED = 256
 MOST_TORN = 64
 """Versions that are known to be torn, the newest: nodes say them with every ping."""
 MOST_KEPT = 64
-"""Versions of a job that may be kept on request: nodes say them with every ping."""
+"""Versions of a job that may be kept on request: nodes say the attempts at them with every ping."""
+MOST_KEPT_ATTEMPTS = MOST_KEPT + MOST_KEPT // 2
+"""Attempts at them: of each the newest whole one, and those after it that may become whole."""
 TOLD_AT_ONCE = 128
 """How many nodes the one that counts tells itself what it has decided."""
 
@@ -138,23 +140,35 @@ class Versions:
             self.kept.clear()
         for group in gone & self.kept.keys():
             if self.kept[group].kept:
-                self.kept[group] = Kept(group, False, now_ns)
+                self.kept[group] = self.said(group, kept=False, now_ns=now_ns)
         self.marks = {group: parts for group, parts in self.marks.items() if group not in gone}
         self.settled = None if self.settled in gone else self.settled
         return news
 
-    def keep(self, said: Collection[Kept]) -> bool:
-        """These stay, whatever is newer, or do not have to any more; :class:`TooManyKeptError` if they are too many."""
+    def said(self, group: Group, *, kept: bool, now_ns: int) -> Kept:
+        """What is said of it here and now: later than all that was heard of it, whatever the clocks of others say."""
+        known = self.kept.get(group)
+        return Kept(group, kept, now_ns if known is None else max(now_ns, known.at_ns + 1))
+
+    def keep(self, said: Collection[Kept], whole: Callable[[], Collection[Group]] = tuple) -> bool:
+        """These stay, whatever is newer, or do not have to any more; :class:`TooManyKeptError` if they are too many.
+
+        Versions are counted, not attempts: one that is ``whole`` releases those before it, as it does to be torn.
+        """
         news = {one.group: one for one in said if one.at_ns > self.kept.get(one.group, one).at_ns}
         news |= {one.group: one for one in said if one.group not in self.kept and one.group not in self.dropped}
         if not news:
             return False
         after = self.kept | news
+        asked = {one.group for one in after.values() if one.kept}
+        for group in asked - kept_groups(asked - self.torn.keys(), whole()):
+            after[group] = Kept(group, False, after[group].at_ns + 1)
         stay = sorted((one for one in after.values() if one.kept), key=lambda one: one.at_ns)
-        if len(stay) > MOST_KEPT:
-            raise TooManyKeptError([one.group.version for one in stay])
-        over = sorted((one for one in after.values() if not one.kept), key=lambda one: -one.at_ns)[:MOST_KEPT]
-        self.kept = {one.group: one for one in (*stay, *over)}
+        versions = dict.fromkeys(one.group.version for one in stay)
+        if len(versions) > MOST_KEPT or len(stay) > MOST_KEPT_ATTEMPTS:
+            raise TooManyKeptError([*versions])
+        over = sorted((one for one in after.values() if not one.kept), key=lambda one: -one.at_ns)
+        self.kept = {one.group: one for one in (*stay, *over[: 2 * MOST_KEPT - len(stay)])}
         return True
 
     def go_on_from(self, base: Base, here: Collection[int]) -> None:

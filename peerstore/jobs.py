@@ -267,7 +267,7 @@ class Jobs:
     def keep(self, job: str, said: Collection[Kept]) -> bool:
         """These versions stay, whatever is newer, or do not have to any more; whether that is news."""
         try:
-            news = self.of(job).keep(said)
+            news = self.of(job).keep(said, lambda: self.whole().get(job, ()))
         except TooManyKeptError as error:
             raise RequestError(
                 f"job {job} keeps {MOST_KEPT} steps in memory already, which is the most: "

@@ -53,12 +53,12 @@ class Leasing:
     """``lease``, ``grow``, ``relabel``, ``abandon`` of the store. The shelf's lock is taken here."""
 
     def __init__(
-        self, shelf: Shelf, jobs: Jobs, give_way: Callable[[str], bool], expire: Callable[[str, str], None]
+        self, shelf: Shelf, jobs: Jobs, give_way: Callable[[str, bool], bool], expire: Callable[[str, str], None]
     ) -> None:
         self._shelf = shelf
         self._jobs = jobs
         self._give_way = give_way
-        """Asked before a writer is refused; never with the shelf's lock held."""
+        """Asked before a writer waits, and for the last time before it is refused; never with the shelf's lock held."""
         self._expire = expire
         """Drops a job that nobody uses, for this reason."""
         self.expired: list[str] = []
@@ -96,7 +96,7 @@ class Leasing:
                 if isinstance(found, Full) or not job:
                     self._wait(found, deadline)
                     continue
-            if not self._give_way(job):
+            if not self._give_way(job, self._shelf.clock() >= deadline):
                 with self._shelf.lock:
                     self._wait(found, deadline)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from peerstore.owners import Owner
 from peerstore.records import Group, ShardKey, ShardRecord
@@ -39,8 +39,14 @@ class SealListener:
     def decided(self, job: str, group: Group, *, torn: bool) -> None:
         """A version is whole, as is known from elsewhere, or torn: some writer has left its part out."""
 
-    def give_way(self, job: str) -> bool:
-        """A writer of ``job`` finds no slot: let go of something that is held and can be spared; False: nothing is."""
+    def withdrawn(self, job: str, groups: Collection[Group]) -> None:
+        """Their owner drops these versions, here or on another node."""
+
+    def give_way(self, job: str, last: bool) -> bool:
+        """A writer of ``job`` finds no slot: let go of something that is held and can be spared; False: nothing is.
+
+        ``last``: else the writer is refused now. Until then it waits.
+        """
         return False
 
 
@@ -100,5 +106,8 @@ class Listeners(SealListener):
         what = "torn" if torn else "whole"
         self.tell(f"version {group.version} of job {job} is {what}", lambda one: one.decided(job, group, torn=torn))
 
-    def give_way(self, job: str) -> bool:
-        return any(listener.give_way(job) for listener in self._all)
+    def withdrawn(self, job: str, groups: Collection[Group]) -> None:
+        self.tell(f"{len(groups)} versions of job {job} are dropped", lambda one: one.withdrawn(job, groups))
+
+    def give_way(self, job: str, last: bool) -> bool:
+        return any(listener.give_way(job, last) for listener in self._all)

@@ -45,7 +45,6 @@ from peerstore.reading import Reading
 from peerstore.records import (
     Forgotten,
     Group,
-    Kept,
     Lease,
     Pin,
     ShardFact,
@@ -302,13 +301,17 @@ class NodeStore:
         if groups is None:
             with self._lock:
                 self._shelf.notes.remove(FORGOTTEN, job_name(job))
-        return self._keeping.forget(job, groups)
+        found = self._keeping.forget(job, groups)
+        if groups is not None:
+            self._listeners.withdrawn(job, groups)
+        return found
 
     def keep(self, job: str, group: Group, *, kept: bool = True) -> None:
         """The version is not given up for newer ones, nor for want of room; or may be again. Survives this process."""
         with self._lock:
             self._shelf.notes.catch_up()
-            self._jobs.keep(job_name(job), [Kept(group, kept, time.time_ns())])
+            said = self._jobs.of(job_name(job)).said(group, kept=kept, now_ns=time.time_ns())
+            self._jobs.keep(job, [said])
 
     def kept(self, job: str) -> set[Group]:
         """Versions of the job that somebody wants kept, here or on other nodes."""

@@ -170,8 +170,9 @@ class Checkpointer:
         ``keep``: the step stays, in memory and in the durable tier, until :meth:`drop` or ``tieredckpt unpin``: it
         counts towards no number of newest ones, and no save takes its room (one that finds none says so). ``durable``:
         the step becomes durable whatever ``durable.every`` says, and is not left out when a newer one is there first;
-        ``saved.wait("durable")`` says when. :class:`UsageError` where there is no durable tier. With either one the
-        step is saved also when it is not due, and waits up to ``memory.wait_s`` for a slot. All ranks say the same.
+        ``saved.wait("durable")`` says when, and raises :class:`SaveFailedError` where it had to give way to saves in
+        memory, which go on while the store is away. :class:`UsageError` where there is no durable tier. With either one
+        the step is saved also when it is not due, and waits up to ``memory.wait_s`` for a slot. All ranks say the same.
 
         After SIGTERM all ranks agree on a step, this one or the next, as the last: it is saved by all of them, made
         durable within the grace period, and the signal is delivered to whoever got it.

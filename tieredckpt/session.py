@@ -595,7 +595,13 @@ class Session:
             )
             if keep:  # before it is there: no newer one takes its place in between
                 self.node.store.keep(self.job, key.group)
-            record = self._sealed(staged.lease, total, meta, layout, table)
+            try:
+                record = self._sealed(staged.lease, total, meta, layout, table)
+            except BaseException:
+                if keep:
+                    with contextlib.suppress(PeerStoreError):  # as many as there may be are not for what is not there
+                        self.node.store.keep(self.job, key.group, kept=False)
+                raise
         except PeerStoreError as error:
             raise SaveFailedError(f"{key} was not sealed: {error}") from error
         self.sealed_step = key.version

@@ -159,14 +159,25 @@ class Catalog:
         self.store.put(names.quarantine(self._job, group), reason.encode())
         self._change(lambda known: replace(known, quarantined=known.quarantined | {group}))
 
-    def keep(self, group: Group, *, kept: bool) -> None:
-        """Have retention pass over the step, or not any more."""
-        name = names.kept(self._job, group)
-        if kept:
-            self.store.put(name, b"")
-        else:
-            self.store.delete([name])
+    def keep(self, group: Group, *, kept: bool, at_ns: int = 0) -> None:
+        """Have retention pass over the step, or not any more; said at ``at_ns``, or now and so after all before."""
+        yes, no = names.kept(self._job, group), names.released(self._job, group)
+        now, before = (yes, no) if kept else (no, yes)
+        at_ns = at_ns or max(time.time_ns(), self._said_at(before) + 1)
+        self.store.put(now, str(at_ns).encode())
+        self.store.delete([before])
         self._change(lambda known: replace(known, kept=known.kept | {group} if kept else known.kept - {group}))
+
+    def said_kept(self, group: Group, *, kept: bool) -> int:
+        """When that was said of the step last, whoever said it; 0 where nobody has, or it was taken back."""
+        return self._said_at((names.kept if kept else names.released)(self._job, group))
+
+    def _said_at(self, name: str) -> int:
+        try:
+            said = self.store.get(name)
+        except ObjectNotFoundError:
+            return 0
+        return int(said) if said.isdigit() and len(said) < 20 else 1  # there, and nobody noted when
 
     def shard_files(self, group: Group, *, at_least: int = 1) -> dict[int, tuple[ShardIndex, bytes, bytes]]:
         """The indexes of the shards of ``group`` that were uploaded, by part: what a manifest is rebuilt from.

@@ -5,9 +5,10 @@
     waiting ──> running ──> done          the manifest is there: the step is durable
        │           ├──────> failed        the store said no; the next step tries again
        │           └──────> waiting       the store is away; tried again later, shard by shard
-       └──> skipped                       a newer step was sealed first and policy says skip, or a save in memory
-                                          needs the slots: those go on whatever the store does. Never where somebody
-                                          has asked for this very step
+       └──> skipped                       a newer step was sealed first and policy says skip, a save in memory needs the
+                                          slots (those go on whatever the store does), or its owner has dropped it.
+                                          Where somebody has asked for this very step it gives way to saves in memory
+                                          only, after all others, and then it has failed: that is said to who asked
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +28,7 @@ import xxhash
 from peerstore import deadlines
 from peerstore.crashpoints import reach
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
-from peerstore.records import Group, ShardKey, ShardRecord
+from peerstore.records import Group, Kept, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
 from tieredckpt.agent.catalog import Catalog, Listing, manifest_from
 from tieredckpt.agent.compress import compressed
@@ -69,7 +71,7 @@ DRAINED, JOURNAL = "drained.", "upload."
 class Places(Protocol):
     """What a drain has to know about jobs."""
 
-    def catalog(self, job: str) -> Catalog | None: ...
+    def catalog(self, job: str) -> AbstractContextManager[Catalog | None]: ...
     def durable_settings(self, job: str) -> DurableSettings: ...
     def commits(self, job: str, group: Group) -> bool:
         """Whether it is this node that looks for all parts of a step and makes it exist, of all that have some."""
@@ -91,7 +93,15 @@ class _Step:
     bytes_done: int = 0
     error: str = ""
     required: bool = False
-    """Somebody has asked for this very step: it gives way to nothing."""
+    """Somebody has asked for this very step: it gives way to saves in memory only, and not without a word."""
+    over: str = ""
+    """Why it does not become durable any more, whatever is under way."""
+    dropped: bool = False
+    """Its owner has said so: nothing of it stays in the durable tier."""
+    cancel: threading.Event = field(default_factory=threading.Event)
+    """Ends its upload."""
+    url: str = ""
+    """Where what is ``done`` is."""
     held: bool = False
     """Its shards keep their slots."""
     not_before: float = 0.0
@@ -154,7 +164,7 @@ class Drain(SealListener):
             if not meta.durable and (key.job, key.group) not in self._steps:
                 return
             step = self._steps.setdefault((key.job, key.group), _Step(key.job, key.group, record.parts, meta.base))
-            if step.state in ("done", "skipped"):
+            if step.state in ("done", "skipped") or step.over:
                 return
             step.required |= meta.required is True
             self._hold(key)
@@ -182,7 +192,7 @@ class Drain(SealListener):
             if older and not step.done and not step.required:
                 self._skip(step, "a newer one is ready")
 
-    def give_way(self, job: str) -> bool:
+    def give_way(self, job: str, last: bool) -> bool:
         """A save finds no slot: first what is uploaded already need not be held, then the oldest step that waits goes.
 
         One that is running goes on: with it, the newest whole step and the one being written each rank has a slot.
@@ -190,16 +200,16 @@ class Drain(SealListener):
         with self._changed:
             waiting = sorted(
                 (step for step in self._steps.values() if step.job == job and step.state == "waiting"),
-                key=lambda step: (bool(step.done), step.group),
+                key=lambda step: (step.required, bool(step.done), step.group),
             )
             uploaded = [step for step in waiting if step.held and step.done.issuperset(step.shards)]
             for step in uploaded:
                 self._unhold(step)
-            held = [step for step in waiting if step.held and not step.required]
+            # What was asked for waits as long as the save does, unless the store is known to be away.
+            held = [step for step in waiting if step.held and (last or step.error or not step.required)]
             if not uploaded and held:
                 trouble = f"; the store: {held[0].error}" if held[0].error else ""
                 self._skip(held[0], f"it gave way to saves in memory{trouble}")
-                self._changed.notify_all()
             return bool(uploaded or held)
 
     def wake(self) -> None:
@@ -208,6 +218,14 @@ class Drain(SealListener):
             for step in self._steps.values():
                 step.not_before = 0.0
             self._changed.notify_all()
+
+    def moved(self, job: str) -> None:
+        """The job's durable tier is elsewhere, or another account's: what is under way begins again there."""
+        with self._changed:
+            for step in self._steps.values():
+                if step.job == job:
+                    step.url = ""
+                    step.cancel.set()
 
     # -- what others see --------------------------------------------------------------------------------------
 
@@ -235,6 +253,10 @@ class Drain(SealListener):
             self._changed.wait_for(lambda: settled() or self._stop.is_set(), deadlines.left(timeout_s))
             steps = self._wanted(job, group)
             still = [step for step in steps if step.open]
+            failed = [step for step in steps if step.state == "failed"]
+            done = [step for step in steps if step.state == "done"]
+            if not still and failed and not (done and done[-1].group > failed[-1].group):
+                return failed[-1].view
             return (still or steps)[-1].view if steps else None
 
     def _wanted(self, job: str, group: Group | None) -> list[_Step]:
@@ -245,6 +267,8 @@ class Drain(SealListener):
         """Begin nothing new, and stop between two parts; the next agent goes on from there."""
         self._stop.set()
         with self._changed:
+            for step in self._steps.values():
+                step.cancel.set()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -280,27 +304,44 @@ class Drain(SealListener):
         """The oldest step that waits. Called with the lock held."""
         step = min(ready, key=lambda step: step.group)
         step.state = "running"
+        step.cancel.clear()
         return step
 
     def _skip(self, step: _Step, why: str) -> None:
-        log.info("%s step %d is left out of the durable tier: %s", step.job, step.group.version, why)
-        self.totals.skipped += 1
-        step.state, step.error = "skipped", why
+        """Lock held. Whoever has asked for this very step, and not dropped it since, is told that it has failed."""
+        step.over = why
+        if step.required and not step.dropped:
+            log.error("%s step %d was to be durable and does not become so: %s", step.job, step.group.version, why)
+            self.totals.errors += 1
+            step.state, step.error = "failed", why
+        else:
+            log.info("%s step %d is left out of the durable tier: %s", step.job, step.group.version, why)
+            self.totals.skipped += 1
+            step.state, step.error = "skipped", why
         self._release(step)
+        self._changed.notify_all()
+
+    def _end(self, step: _Step, why: str) -> None:
+        """It does not become durable any more, also where its upload is under way. Lock held."""
+        step.over = step.over or why
+        step.cancel.set()
+        if step.state == "waiting":
+            self._skip(step, why)
 
     def _drain(self, step: _Step) -> None:
-        began = self._clock()
         try:
-            catalog = self._places.catalog(step.job)
-            if catalog is None:
-                self._settle(step, "failed" if step.required else "skipped", "the job has no durable tier")
-                return
-            committed = not catalog.has(step.group, step.base)
-            if committed and not self._make_durable(step, catalog):
-                return
-            self._finish(step, catalog, began, committed=committed)
+            with self._places.catalog(step.job) as catalog:
+                if catalog is None:
+                    self._settle(step, "failed" if step.required else "skipped", "the job has no durable tier")
+                    return
+                try:
+                    self._drain_to(catalog, step)
+                finally:
+                    if step.dropped:
+                        self._take_back(step, catalog)
         except UploadCancelledError:
-            step.state = "waiting"
+            with self._changed:
+                step.state = "waiting"
         except (DurableRefusedError, CheckpointDamagedError) as error:
             self.totals.errors += 1
             log.error("%s step %d does not become durable: %s", step.job, step.group.version, error)
@@ -311,6 +352,28 @@ class Drain(SealListener):
             with self._changed:
                 step.state, step.error, step.not_before = "waiting", str(error), self._clock() + _RETRY_S
                 self._changed.notify_all()
+        with self._changed:
+            if step.over and step.state == "waiting":
+                self._skip(step, step.over)
+
+    def _drain_to(self, catalog: Catalog, step: _Step) -> None:
+        began = self._clock()
+        with self._changed:
+            if step.url != catalog.store.url:  # what was uploaded to another place does not count for this one
+                step.url, step.done = catalog.store.url, set()
+                step.uploaded_at = step.checked_at = 0.0
+        committed = not catalog.has(step.group, step.base)
+        if committed and not self._make_durable(step, catalog):
+            return
+        if step.dropped or step.url != catalog.store.url:
+            raise UploadCancelledError("it is not wanted here any more")
+        self._finish(step, catalog, began, committed=committed)
+
+    def _take_back(self, step: _Step, catalog: Catalog) -> None:
+        try:
+            delete_step(catalog, step.job, step.group)
+        except (TieredCheckpointError, OSError) as error:
+            log.warning("what is in %s of %s step %d: %s", catalog.store.url, step.job, step.group.version, error)
 
     def _make_durable(self, step: _Step, catalog: Catalog) -> bool:
         """Upload this node's shards and, when every part is there, the manifest. False: others' parts are missing."""
@@ -337,6 +400,8 @@ class Drain(SealListener):
             return False
         manifest = manifest_from(list(files.values()), created_ns=time.time_ns(), writer=self._writer)
         reach("drain.complete")
+        if step.cancel.is_set():
+            raise UploadCancelledError(f"{step.job} step {step.group.version} is not to be made durable here and now")
         catalog.commit(manifest, step.base)
         reach("drain.committed")
         return True
@@ -432,7 +497,7 @@ class Drain(SealListener):
             size = index.size_bytes if frames is None else sum(frames)
             identity = xxhash.xxh3_128_hexdigest(index.checksums) + ("" if frames is None else ".zst")
             catalog.store.upload(
-                name, path, size, journal=journal, identity=identity, progress=progress, cancel=self._stop
+                name, path, size, journal=journal, identity=identity, progress=progress, cancel=step.cancel
             )
         return msgspec.structs.replace(
             index, object=name, encoding="raw" if frames is None else "zstd", frames=tuple(frames or ())
@@ -472,27 +537,39 @@ class Drain(SealListener):
                 catalog.quarantine(group, reason)
 
     def _say_kept(self, job: str, catalog: Catalog) -> None:
+        """What was said last counts, in memory or in the durable tier: who has not heard of it says nothing older."""
         listing = catalog.remembered()
-        for group in (self._store.kept(job) & listing.manifests.keys()) - listing.kept:
-            catalog.keep(group, kept=True)
+        for said in self._store.copies.kept(job):
+            if said.group not in listing.manifests or said.kept == (said.group in listing.kept):
+                continue
+            at_ns = catalog.said_kept(said.group, kept=not said.kept)
+            if at_ns > said.at_ns:
+                self._store.copies.keep(job, (Kept(said.group, not said.kept, at_ns),))
+            elif at_ns or said.kept:
+                catalog.keep(said.group, kept=said.kept, at_ns=said.at_ns)
 
     def decided(self, job: str, group: Group, *, torn: bool) -> None:
         with self._changed:
             step = self._steps.get((job, group))
-            if torn and step is not None and step.state == "waiting":
-                self._skip(step, "a rank left its part out")
-                self._changed.notify_all()
+            if torn and step is not None:
+                self._end(step, "a rank left its part out")
+
+    def withdrawn(self, job: str, groups: Collection[Group]) -> None:
+        with self._changed:
+            for step in self._these(job, groups):
+                step.dropped = True
+                self._end(step, "it was dropped")
 
     def drop(self, job: str, groups: Collection[Group]) -> None:
-        """Their owner gives these steps up: nothing more of them is uploaded."""
+        """Their owner gives these steps up: nothing more of them is uploaded, and what was goes again."""
+        self.withdrawn(job, groups)
         with self._changed:
-            steps = [self._steps[job, group] for group in groups if (job, group) in self._steps]
-            for step in steps:
-                if step.state == "waiting":
-                    self._skip(step, "it was dropped")
-            self._changed.notify_all()
+            steps = self._these(job, groups)
             left_s = deadlines.left(_DROP_S)
             self._changed.wait_for(lambda: not any(step.open for step in steps) or self._stop.is_set(), left_s)
+
+    def _these(self, job: str, groups: Collection[Group]) -> list[_Step]:
+        return [self._steps[job, group] for group in groups if (job, group) in self._steps]
 
     def _retain(self, job: str, catalog: Catalog) -> None:
         known = catalog.remembered()
@@ -599,12 +676,12 @@ def delete_step(catalog: Catalog, job: str, group: Group) -> None:
     entry = catalog.remembered().manifests.get(group)
     objects: set[str] = set()
     if entry is not None:
-        manifest = catalog.manifest(group)
-        objects.update(shard.object for shard in manifest.shards if shard.object)
+        with suppress(ObjectNotFoundError):  # somebody else deletes it, too
+            objects.update(shard.object for shard in catalog.manifest(group).shards if shard.object)
         catalog.store.delete([names.manifest(job, group, entry.base)])
     objects.update(info.name for info in catalog.store.list(names.steps(job, group)))
     catalog.store.delete(sorted(objects))
-    catalog.store.delete([names.quarantine(job, group), names.kept(job, group)])
+    catalog.store.delete([names.quarantine(job, group), names.kept(job, group), names.released(job, group)])
     catalog.deleted(group)
 
 

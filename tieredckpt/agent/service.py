@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -9,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -126,6 +127,18 @@ class _DamageNote(msgspec.Struct, frozen=True):
     reason: str
 
 
+@dataclasses.dataclass(eq=False)
+class _Opened:
+    """A durable tier, and how many use it now."""
+
+    catalog: Catalog | None
+    users: int = 0
+
+    def close(self) -> None:
+        if self.catalog is not None:
+            self.catalog.store.close()
+
+
 class NodeService(SealListener):
     """A :class:`~tieredckpt.node.Node` over this process's own store."""
 
@@ -148,7 +161,9 @@ class NodeService(SealListener):
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         """Of what is opened at a URL, and of which URL that is; before the other lock."""
-        self._catalogs: dict[str, Catalog | None] = {}
+        self._catalogs: dict[str, _Opened] = {}
+        self._opened: list[_Opened] = []
+        """Those, and what is still used of what was opened with settings that do not count any more."""
         self._crashed = CrashedLoads()
         self._settings: dict[str, DurableSettings] = {}
         self.observed: dict[str, Counter[str]] = defaultdict(Counter)
@@ -169,8 +184,11 @@ class NodeService(SealListener):
         data = msgspec.msgpack.encode(durable)
         if self._blob(job, DURABLE) != data:  # what is kept counts, not what this agent remembers: the job may be new
             self.store.put_blob(job, DURABLE, data)
-        if self.durable_settings(job) != durable:
+        before = self.durable_settings(job)
+        if before != durable:
             self._forget_catalog(job)
+        if (before.url, before.options) != (durable.url, durable.options):
+            self.drain.moved(job)
         self.drain.wake()
 
     def survey(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> Survey:
@@ -352,9 +370,9 @@ class NodeService(SealListener):
     def lift(self, job: str, group: Group) -> None:
         self.store.remove_blob(job, QUARANTINE + names.stem(group))
         self._crashed.forget(job, group=group)
-        catalog = self.catalog(job)
-        if catalog is not None:
-            catalog.forget()
+        with self.catalog(job) as catalog:
+            if catalog is not None:
+                catalog.forget()
 
     def quarantined(self, job: str) -> dict[Group, str]:
         """What is noted on this node, and why."""
@@ -382,11 +400,11 @@ class NodeService(SealListener):
             if name.startswith(DAMAGED) and any(name.startswith(DAMAGED + names.stem(group)) for group in groups):
                 self.store.remove_blob(job, name)
         try:
-            catalog = self.catalog(job)
-            listing = catalog.listing(fresh=True) if catalog is not None else None
-            for group in groups:
-                if catalog is not None and listing is not None and group in listing.manifests:
-                    delete_step(catalog, job, group)
+            with self.catalog(job) as catalog:
+                if catalog is not None:
+                    catalog.listing(fresh=True)  # what other nodes have made durable goes, too
+                    for group in groups:
+                        delete_step(catalog, job, group)
         except (TierUnavailableError, DurableRefusedError) as error:
             silent["the durable tier"] = str(error)
         if silent:
@@ -534,16 +552,14 @@ class NodeService(SealListener):
     def close(self) -> None:
         self.drain.stop()
         with self._opening:
-            opened = list(self._catalogs.values())
-        for catalog in opened:
-            if catalog is not None:
-                catalog.store.interrupt()
+            for one in self._opened:
+                if one.catalog is not None:
+                    one.catalog.store.interrupt()
         self.drain.close()
         with self._opening:
-            catalogs, self._catalogs = self._catalogs, {}
-        for catalog in catalogs.values():
-            if catalog is not None:
-                catalog.store.close()
+            opened, self._opened, self._catalogs = self._opened, [], {}
+        for one in opened:
+            one.close()
 
     # -- for the drain ----------------------------------------------------------------------------------------
 
@@ -556,13 +572,25 @@ class NodeService(SealListener):
                 self._settings[job] = kept
             return kept
 
-    def catalog(self, job: str) -> Catalog | None:
-        """The job's durable tier, opened once; ``None`` when it has none."""
+    @contextlib.contextmanager
+    def catalog(self, job: str) -> Iterator[Catalog | None]:
+        """The job's durable tier, opened once; ``None`` when it has none. While it is used it stays open, also where
+        other settings come.
+        """
         with self._opening:
-            if job not in self._catalogs:
+            opened = self._catalogs.get(job)
+            if opened is None:
                 settings = self.durable_settings(job)
-                self._catalogs[job] = Catalog(self._open(settings.url, settings), job) if settings.url else None
-            return self._catalogs[job]
+                catalog = Catalog(self._open(settings.url, settings), job) if settings.url else None
+                opened = self._catalogs[job] = _Opened(catalog)
+                self._opened.append(opened)
+            opened.users += 1
+        try:
+            yield opened.catalog
+        finally:
+            with self._opening:
+                opened.users -= 1
+            self._close_unused()
 
     def commits(self, job: str, group: Group) -> bool:
         if self.others is None:
@@ -618,8 +646,8 @@ class NodeService(SealListener):
         """Put what the durable tier has beside what is in memory; the answer is the plain checkpoints there."""
 
         def listed() -> Listing | None:
-            catalog = self.catalog(job)
-            return None if catalog is None else catalog.listing(fresh=fresh)
+            with self.catalog(job) as catalog:
+                return None if catalog is None else catalog.listing(fresh=fresh)
 
         listing = deadlines.in_time(listed, functools.partial(self._late, job))
         if listing is None:
@@ -638,10 +666,10 @@ class NodeService(SealListener):
 
     def _durable_manifest(self, job: str, group: Group, *, needed: bool) -> Manifest | None:
         def read() -> Manifest | None:
-            catalog = self.catalog(job)
-            if catalog is None or not (needed or group in catalog.listing().manifests):
-                return None
-            return catalog.manifest(group)
+            with self.catalog(job) as catalog:
+                if catalog is None or not (needed or group in catalog.listing().manifests):
+                    return None
+                return catalog.manifest(group)
 
         try:
             return deadlines.in_time(read, functools.partial(self._late, job))
@@ -678,9 +706,16 @@ class NodeService(SealListener):
         with self._opening:
             with self._lock:
                 self._settings.pop(job, None)
-            old = self._catalogs.pop(job, None)
-        if old is not None:
-            old.store.close()
+            self._catalogs.pop(job, None)
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        """Of what other settings have taken the place of."""
+        with self._opening:
+            unused = [one for one in self._opened if not one.users and one not in self._catalogs.values()]
+            self._opened = [one for one in self._opened if one not in unused]
+        for one in unused:
+            one.close()
 
 
 # -- over the socket ----------------------------------------------------------------------------------------------

@@ -149,9 +149,9 @@ class Sight:
             raise CheckpointNotFoundError(
                 f"job {job} has no durable tier that is known here: name it with --durable URL or durable.url"
             )
-        catalog = self._direct.catalog(job)
-        assert catalog is not None  # noqa: S101 - it was configured with a URL
-        return catalog
+        with self._direct.catalog(job) as catalog:  # open until the end: it is configured once
+            assert catalog is not None  # noqa: S101 - it was configured with a URL
+            return catalog
 
     def store(self, job: str) -> ObjectStore:
         """The job's object store, for reading shards."""

@@ -5,6 +5,7 @@
     JOB/manifests/000000000120.000003.0.1f2e3d.from-100.manifest      a step is there when this is
     JOB/manifests/000000000120.000003.0.1f2e3d.quarantine             do not load it
     JOB/manifests/000000000120.000003.0.1f2e3d.kept                   retention does not delete it
+    JOB/manifests/000000000120.000003.0.1f2e3d.released               nor does it pass over it any more; since when
     JOB/steps/000000000120/000003.0.1f2e3d/000007.safetensors
     JOB/steps/000000000120/000003.0.1f2e3d/000007.index
     JOB/files/data.step-120@2fstate.json                     a file beside the steps; file.* says when it was written
@@ -67,6 +68,10 @@ def quarantine(job: str, group: Group) -> str:
 
 def kept(job: str, group: Group) -> str:
     return f"{manifests(job)}{stem(group)}.kept"
+
+
+def released(job: str, group: Group) -> str:
+    return f"{manifests(job)}{stem(group)}.released"
 
 
 def parse_entry(name: str, job: str) -> Entry | None:

@@ -14,7 +14,7 @@ from tests.support.faults import Answer, FlipResponseBit, Hang
 from tests.support.jobs import Job, objects, on_server, state_at
 from tests.support.s3 import BUCKET
 from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, TierUnavailableError
-from tieredckpt.errors import FormatVersionError
+from tieredckpt.errors import FormatVersionError, SaveFailedError
 from tieredckpt.incarnation import Incarnation, SaveDecision
 from tieredckpt.manifest import decode_manifest
 from tieredckpt.saved import SaveState
@@ -306,6 +306,32 @@ def test_memory_saves_go_on_while_the_store_is_away_and_durable_steps_fall_due(
         assert ckpt.save(state_at(20), 20).wait("durable", timeout_s=60) is SaveState.DURABLE
     job.lose_memory()
     job.expect(20, tiers={"durable"})
+
+
+@pytest.mark.parametrize("on_busy", ["skip", "wait"])
+def test_memory_saves_go_on_while_the_store_is_away_and_steps_were_asked_to_be_durable(
+    agent_dir, rclone, rclone_proxy, on_busy
+):
+    settings, endpoint = through(rclone_proxy, rclone, retry_s=1.0, timeout_s=1.0, on_busy=on_busy)
+    settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
+    for method in ("GET", "PUT"):
+        rclone_proxy.on(method, times=10**6).fail(Answer(503, "SlowDown"))
+    job = Job(agent_dir, settings)
+    with job.checkpointer(durable_every=100) as ckpt:
+        ckpt.session.incarnation = Incarnation(1, "known")  # or the first save would ask the store
+        asked = [ckpt.save(state_at(step), step, durable=True) for step in (1, 2)]
+        assert [saved.wait() for saved in asked] == [SaveState.SEALED] * 2
+        saved = [ckpt.save(state_at(step), step).wait() for step in range(3, 12)]
+        assert saved == [SaveState.SEALED] * len(saved)
+        assert ckpt.restore(zeroed(state_at(0))) == 11
+        states = {view.group.version: view.state for view in ckpt.session.node.drains(job.name)}
+        (given_up,) = [step for step, state in states.items() if state == "failed"]
+        with pytest.raises(SaveFailedError, match=f"step {given_up} did not become durable: it gave way"):
+            asked[given_up - 1].wait("durable", timeout_s=60)
+        assert "not durable (it gave way to saves in memory" in asked[given_up - 1].durability
+        rclone_proxy.clear()
+        (other,) = {1, 2} - {given_up}
+        assert asked[other - 1].wait("durable", timeout_s=60) is SaveState.DURABLE
 
 
 def test_waiting_policy_makes_every_durable_step_durable(agent_dir, directory, tmp_path):

@@ -1,21 +1,24 @@
 """The commit protocol, whatever is said in whatever order: what is whole, what is torn, and what may go."""
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from peerstore.commit import (
+    MOST_KEPT,
     MOST_TORN,
     Decided,
     Reports,
     Settling,
     Tally,
+    TooManyKeptError,
     Versions,
     left_unfinished,
     scribe,
     superseded,
 )
 from peerstore.peers.duties import Standing
-from peerstore.records import Base, Group, ShardKey
+from peerstore.records import Base, Group, Kept, ShardKey
 
 PARTS = 3
 NODES = ("a", "b", "c")
@@ -131,6 +134,35 @@ def test_no_more_torn_versions_are_remembered_than_a_ping_may_carry():
     versions = Versions()
     versions.tear([group(version) for version in range(3 * MOST_TORN)])
     assert sorted(versions.torn) == [group(version) for version in range(2 * MOST_TORN, 3 * MOST_TORN)]
+
+
+def test_versions_that_are_kept_are_counted_and_not_the_attempts_at_them():
+    versions = Versions()
+    whole = set()
+    for attempt in range(3 * MOST_KEPT):
+        versions.keep([versions.said(group(5, attempt=attempt), kept=True, now_ns=attempt + 1)], lambda: whole)
+        whole.add(group(5, attempt=attempt))
+        assert group(5, attempt=attempt) in versions.stays(whole)
+        assert len(versions.kept) <= 2 * MOST_KEPT, "more than a ping may carry"
+    for version in range(6, 5 + MOST_KEPT):
+        versions.keep([versions.said(group(version), kept=True, now_ns=1000 + version)], lambda: whole)
+    with pytest.raises(TooManyKeptError):
+        versions.keep([versions.said(group(1000), kept=True, now_ns=2000)], lambda: whole)
+
+
+def test_what_is_torn_is_not_kept():
+    versions = Versions()
+    for version in range(3 * MOST_KEPT):
+        versions.keep([versions.said(group(version), kept=True, now_ns=version + 1)])
+        versions.tear([group(version)])
+
+
+@given(st.integers(0, 10), st.integers(0, 10), st.booleans())
+def test_what_is_said_here_is_later_than_what_was_heard(heard_ns, now_ns, kept):
+    versions = Versions()
+    versions.keep([Kept(group(1), not kept, heard_ns)])
+    versions.keep([versions.said(group(1), kept=kept, now_ns=now_ns)])
+    assert versions.kept[group(1)].kept == kept
 
 
 @given(st.sets(groups), st.none() | groups, st.sets(groups), st.booleans())

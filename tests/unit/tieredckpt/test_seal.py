@@ -74,6 +74,21 @@ def test_a_failure_is_an_error_and_not_a_report(node, state):
             ckpt.seal(state, 8)
 
 
+def test_a_seal_that_is_refused_leaves_nothing_kept(node, state):
+    with Checkpointer("tiered://seal") as ckpt:
+        ckpt.save(state, 0).wait()
+        seal = ckpt.session.seal
+
+        def late(*what, **how):
+            node.store.claim("seal", "another-incarnation")
+            return seal(*what, **how)
+
+        ckpt.session.seal = late
+        with pytest.raises(SaveFailedError, match="was fenced"):
+            ckpt.save(state, 8, keep=True).wait()
+        assert node.store.kept("seal") == set()
+
+
 def test_switched_off_it_writes_a_plain_checkpoint(state, tmp_path):
     settings = Settings(enabled=False, durable=DurableSettings(url=f"file://{tmp_path}"))
     with Checkpointer("tiered://seal", settings=settings) as ckpt:

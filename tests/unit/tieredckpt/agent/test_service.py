@@ -179,6 +179,11 @@ class Opened:
         return store
 
 
+def ask_for_catalog(service):
+    with service.catalog("job"):
+        pass
+
+
 def test_who_asks_at_the_same_time_opens_one_store(arena, tmp_path):
     opened = Opened(2)
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
@@ -186,7 +191,7 @@ def test_who_asks_at_the_same_time_opens_one_store(arena, tmp_path):
     with contextlib.closing(store):
         with contextlib.closing(service):
             service.configure("job", DurableSettings(url=f"file://{tmp_path}/durable"))
-            asking = [threading.Thread(target=service.catalog, args=("job",)) for _ in range(2)]
+            asking = [threading.Thread(target=ask_for_catalog, args=(service,)) for _ in range(2)]
             for one in asking:
                 one.start()
             for one in asking:
@@ -201,9 +206,10 @@ def test_a_store_that_is_being_opened_when_the_job_moves_is_not_kept(arena, tmp_
     service = NodeService(store, open_durable=opened)
     with contextlib.closing(store), contextlib.closing(service):
         service.configure("job", DurableSettings(url=f"file://{tmp_path}/before"))
-        asking = threading.Thread(target=service.catalog, args=("job",))
+        asking = threading.Thread(target=ask_for_catalog, args=(service,))
         asking.start()
         assert opened.began.wait(10)
         service.configure("job", DurableSettings(url=f"file://{tmp_path}/after"))
         asking.join()
-        assert service.catalog("job").store.url == f"file://{tmp_path}/after"
+        with service.catalog("job") as catalog:
+            assert catalog.store.url == f"file://{tmp_path}/after"
