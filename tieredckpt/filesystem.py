@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tieredckpt.files import FileSpace, Place
     from tieredckpt.side_files import SideFile, SideFiles
     from tieredckpt.step_files import JobSteps, StepFiles
+
+log = logging.getLogger(__name__)
 
 _COPIED_BYTES = 8 << 20
 _jobs: dict[tuple[int, str], _Job] = {}
@@ -250,6 +253,11 @@ class _Written(io.BytesIO):
 
     def discard(self) -> None:
         super().close()
+
+    def __del__(self) -> None:  # of files in general it closes them
+        if not self.closed:
+            log.warning("%s of %s was not closed, so that it is not kept", self._path, self._others.job)
+            self.discard()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -8,6 +8,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from types import TracebackType
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -99,6 +100,16 @@ class SlotWriter(io.RawIOBase):
         super().close()
         if self._fd >= 0:
             self._closed(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.discard()
+        self.close()
+
+    def __del__(self) -> None:  # of files in general it closes them, and what was not closed is not all written
+        self.let_go()
 
     # -- for the space ----------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """DCP's own file writer and reader on ``tiered://``, unmodified and without ``enable_urls()``."""
 
+import gc
 import io
 import signal
 
@@ -335,3 +336,22 @@ def test_paths_that_are_none(path):
     with pytest.raises(UsageError):
         place_of(path)
     assert not fsspec.filesystem("tiered").exists(path)
+
+
+def test_a_file_that_was_not_closed_is_not_kept(agent_dir, caplog):
+    tiered = fsspec.filesystem("tiered")
+    with tiered.open("tiered://job/state.json", "wb") as file:
+        file.write(b"all of it")
+    file = tiered.open("tiered://job/state.json", "wb")
+    file.write(b"all")
+    del file
+    gc.collect()
+    assert tiered.cat_file("tiered://job/state.json") == b"all of it"
+    assert "state.json of job was not closed, so that it is not kept" in caplog.text
+
+
+def test_a_file_of_a_step_whose_writing_failed_is_not_sealed(agent_dir):
+    tiered = fsspec.filesystem("tiered")
+    with pytest.raises(TypeError), tiered.open("tiered://job/step-1/__0_0.distcp", "wb") as file:
+        file.writelines([b"half of it", None])
+    assert open_session(".job", load_settings()).node.store.inventory(".job") == []
