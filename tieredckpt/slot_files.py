@@ -35,6 +35,8 @@ _MOST_GROWTH = 1 << 30
 class SlotWriter(io.RawIOBase):
     """Bytes into a leased slot, from where the file begins in its shard."""
 
+    _fd = -1
+
     def __init__(
         self, closed: Callable[[SlotWriter], None], space: str, session: Session, lease: Lease, name: str
     ) -> None:

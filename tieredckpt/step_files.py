@@ -18,6 +18,7 @@ import os
 import pickle
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ from tieredckpt.export.source import StepSource, quiet
 from tieredckpt.export.torch_file import unread_tensor
 from tieredckpt.layout import TensorEntry
 from tieredckpt.location import Location, parse_location
-from tieredckpt.node import Described, StepView, Survey
+from tieredckpt.node import StepView, Survey
 from tieredckpt.reader import nothing
 from tieredckpt.resolve import resolve
 from tieredckpt.session import Session, open_session
@@ -53,6 +54,8 @@ from tieredckpt.tensors import dtype_named
 from tieredckpt.writer import TieredWriter, storage_meta
 
 _KEPT = 4
+_FRESH_S = 5.0
+"""A load opens a step's files one after the other; to describe all of it for each would take its size squared."""
 _READ_BYTES = 8 << 20
 _Segment = bytes | tuple[int, ByteRange]
 
@@ -181,12 +184,23 @@ def _tensor_metadata(chunks: list[TensorEntry]) -> TensorStorageMetadata:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """A step as it was described to this process."""
+
+    at: float
+    session: Session
+    step: StoredStep
+    files: StepFiles
+
+
 class JobSteps:
     """The whole steps of one job, whoever saved them, as files."""
 
     def __init__(self, job: str) -> None:
         self.job = job
         self._made: dict[Group, StepFiles] = {}
+        self._seen: dict[Group, _Seen] = {}
         self._loading: dict[int, Group] = {}
         """The steps whose metadata a load has opened, and which attempt that was: it reads its data from the same."""
         self._lock = threading.Lock()
@@ -206,23 +220,24 @@ class JobSteps:
     def find(self, step: int) -> StepFiles | None:
         """A whole step; ``None`` where there is none."""
         try:
-            return self._described(self._view(step).group)[1]
+            return self._described(self._view(step).group).files
         except CheckpointNotFoundError:
             return None
 
     def open(self, step: int, name: str) -> io.BufferedReader:
         """One file of a step; where ``dcp.load`` reads it, the job goes on from there."""
         ranks = ranks_of_call()
-        described, files = self._described(self._group(step, name, loading=ranks is not None))
-        if name not in files.sizes:
+        group = self._group(step, name, loading=ranks is not None)
+        seen = self._described(group, fresh=name == METADATA)
+        if name not in seen.files.sizes:
             raise FileNotFoundError(f"tiered://{self.job}/step-{step} has no file {name}")
-        session, group = self.session, described.manifest.group
+        session = seen.session
 
         def read() -> None:
             if ranks is not None and name != METADATA:
                 session.restored(group, ranks)
 
-        return files.open(name, StepSource(described, session.node.store, session.durable_store), read)
+        return seen.files.open(name, StepSource(seen.step, session.node.store, session.durable_store), read)
 
     def remove(self, step: int) -> bool:
         """Delete a step in all tiers and on all nodes; False where there is none."""
@@ -263,18 +278,22 @@ class JobSteps:
         group = found.chosen.group
         return next(view for view in seen.views if view.group == group)
 
-    def _described(self, group: Group) -> tuple[Described, StepFiles]:
+    def _described(self, group: Group, *, fresh: bool = True) -> _Seen:
+        """Where a step's bytes are: as of now, or for its many files as of a moment ago."""
+        session = self.session
+        with self._lock:
+            files, seen = self._made.get(group), self._seen.get(group)
+        if not fresh and seen is not None and seen.session is session and time.monotonic() - seen.at < _FRESH_S:
+            return seen
         with told(f"step {group.version} of {self.job} cannot be read"):
-            described = self.session.node.describe(self.job, group)
+            at, step = time.monotonic(), StoredStep(session.node.describe(self.job, group))
+        files = files or StepFiles(step, Location(parse_location(self.job).job, group.version))
+        seen = _Seen(at, session, step, files)
         with self._lock:
-            files = self._made.get(group)
-        if files is None:
-            files = StepFiles(StoredStep(described), Location(parse_location(self.job).job, group.version))
-        with self._lock:
-            self._made[group] = files
+            self._made[group], self._seen = files, {group: seen}
             while len(self._made) > _KEPT:
                 del self._made[next(iter(self._made))]
-        return described, files
+        return seen
 
 
 class _File(io.RawIOBase):

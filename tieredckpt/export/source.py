@@ -31,8 +31,8 @@ _WINDOW_BYTES = 32 << 20
 class StepSource:
     """Tensors and items of one step. A copy in memory that turns out damaged is left for the durable one."""
 
-    def __init__(self, described: Described, memory: Store | None, durable: Callable[[], ObjectStore]) -> None:
-        self.step = StoredStep(described)
+    def __init__(self, of: Described | StoredStep, memory: Store | None, durable: Callable[[], ObjectStore]) -> None:
+        self.step = of if isinstance(of, StoredStep) else StoredStep(of)
         self._pinned = PinnedShards(memory, self.step.group) if memory is not None else None
         self._durable = durable
         self._gone: dict[int, ShardCheck] = {}
