@@ -1,5 +1,6 @@
 """Jobs with more pieces than fit into a message: what was saved is restored, however many there are."""
 
+import json
 import os
 import time
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.pieces import measure
 from tests.support.paged_agents import paged_agent
 from tests.support.stores import store_directory
 from tieredckpt import Checkpointer, SaveFailedError
@@ -112,6 +114,27 @@ def save_refused(pieces):
         saved = ckpt.save(state, 1)
         with pytest.raises(SaveFailedError, match="the limit is"):
             saved.wait()
+
+
+def finds_its_own(kind, job, own):
+    """What ``python -m benchmarks.pieces`` measures, in processes of their own: seconds are printed, not judged."""
+    found = measure(kind, *job)
+    print(json.dumps(found, indent=1))
+    asked = {what: found[what] for what in found if what.startswith(("restore", "reshard"))}
+    assert [said["pieces"] for said in asked.values()] == own
+    return [said["grown, MiB"] for said in asked.values()]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_in_a_job_with_a_million_pieces_a_rank_keeps_those_that_it_asked_for():
+    assert max(finds_its_own("sharded", (1000, 1000), [1000, 1000, 2000, 2000])) < 8
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_in_a_job_with_a_million_tensors_a_rank_keeps_the_names_and_its_own_pieces():
+    assert max(finds_its_own("apart", (200, 5000), [5000] * 4)) < 400
 
 
 @pytest.mark.nightly
