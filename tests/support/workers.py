@@ -4,8 +4,7 @@ A worker has all that collecting has imported, torch among it: to start an inter
 more than many tests. Tests stay together where fixtures live as long as their file. Every other test goes to whoever is
 free.
 
-Of the tests that wait for what has to happen within a time (:data:`TIMED`), a third of the workers run some at a time,
-and half of them others.
+Tests that wait for what has to happen within a time (:data:`TIMED`) run one at a time, beside half as many others.
 
 How long a file took is kept in pytest's cache, and orders the next run.
 """
@@ -80,9 +79,8 @@ class Queue:
         self._timed: list[Unit] = []
         for unit in units:
             (self._timed if unit.timed else self._free).append(unit)
-        self._timed_at_once = max(1, workers // 3)
         self._beside_timed = max(1, workers // 2)
-        self._running_timed = 0
+        self._running_timed = False
         self._running_free = 0
 
     def __bool__(self) -> bool:
@@ -90,8 +88,8 @@ class Queue:
 
     def next(self) -> Unit | None:
         """``None``: nothing that may begin now."""
-        if self._timed and self._running_timed < self._timed_at_once and self._running_free <= self._beside_timed:
-            self._running_timed += 1
+        if self._timed and not self._running_timed and self._running_free <= self._beside_timed:
+            self._running_timed = True
             return self._timed.pop(0)
         few = self._running_free < self._beside_timed or not (self._timed or self._running_timed)
         if self._free and few:
@@ -101,7 +99,7 @@ class Queue:
 
     def done(self, unit: Unit) -> None:
         if unit.timed:
-            self._running_timed -= 1
+            self._running_timed = False
         else:
             self._running_free -= 1
 
