@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from peerstore.client import Client, Connector, connect
@@ -119,3 +120,29 @@ class Caretaker:
         if self._acting.acquire(timeout=_START_S):
             self._acting.release()
         self._lock.close()
+
+
+class Caretakers:
+    """Those of this process: one for each agent, while anybody wants it looked after."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._here: dict[Path, tuple[Caretaker, int]] = {}
+        os.register_at_fork(after_in_child=self._forked)
+
+    def begin(self, place: AgentPlace, launch: Connector, replace: Callable[[], bool]) -> None:
+        with self._lock:
+            there, wanted = self._here.get(place.directory) or (Caretaker(place, launch, replace), 0)
+            self._here[place.directory] = there, wanted + 1
+
+    def end(self, place: AgentPlace) -> None:
+        with self._lock:
+            there, wanted = self._here.pop(place.directory, (None, 0))
+            if there is not None and wanted > 1:
+                self._here[place.directory] = there, wanted - 1
+        if there is not None and wanted == 1:
+            there.close()
+
+    def _forked(self) -> None:
+        """What its parent looks after is none of a child's business."""
+        self._lock, self._here = threading.Lock(), {}

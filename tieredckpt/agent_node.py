@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from peerstore import frames
-from peerstore.agent_watch import Caretaker
+from peerstore.agent_watch import Caretakers
 from peerstore.client import Client, Connector, connect
 from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.errors import AgentUnreachableError, PeerStoreError
@@ -68,6 +68,7 @@ from tieredckpt.settings import DurableSettings, Settings
 _ADOPTION_S = 660.0
 _RETRY_S = 20.0
 _DROP_S = 300.0
+_caretakers = Caretakers()
 _SLACK_S = 1.0
 """What an agent has for an answer that is not waited for."""
 _WAIT_AGAIN_S = 300.0
@@ -88,21 +89,22 @@ class AgentNode:
             else (lambda: connect(place.socket, named=place.named))
         )
         self._replace = partial(replace_hung if self._embedded else refuse_hung, place)
-        self._caretaker: Caretaker | None = None
+        self._looks_after = False
         self.store = _client(place, self._connector, job, self._replace)
 
     def look_after(self) -> None:
         """From here on the agent is started again when it dies, and replaced when it hangs, also while nobody calls it:
         by one process of the node, whichever has the lock.
         """
-        if self._embedded and self._caretaker is None:
+        if self._embedded and not self._looks_after:
             with contextlib.suppress(PeerStoreError, OSError):  # the next save tries again
-                self._caretaker = Caretaker(self.place, self._connector, self._replace)
+                _caretakers.begin(self.place, self._connector, self._replace)
+                self._looks_after = True
 
     def look_away(self) -> None:
-        caretaker, self._caretaker = self._caretaker, None
-        if caretaker is not None:
-            caretaker.close()
+        if self._looks_after:
+            self._looks_after = False
+            _caretakers.end(self.place)
 
     def configure(self, job: str, durable: DurableSettings) -> None:
         self.store.call("configure", Configure(job, durable), type(None))

@@ -55,7 +55,7 @@ class Agent:
         self.shelf = Shelf(machine.arena, Limits(machine.budget_bytes, SLOTS, BURST), self.clock)  # type: ignore[arg-type]
         self.jobs = Jobs(self.shelf, ttl_s=float("inf"))
         self.keeping = Keeping(self.shelf, self.jobs)
-        self.leasing = Leasing(self.shelf, self.jobs, lambda _: False, self.keeping.expire)
+        self.leasing = Leasing(self.shelf, self.jobs, lambda *_: False, self.keeping.expire)
         self.sealing = SimulatedSealing(self.shelf, self.jobs, None)  # type: ignore[arg-type]
         self.copies = Copies(self.shelf, self.jobs, self.leasing, self.keeping)
         self.adoption = Adoption(self.shelf, self.jobs, self.leasing)

@@ -80,8 +80,9 @@ def agent_of_module(*jobs: str) -> Any:
         with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
             patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
             patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
-            for job in jobs:
-                open_session(job, load_settings())
+            for job in jobs or ("begun",):
+                session = open_session(job, load_settings())
+                session.node.look_after()  # as the first save of a test would, and until the last one has ended
             yield directory
 
     return node

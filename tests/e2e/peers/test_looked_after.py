@@ -78,6 +78,8 @@ def end_it_on_purpose(job):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         ckpt.restore(zeroed(sharded(0)))
         ckpt.save(sharded(5), 5).wait(timeout_s=60)
+        for preparing in ckpt._preparing:  # which needs one, too
+            preparing.join()
         end_agent(mine(), signal.SIGTERM)
         until(lambda: noticed.said, "it was looked for")
         assert agent_pid(mine()) is None
