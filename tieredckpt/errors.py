@@ -11,6 +11,7 @@
     │   ├── FormatVersionError          written by a newer release: upgrade
     │   └── PluginError                 what another package adds cannot be loaded: install it anew, or without it
     ├── CheckpointNotFoundError     absent: there is no such (whole) step; starting fresh is a decision, not an accident
+    │   ├── CheckpointTornError         a step was begun and never came to be whole: nothing that was whole is lost
     │   └── LedgerNotFoundError         nothing was written down of such a job
     ├── TierUnavailableError        unknown: a tier could not be asked; retry, do not start fresh
     │   ├── StoreBusyError              the store asks to slow down, or a slot or an upload is still in use

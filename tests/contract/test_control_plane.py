@@ -72,9 +72,9 @@ def test_where_every_node_keeps_a_store_all_ranks_know_all_of_them():
         assert {place.store for place in places} == {places[0].stores[0]}
         inside = {seat.supervisor.settings.node for seat, one in zip(job.seats, ready, strict=True) if one.done()}
         assert {store.removesuffix(":1") for store in places[0].stores} == inside
-        for seat, one in zip(job.seats, ready, strict=True):
-            if one.done():
-                seat.finished()
+        placed = [seat for seat, one in zip(job.seats, ready, strict=True) if one.done()]
+        for seat in placed:  # when all of them have, the spare hears that it is over
+            seat.finished()
 
 
 def test_nothing_is_wanted_of_a_world_that_is_well(start):
