@@ -44,8 +44,9 @@ class Preemption:
         """What a handler may put into, whomever it has interrupted: that it came, and later that all is done."""
         self._before: Any = signal.SIG_DFL
         self._active = not _others and threading.current_thread() is threading.main_thread()
+        self._waiting = threading.Thread(target=self._wait, name="tieredckpt-sigterm", daemon=True)
         if self._active:
-            threading.Thread(target=self._wait, name="tieredckpt-sigterm", daemon=True).start()
+            self._waiting.start()
             self._before = signal.signal(signal.SIGTERM, self._received)
 
     @property
@@ -66,6 +67,8 @@ class Preemption:
     def close(self) -> None:
         """Give SIGTERM back to whoever had it; one that is waiting for its last save is delivered."""
         self._steps.put(False)
+        if self._waiting.is_alive():
+            self._waiting.join()
         if self._active and threading.current_thread() is threading.main_thread():
             if self.requested:
                 self._flush_now()
