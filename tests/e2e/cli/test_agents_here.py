@@ -9,12 +9,15 @@ from tieredckpt.settings import DurableSettings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
+ONE, OTHER = "found-one", "found-other"
+"""Whose names no other test's agent has: all that run on this machine are looked at."""
+
 
 @pytest.fixture
 def simulated(monkeypatch):
     """Two jobs, each with an agent of its own, and none in the usual place."""
     with agent_directory() as one, agent_directory() as other:
-        for directory, name, steps in ((one, "one", (1, 2)), (other, "other", (7,))):
+        for directory, name, steps in ((one, ONE, (1, 2)), (other, OTHER, (7,))):
             monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory / "n1" / "agent"))
             monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "256MiB")
             job = Job(directory / "n1" / "agent", DurableSettings(), name)
@@ -27,17 +30,17 @@ def simulated(monkeypatch):
 
 
 def test_a_jobs_agent_is_found_wherever_it_runs(cli, simulated):
-    assert [one["step"] for one in cli("ls", "one", "--json").json["steps"]] == [1, 2]
-    assert [one["step"] for one in cli("ls", "other", "--json").json["steps"]] == [7]
-    assert cli("status", "other", "--json").code == 0
-    assert cli("status", "one", "--cluster", "--json").json["job"] == "one"
-    assert cli("top", "one", "--once", "--json").code == 0
-    assert cli("whatif", "one", "--each", "--json").json["job"] == "one"
-    assert cli("pin", "other", 7, "--json").json["marked"] == ["memory"]
+    assert [one["step"] for one in cli("ls", ONE, "--json").json["steps"]] == [1, 2]
+    assert [one["step"] for one in cli("ls", OTHER, "--json").json["steps"]] == [7]
+    assert cli("status", OTHER, "--json").code == 0
+    assert cli("status", ONE, "--cluster", "--json").json["job"] == ONE
+    assert cli("top", ONE, "--once", "--json").code == 0
+    assert cli("whatif", ONE, "--each", "--json").json["job"] == ONE
+    assert cli("pin", OTHER, 7, "--json").json["marked"] == ["memory"]
     assert cli("ls", "nobody").code in (3, 5)
     assert cli("ls", "--json").json["jobs"], "without a job: those of an agent that has some"
 
 
 def test_a_named_agent_is_the_only_one_that_is_asked(cli, simulated):
     one, _ = simulated
-    assert cli("ls", "other", "--agent-dir", one / "n1" / "agent").code == 3
+    assert cli("ls", OTHER, "--agent-dir", one / "n1" / "agent").code == 3
