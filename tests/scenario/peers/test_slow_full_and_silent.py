@@ -125,7 +125,8 @@ def test_a_partner_that_asks_for_chunks_that_do_not_exist_stops_no_other_copy():
 def test_neighbours_in_a_black_hole_make_nobody_suspect_and_cost_no_quorum():
     """They take connections and say nothing: what waits for them holds up no ping to anybody else."""
     names = [f"n{number}" for number in range(1, 8)]
-    with neighbours(*names) as nodes:
+    patient = MembershipSettings(heartbeat_s=0.1, ping_timeout_s=5.0, dead_after_s=0.5)  # all of them in one process
+    with neighbours(*names, membership=patient) as nodes:
         first, *others = nodes
 
         def standings():
