@@ -16,6 +16,8 @@ from pathlib import Path
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LEAST = 10_000
 _EACH = 250
+_SHARES = 64
+"""At least, also where the kernel's own range begins low and they lie within it."""
 
 
 def free_port() -> int:
@@ -39,7 +41,7 @@ class _Own:
     def numbers(self) -> Iterator[int]:
         if self._pid != os.getpid():  # a forked process has its own
             self._pid = os.getpid()
-            shares = max(1, (_first_given_away() - _LEAST) // _EACH)
+            shares = max(_SHARES, (_first_given_away() - _LEAST) // _EACH)
             first = _LEAST + self._pid % shares * _EACH
             self._numbers = itertools.cycle(range(first, first + _EACH))
         return itertools.islice(self._numbers, _EACH)

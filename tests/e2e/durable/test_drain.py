@@ -284,15 +284,19 @@ def test_a_slow_store_skips_steps_and_keeps_the_newest(agent_dir, rclone, rclone
     job.expect(4, tiers={"durable"})
 
 
+def away(proxy, server, on_busy):
+    """A store that answers nobody until the proxy is cleared."""
+    settings, endpoint = through(proxy, server, retry_s=1.0, timeout_s=1.0, on_busy=on_busy)
+    for method in ("GET", "PUT"):
+        proxy.on(method, times=10**6).fail(Answer(503, "SlowDown"))
+    return DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
+
+
 @pytest.mark.parametrize("on_busy", ["skip", "wait"])
 def test_memory_saves_go_on_while_the_store_is_away_and_durable_steps_fall_due(
     agent_dir, rclone, rclone_proxy, on_busy
 ):
-    settings, endpoint = through(rclone_proxy, rclone, retry_s=1.0, timeout_s=1.0, on_busy=on_busy)
-    settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
-    for method in ("GET", "PUT"):
-        rclone_proxy.on(method, times=10**6).fail(Answer(503, "SlowDown"))
-    job = Job(agent_dir, settings)
+    job = Job(agent_dir, away(rclone_proxy, rclone, on_busy))
     with job.checkpointer(durable_every=5) as ckpt:
         ckpt.session.incarnation = Incarnation(1, "known")  # or the first save would ask the store
         saved = [ckpt.save(state_at(step), step).wait() for step in range(1, 18)]
@@ -312,11 +316,7 @@ def test_memory_saves_go_on_while_the_store_is_away_and_durable_steps_fall_due(
 def test_memory_saves_go_on_while_the_store_is_away_and_steps_were_asked_to_be_durable(
     agent_dir, rclone, rclone_proxy, on_busy
 ):
-    settings, endpoint = through(rclone_proxy, rclone, retry_s=1.0, timeout_s=1.0, on_busy=on_busy)
-    settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": endpoint}})
-    for method in ("GET", "PUT"):
-        rclone_proxy.on(method, times=10**6).fail(Answer(503, "SlowDown"))
-    job = Job(agent_dir, settings)
+    job = Job(agent_dir, away(rclone_proxy, rclone, on_busy))
     with job.checkpointer(durable_every=100) as ckpt:
         ckpt.session.incarnation = Incarnation(1, "known")  # or the first save would ask the store
         asked = [ckpt.save(state_at(step), step, durable=True) for step in (1, 2)]
