@@ -1,7 +1,8 @@
 """Bytes between tensors and slots: one pass, several threads, no Python per byte.
 
-A copy of memory is done piece by piece with ``memcpy`` by a few threads (each call releases the interpreter);
-everything else (another device, strides, conjugates) is a ``copy_`` into a view of the slot.
+A copy of memory is done piece by piece with ``memcpy`` by a few threads (each call releases the interpreter), what is
+on a device is copied by that device straight into the slot, on a stream of its own; everything else (strides,
+conjugates) is a ``copy_`` into a view of the slot.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from peerstore.crashpoints import reach
 from peerstore.pages import populate_address
+from tieredckpt.device import Copy, Device, accelerator
 from tieredckpt.tensors import is_flat
 
 log = logging.getLogger(__name__)
@@ -150,26 +153,6 @@ def _batches(moves: Sequence[Move]) -> Iterator[list[Move]]:
         yield batch
 
 
-class HostMemory(Protocol):
-    """Registers memory of this process with its devices, which then copy into it by themselves."""
-
-    def register(self, address: int, size_bytes: int) -> str:
-        """What went wrong, or nothing."""
-
-    def unregister(self, address: int) -> None: ...
-
-
-class CudaHost:
-    """The CUDA runtime."""
-
-    def register(self, address: int, size_bytes: int) -> str:
-        code = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
-        return "" if int(code) == 0 else f"cudaHostRegister: error {int(code)}"
-
-    def unregister(self, address: int) -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)
-
-
 class SlotMemory:
     """A slot of the node's arena in this process's address space, writable.
 
@@ -177,8 +160,8 @@ class SlotMemory:
     registered with a device stays so until the file is another one (of another generation).
     """
 
-    def __init__(self, fd: int, size_bytes: int, generation: int, *, host: HostMemory | None = None) -> None:
-        """``fd`` is this object's from here on. ``host`` registers memory with the devices, by default CUDA's."""
+    def __init__(self, fd: int, size_bytes: int, generation: int) -> None:
+        """``fd`` is this object's from here on."""
         self.size_bytes = size_bytes
         self.generation = generation
         self._fd = fd
@@ -196,8 +179,13 @@ class SlotMemory:
         self._shared: torch.Tensor | None = None
         self._touched = 0
         """How many bytes from the front on have been touched by this process."""
-        self._host = host or CudaHost()
-        self._registered: bool | None = None
+        self._device: Device | None = None
+        """Who was asked to register the slot, and has to be asked to undo it."""
+        self._is_registered = False
+        self._is_closed = False
+        self._in_flight = 0
+        """How many threads have given devices copies into the slot and have not seen them done."""
+        self._lock = threading.Lock()
 
     @property
     def dropped(self) -> bool:
@@ -234,13 +222,18 @@ class SlotMemory:
         """Copy every piece to its place. Returns when the sources may change again."""
         moves: list[Move] = []
         others: list[Piece] = []
+        on_devices: dict[torch.device, list[Piece]] = {}
+        device = accelerator()
         first, end = (pieces[0].start if pieces else 0), 0
         for piece in pieces:
             tensor, start = piece
             size = tensor.nbytes
             first = min(first, start)
             end = max(end, start + size)
-            if is_flat(tensor):
+            place = device.place_of(tensor)
+            if place is not None:
+                on_devices.setdefault(place, []).append(piece)
+            elif is_flat(tensor):
                 moves.append(Move(self.address + start, tensor.data_ptr(), size))
             else:
                 others.append(piece)
@@ -251,7 +244,9 @@ class SlotMemory:
             if start + move.size_bytes > warm:
                 self._put_pages(start, move.size_bytes)
 
-        with self._copying_others(others, warm):
+        with self._copying_from(device, on_devices, warm):
+            for tensor, start in others:
+                self._target(tensor, start, warm).copy_(tensor.detach())
             copier.move(moves, before=put_pages if warm < end else None)
         if warm < first <= warm + _BATCH_BYTES:  # the header, which is written last
             self._put_pages(warm, first - warm)
@@ -260,48 +255,71 @@ class SlotMemory:
             self._touched = max(self._touched, end)
         reach("stage.filled")
 
+    def _target(self, tensor: torch.Tensor, start: int, warm: int) -> torch.Tensor:
+        if start + tensor.nbytes > warm:
+            self._put_pages(start, tensor.nbytes)
+        return self.tensor(start, tensor.dtype, tensor.shape)
+
     @contextlib.contextmanager
-    def _copying_others(self, pieces: Sequence[Piece], warm: int) -> Iterator[None]:
+    def _copying_from(
+        self, device: Device, pieces: Mapping[torch.device, Sequence[Piece]], warm: int
+    ) -> Iterator[None]:
         """What devices copy by themselves has ended with the block, also where something failed: nothing writes into a
         slot that is given back.
         """
-        devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type == "cuda"}
-        if devices:
-            self.register()
-        streams = {device: torch.cuda.Stream(device) for device in devices}
-        for device, stream in streams.items():
-            stream.wait_stream(torch.cuda.current_stream(device))
+        if not pieces:
+            yield
+            return
+        with self._held(), contextlib.ExitStack() as streams:
+            self.register(device)
+            for place, some in pieces.items():
+                stream = device.new_stream(place)
+                streams.callback(stream.synchronize)
+                stream.wait_stream(device.current_stream(place))  # what the state was computed by
+                device.copy([Copy(self._target(*piece, warm), piece.tensor.detach()) for piece in some], stream)
+            yield
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """While the block runs the slot stays registered, also where it is closed meanwhile."""
+        with self._lock:
+            self._in_flight += 1
         try:
-            for tensor, start in pieces:
-                if start + tensor.nbytes > warm:
-                    self._put_pages(start, tensor.nbytes)
-                target = self.tensor(start, tensor.dtype, tensor.shape)
-                with torch.cuda.stream(streams.get(tensor.device)):  # None: no change of stream
-                    target.copy_(tensor.detach(), non_blocking=True)
             yield
         finally:
-            for stream in streams.values():
-                stream.synchronize()
+            with self._lock:
+                self._in_flight -= 1
+                self._unregister_if_done()
 
-    def register(self) -> bool:
+    def register(self, device: Device) -> bool:
         """Let devices copy straight into the slot: once, for as long as the mapping lives; whether they can."""
-        if self._registered is None:
-            problem = self._host.register(self.address, self.size_bytes)
-            self._registered = not problem
+        with self._lock:
+            if self._device is None and not self._is_closed:
+                self._device = device
+                problem = device.register(self.address, self.size_bytes)
+                self._is_registered = not problem
+                if problem:
+                    log.warning(
+                        "a slot of %d bytes could not be registered with the device (%s): copies into it go through "
+                        "another buffer and take longer. Most often the limit on locked memory is too low (ulimit -l)",
+                        self.size_bytes,
+                        problem,
+                    )
+            return self._is_registered
+
+    def _unregister_if_done(self) -> None:
+        """Before the mapping goes, and never under a copy."""
+        if self._is_closed and not self._in_flight and self._is_registered and self._device is not None:
+            self._is_registered = False
+            problem = self._device.unregister(self.address)
             if problem:
-                log.warning(
-                    "a slot of %d bytes could not be registered with the device (%s): copies into it go through "
-                    "another buffer and take longer. Most often the limit on locked memory is too low (ulimit -l)",
-                    self.size_bytes,
-                    problem,
-                )
-        return self._registered
+                log.warning("a slot of %d bytes stays registered with the device: %s", self.size_bytes, problem)
 
     def close(self) -> None:
         """Let go of the file; tensors over the mapping keep it until they are gone."""
-        if self._registered:
-            self._host.unregister(self.address)
-        self._registered = None
+        with self._lock:
+            self._is_closed = True
+            self._unregister_if_done()
         self._shared = None
         os.close(self._fd)
 

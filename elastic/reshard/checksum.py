@@ -22,6 +22,7 @@ import xxhash
 from elastic.reshard.holding import held
 from elastic.reshard.objects import canonical
 from elastic.reshard.weights import MASK, seed_of, weighted_sum
+from tieredckpt.device import accelerator
 from tieredckpt.errors import CheckpointDamagedError, MismatchError
 from tieredckpt.state import as_plain, flatten
 from tieredckpt.tensors import dtype_name, is_plain
@@ -213,9 +214,7 @@ def _checked(totals: Mapping[str, tuple[Part, _Total]]) -> Checksum:
 
 def _reduced(numbers: list[int], how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[int]:
     """The same numbers on all ranks."""
-    device = torch.device("cpu")
-    if "nccl" in dist.get_backend(group):
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cpu") if "gloo" in dist.get_backend(group) else accelerator().current()
     tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
     dist.all_reduce(tensor, how, group)
     found: list[int] = tensor.tolist()

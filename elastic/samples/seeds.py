@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from elastic.samples.permutation import key_of
+from tieredckpt.device import accelerator
 
 _MASK32 = 0xFFFFFFFF
 _spares: list[Any] = []
@@ -33,7 +34,7 @@ def generator(seed: int, step: int, microbatch: int, device: torch.device | str 
 
 
 class seeded:  # noqa: N801 - read as a verb: with seeded(...)
-    """In this block, what torch (on CPU and the current CUDA device), ``random`` and ``numpy.random`` give depends
+    """In this block, what torch (on CPU and the current device), ``random`` and ``numpy.random`` give depends
     on (seed, step, microbatch) alone; behind it they go on as if it had not been there.
 
     One exception: numpy makes normal numbers in pairs, and of a pair that was begun before the block the second half is
@@ -47,8 +48,8 @@ class seeded:  # noqa: N801 - read as a verb: with seeded(...)
     def __enter__(self) -> None:
         self._kept.__enter__()
         set_all(self._key)
-        if self._kept.cuda is not None:
-            self._kept.cuda.manual_seed(self._key)
+        if self._kept.on_device is not None:
+            self._kept.on_device.manual_seed(self._key)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -59,8 +60,8 @@ class seeded:  # noqa: N801 - read as a verb: with seeded(...)
 class kept:  # noqa: N801 - read as in: with kept()
     """All generators are after this block as they were before it."""
 
-    cuda: torch.Generator | None = None
-    """The current device's, where CUDA is in use."""
+    on_device: torch.Generator | None = None
+    """The current device's, where one is in use."""
 
     def __enter__(self) -> None:
         self._python = random.getstate()
@@ -68,15 +69,16 @@ class kept:  # noqa: N801 - read as in: with kept()
         self._numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
         self._spare = _spares.pop() if _spares else np.random.MT19937()
         np.random.set_bit_generator(self._spare)  # type: ignore[attr-defined]
-        if torch.cuda.is_initialized():
-            self.cuda = torch.cuda.default_generators[torch.cuda.current_device()]
-            self._cuda_state = self.cuda.get_state()
+        device = accelerator()
+        if device.in_use() and (on_device := device.generator()) is not None:
+            self.on_device = on_device
+            self._device_state = on_device.get_state()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.cuda is not None:
-            self.cuda.set_state(self._cuda_state)
+        if self.on_device is not None:
+            self.on_device.set_state(self._device_state)
         np.random.set_bit_generator(self._numpy)  # type: ignore[attr-defined]
         _spares.append(self._spare)
         torch.default_generator.set_state(self._torch)

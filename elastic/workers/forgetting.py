@@ -116,6 +116,8 @@ def _on_every_thread(clear: Callable[[], None]) -> None:
     """DTensor's fast path has a cache per thread: here, and where autograd runs the backward pass of a device."""
     import torch
 
+    from tieredckpt.device import accelerator
+
     class There(torch.autograd.Function):
         @staticmethod
         def forward(_context: Any, value: torch.Tensor) -> torch.Tensor:
@@ -127,9 +129,10 @@ def _on_every_thread(clear: Callable[[], None]) -> None:
             return gradients[0]
 
     clear()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    device = accelerator()
+    if device.in_use():
         with contextlib.suppress(RuntimeError):  # a device that is broken computes nothing any more
-            on_device = torch.ones(1, device="cuda", requires_grad=True)
+            on_device = torch.ones(1, device=device.current(), requires_grad=True)
             There.apply(on_device).backward()  # type: ignore[no-untyped-call]
 
 

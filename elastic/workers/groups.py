@@ -17,6 +17,7 @@ from elastic.errors import PolicyError
 from elastic.rootless.store import RootlessStore
 from elastic.rootless.sweeping import Sweep, prefix_of
 from elastic.workers.cutting import cut_gloo, cut_store
+from tieredckpt.device import accelerator
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,10 @@ _STORE_PATIENCE = timedelta(minutes=5)
 
 
 def usual_backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    """Of ``init_process_group``: gloo for the CPU, and for the devices of this process what torch has for them."""
+    kind = accelerator().type
+    theirs = dist.Backend.default_device_backend_map.get(kind, "gloo")
+    return "gloo" if theirs == "gloo" or not dist.is_backend_available(theirs) else f"cpu:gloo,{kind}:{theirs}"
 
 
 def address_of(store: str) -> tuple[str, int]:
@@ -58,8 +62,9 @@ class Groups:
     def enter(self) -> None:
         """Meet the other ranks of the epoch. Keys of other epochs are not seen: each has its own prefix."""
         place = self._assignment
-        if torch.cuda.is_available():
-            torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        device = accelerator()
+        if device.count():
+            device.make_current(place.local_rank % device.count())
         dist.init_process_group(
             self._backend,
             store=dist.PrefixStore(prefix_of(place.epoch), self._store()),

@@ -17,7 +17,7 @@ class DeviceHealth:
     """The device does what it is given within ``limit_s``, and has its memory back.
 
     ``most_left_bytes``: so much more than after the first world may be allocated after a later one; not given: as much
-    as it likes. Nothing is looked at where this process has not used CUDA.
+    as it likes. Nothing is looked at where this process has not used a device; else it is the calling thread's.
     """
 
     def __init__(self, limit_s: float = 30.0, most_left_bytes: int | None = None) -> None:
@@ -26,16 +26,18 @@ class DeviceHealth:
         self._baseline_bytes: int | None = None
 
     def __call__(self) -> None:
-        import torch
+        from tieredckpt.device import accelerator
 
-        if not torch.cuda.is_initialized():
+        device = accelerator()
+        if not device.in_use():
             return
-        within(self._limit_s, torch.cuda.synchronize, "the device")
+        place = device.current()  # asked here: a new thread's is the first one, whichever this rank has
+        within(self._limit_s, lambda: device.synchronize(place), f"the device {place}")
         if self._most_left_bytes is None:
             return
         gc.collect()
-        torch.cuda.empty_cache()
-        left_bytes = torch.cuda.memory_allocated()
+        device.release_cached()
+        left_bytes = device.allocated_bytes()
         if self._baseline_bytes is None:
             self._baseline_bytes = left_bytes
         more_bytes = left_bytes - self._baseline_bytes

@@ -4,10 +4,10 @@
 
     state = {"model": model, "optim": optimizer, "random": elastic.Randomness()}
 
-Each rank saves ``python``'s ``random``, ``numpy.random``, torch's generator of the CPU and the one of its CUDA device,
-and gets them back as they were, bit by bit. In a world of another size a rank that the checkpoint knows continues its
-own; one that it does not know takes what rank ``rank % size`` had, mixed with its own number: the same at every
-attempt, and another sequence than anybody else's. What is to be the same at every size is drawn under
+Each rank saves ``python``'s ``random``, ``numpy.random``, torch's generator of the CPU and the one of its current
+device, and gets them back as they were, bit by bit. In a world of another size a rank that the checkpoint knows
+continues its own; one that it does not know takes what rank ``rank % size`` had, mixed with its own number: the same at
+every attempt, and another sequence than anybody else's. What is to be the same at every size is drawn under
 :func:`elastic.seeded`.
 """
 
@@ -24,12 +24,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tieredckpt.device import accelerator
+
 _MASK32 = 0xFFFFFFFF
 _WORDS = 624
 _PYTHON = struct.Struct(f"<i{_WORDS + 1}Idx")
 """Version, the words with the position, the second half of a pair of normal numbers (NaN: there is none)."""
 _NUMPY = struct.Struct(f"<{_WORDS}Iiid")
-_CUDA_BYTES = 64
+_DEVICE_BYTES = 64
 _LENGTH = struct.Struct("<I")
 
 
@@ -80,13 +82,13 @@ def _generators() -> bytearray:
     kind, numbers, position, has_spare, numpy_spare = np.random.get_state(legacy=True)  # noqa: NPY002 - what scripts use
     if kind != "MT19937":
         raise TypeError(f"numpy.random draws from a {kind}, and only the usual MT19937 can be kept")
-    cuda = b""
-    if torch.cuda.is_initialized():
-        cuda = torch.cuda.get_rng_state().numpy().tobytes()
+    device = accelerator()
+    on_device = device.generator() if device.in_use() else None
+    drawn = b"" if on_device is None else on_device.get_state().numpy().tobytes()
     parts = (
         _PYTHON.pack(version, *words, float("nan") if spare is None else spare),
         _NUMPY.pack(*(int(number) for number in numbers), position, has_spare, numpy_spare),
-        _LENGTH.pack(len(cuda)) + cuda.ljust(_CUDA_BYTES, b"\0"),
+        _LENGTH.pack(len(drawn)) + drawn.ljust(_DEVICE_BYTES, b"\0"),
         torch.get_rng_state().numpy().tobytes(),
     )
     return bytearray(b"".join(parts))
@@ -99,11 +101,12 @@ def _set_generators(data: bytes) -> None:
     *numbers, position, has_spare, numpy_spare = _NUMPY.unpack_from(data, at)
     np.random.set_state(("MT19937", np.array(numbers, np.uint32), position, has_spare, numpy_spare))  # noqa: NPY002
     at += _NUMPY.size
-    (cuda_bytes,) = _LENGTH.unpack_from(data, at)
+    (device_bytes,) = _LENGTH.unpack_from(data, at)
     at += _LENGTH.size
-    if cuda_bytes and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(data[at : at + cuda_bytes]), dtype=torch.uint8))
-    torch.set_rng_state(torch.frombuffer(bytearray(data[at + _CUDA_BYTES :]), dtype=torch.uint8))
+    on_device = accelerator().generator() if device_bytes else None
+    if on_device is not None:
+        on_device.set_state(torch.frombuffer(bytearray(data[at : at + device_bytes]), dtype=torch.uint8))
+    torch.set_rng_state(torch.frombuffer(bytearray(data[at + _DEVICE_BYTES :]), dtype=torch.uint8))
 
 
 def _begin_anew(data: bytes) -> None:

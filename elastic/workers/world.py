@@ -104,9 +104,12 @@ class World:
         """Where this rank computes."""
         import torch
 
-        if not torch.cuda.is_available():
+        from tieredckpt.device import accelerator
+
+        device = accelerator()
+        if not device.count():
             return torch.device("cpu")
-        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        return torch.device(device.type, self.local_rank % device.count())
 
     @property
     def epoch(self) -> int:

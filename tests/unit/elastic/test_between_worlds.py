@@ -6,6 +6,7 @@ import logging
 import threading
 
 import pytest
+import torch
 
 from elastic.control.plane import Notice, Want
 from elastic.control.testing import MemoryPlane
@@ -15,6 +16,7 @@ from elastic.workers.health import DeviceHealth, within
 from elastic.workers.loop import End, Policy, _Rank, recoverable, run
 from elastic.workers.recording import Recording
 from tests.support.planes import PATIENCE_S
+from tieredckpt.device import NoDevice, installed
 from tieredckpt.ledger import NullLedger
 
 QUIET = Policy(backend="none", settle_s=0.0)
@@ -90,6 +92,56 @@ def test_a_device_that_does_not_answer_is_not_fit():
         within(PATIENCE_S, lambda: 1 / 0, "the device")
     within(PATIENCE_S, lambda: None, "the device")
     DeviceHealth()()  # nothing has used one
+
+
+def test_the_rank_s_own_device_is_looked_at_not_the_first_one():
+    """The current device is a thread's own, and a new thread's is the first one."""
+
+    class Two(NoDevice):
+        def __init__(self):
+            self.index, self.synchronized = threading.local(), []
+
+        def in_use(self):
+            return True
+
+        def make_current(self, index):
+            self.index.value = index
+
+        def current(self):
+            return torch.device("cuda", getattr(self.index, "value", 0))
+
+        def synchronize(self, place):
+            self.synchronized.append(place)
+
+    with installed(Two()) as device:
+        device.make_current(1)
+        DeviceHealth()()
+        device.make_current(0)
+    assert device.synchronized == [torch.device("cuda", 1)]
+
+
+def test_what_a_device_keeps_of_a_world_is_told_from_what_it_had_before():
+    class Full(NoDevice):
+        in_bytes, released = 100, 0
+
+        def in_use(self):
+            return True
+
+        def allocated_bytes(self):
+            return self.in_bytes
+
+        def release_cached(self):
+            self.released += 1
+
+    with installed(Full()) as device:
+        health = DeviceHealth(most_left_bytes=10)
+        health()
+        device.in_bytes = 110
+        health()
+        device.in_bytes = 111
+        with pytest.raises(UnhealthyError, match="11 bytes more"):
+            health()
+        assert device.released == 3
 
 
 def test_a_broken_world_is_aborted_in_the_order_asked_for(caplog):

@@ -12,6 +12,7 @@ from tests.support.stores import pinned_file
 from tieredckpt import Settings
 from tieredckpt.boxes import Box
 from tieredckpt.copying import Piece
+from tieredckpt.device import NoDevice
 from tieredckpt.layout import TensorEntry, lay_out
 from tieredckpt.session import open_session
 from tieredckpt.testing import memory_node
@@ -24,7 +25,7 @@ class Range(ctypes.Structure):
     _fields_ = [("start", ctypes.c_void_p), ("size", ctypes.c_size_t)]
 
 
-class KeepsPages:
+class KeepsPages(NoDevice):
     """A device: it takes references to the physical pages at registration, and sees these and no others ever after."""
 
     def __init__(self):
@@ -48,6 +49,7 @@ class KeepsPages:
         out, into, *_ = self.pages.pop(address)
         os.close(out)
         os.close(into)
+        return ""
 
     def sees(self, address):
         """Some bytes of the pages of the registration, and where they begin in it."""
@@ -78,8 +80,7 @@ def saved(session, host, step, elements):
     """One save the way a writer does it, into a slot that is registered first: the slot and what it must hold."""
     tensor = torch.arange(elements, dtype=torch.float32) + 1000 * step
     staged = session.stage(ShardKey("job", step, 1, "a", 0, 0), 1, layout_of(elements), 0, wait_s=5)
-    staged.memory._host = host
-    staged.memory.register()
+    staged.memory.register(host)
     staged.memory.fill([Piece(tensor, staged.layout.header_bytes)], session.copier)
     record = session.seal(staged, staged.lease.key, [], durable=False, table=None)
     return staged, record, tensor

@@ -7,6 +7,7 @@ import torch
 
 from elastic.samples import seeds
 from elastic.samples.seeds import generator, kept, sample_key, seeded
+from tieredckpt.device import NoDevice, accelerator, installed
 
 
 def drawn(count=3):
@@ -102,11 +103,21 @@ def test_who_sets_generators_within_changes_nothing_outside():
     assert drawn(4) == expected
 
 
-def test_the_cuda_device_in_use_is_set_and_put_back(monkeypatch):
+def test_the_device_in_use_is_set_and_put_back():
     devices = torch.Generator(), torch.Generator()  # stand in for those of two devices
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "default_generators", devices)
+
+    class Two(NoDevice):
+        def in_use(self):
+            return True
+
+        def generator(self):
+            return devices[1]
+
+    with installed(Two()):
+        _is_set_and_put_back(devices)
+
+
+def _is_set_and_put_back(devices):
     before = [one.get_state() for one in devices]
     found = []
     for _ in range(2):
@@ -118,16 +129,17 @@ def test_the_cuda_device_in_use_is_set_and_put_back(monkeypatch):
     assert all(torch.equal(one.get_state(), state) for one, state in zip(devices, before, strict=True))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_dropout_on_cuda_is_the_same_on_any_rank():
-    torch.rand(1, device="cuda")
-    state = torch.cuda.get_rng_state()
-    batch, layer, found = torch.ones(1000, device="cuda"), torch.nn.Dropout(0.5), []
+@pytest.mark.skipif(not accelerator().count(), reason="no accelerator")
+def test_dropout_on_a_device_is_the_same_on_any_rank():
+    place = accelerator().current()
+    torch.rand(1, device=place)
+    state = accelerator().generator().get_state()
+    batch, layer, found = torch.ones(1000, device=place), torch.nn.Dropout(0.5), []
     for _ in range(2):
         with seeded(1, 2, 3):
             found.append(layer(batch))
     assert torch.equal(*found)
-    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert torch.equal(accelerator().generator().get_state(), state)
 
 
 def test_a_generator_of_ones_own_leaves_the_others_alone():
