@@ -1,4 +1,4 @@
-"""What every implementation of :class:`tieredckpt.device.Device` promises: without one, and on what torch reports."""
+"""What every :class:`tieredckpt.device.Device` promises: without a device, late ones, and what torch reports."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.late_device import POISON, LateDevice
 from tieredckpt.device import Accelerator, Copy, Device, NoDevice, accelerator, installed, work_so_far
 
 ELEMENTS = 100_000
+REAL = accelerator()
+KINDS = [NoDevice, LateDevice, *([lambda: REAL] if isinstance(REAL, Accelerator) else [])]
 
 
-def kinds() -> list[Device]:
-    real = accelerator()
-    return [NoDevice(), *([real] if isinstance(real, Accelerator) else [])]
-
-
-@pytest.fixture(params=kinds(), ids=lambda device: type(device).__name__)
+@pytest.fixture(params=KINDS, ids=["none", "late", "real"][: len(KINDS)])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    with installed(request.param) as device:
+    with installed(request.param()) as device:
         yield device
+    if isinstance(device, LateDevice):
+        device.close()
+        assert (device.violations, device.races) == ([], [])
 
 
 def on(device: Device, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(device.current())
+    return device.put(tensor) if isinstance(device, LateDevice) else tensor.to(device.current())
 
 
 def test_copies_both_ways_are_done_when_the_stream_is_synchronized(device):
@@ -107,8 +108,9 @@ def test_a_device_has_a_generator_where_there_is_one(device):
     assert (generator is None) == (device.count() == 0)
     if generator is not None:
         before = generator.get_state()
-        assert generator.device == device.current()
-        generator.set_state(before)
+        first = torch.rand(3, generator=generator, device=generator.device)
+        device.generator().set_state(before)
+        assert torch.equal(first, torch.rand(3, generator=generator, device=generator.device))
 
 
 def test_there_is_memory_to_account_for_and_to_give_back(device):
@@ -153,3 +155,104 @@ def test_a_broken_device_s_work_is_not_taken_for_done():
 
     with installed(BrokenDevice()):
         assert not work_so_far([torch.zeros(1)]).has_completed()
+
+
+# -- the late devices are what they say --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def late() -> Iterator[LateDevice]:
+    with installed(LateDevice(seed=1)) as device:
+        yield device
+
+
+def pinned(elements: int) -> torch.Tensor:
+    """Memory of whole pages, which can be registered."""
+    return torch.frombuffer(mmap.mmap(-1, 4 * elements + mmap.PAGESIZE), dtype=torch.float32)[:elements]
+
+
+def test_late_what_is_copied_to_registered_memory_is_poison_until_it_was_waited_for(late):
+    source, target = late.put(torch.randn(ELEMENTS)), pinned(ELEMENTS)
+    late.register(target.data_ptr(), target.nbytes)
+    stream = late.new_stream(late.current())
+    late.copy([Copy(target, source)], stream)
+    assert set(target.numpy().tobytes()) == {POISON}
+    late.reads([target])
+    assert late.violations == ["memory is read that a device has not filled yet"]
+    assert late.races
+    stream.synchronize()
+    assert torch.equal(target, source)
+
+
+def test_late_an_event_that_is_asked_only_completes_at_last_and_after_some_of_the_bytes(late):
+    source, target = late.put(torch.randn(ELEMENTS)), pinned(ELEMENTS)
+    late.register(target.data_ptr(), target.nbytes)
+    late.copy([Copy(target, source)], late.current_stream(late.current()))
+    work, halves = work_so_far([source]), 0
+    while not work.has_completed():
+        halves += 0 < int((target == source).sum()) < ELEMENTS
+    assert halves > 10
+    assert torch.equal(target, source)
+
+
+def test_late_memory_that_is_not_registered_is_copied_before_the_call_returns(late):
+    source, target = late.put(torch.randn(ELEMENTS)), torch.zeros(ELEMENTS)
+    stream = late.new_stream(late.current())
+    late.copy([Copy(target, source)], stream)
+    assert torch.equal(target, source)
+    given, there = target.clone(), late.put(torch.zeros(ELEMENTS))
+    late.copy([Copy(there, given)], stream)
+    given.zero_()
+    assert torch.equal(late.get(there), source)
+
+
+def test_late_a_source_that_changes_before_its_copy_is_done_is_copied_as_it_is_then(late):
+    source, target = late.put(torch.ones(ELEMENTS)), pinned(ELEMENTS)
+    late.register(target.data_ptr(), target.nbytes)
+    side = late.new_stream(late.current())
+    side.wait_stream(late.current_stream(late.current()))
+    late.copy([Copy(target, source)], side)
+    late.launch(torch.Tensor.zero_, [source])  # and the compute stream does not wait for the copy
+    assert late.races
+    late.current_stream(late.current()).synchronize()
+    side.synchronize()
+    assert not torch.equal(target, torch.ones(ELEMENTS))
+
+
+def test_late_a_registration_is_not_undone_under_a_copy_nor_is_memory_cut(late, tmp_path):
+    source = late.put(torch.randn(ELEMENTS))
+    stream = late.new_stream(late.current())
+    for action, said in (
+        ("unregister", "memory was unregistered while a device copies it"),
+        ("cut", "memory is gone that is registered: its file was cut"),
+        ("regrow", "registered memory has other pages: its file was cut, and has grown again"),
+    ):
+        with (tmp_path / action).open("wb+") as file:
+            file.truncate(source.nbytes)
+            target = torch.frombuffer(mmap.mmap(file.fileno(), source.nbytes), dtype=torch.float32)
+            late.violations.clear()
+            assert not late.register(target.data_ptr(), target.nbytes)
+            late.copy([Copy(target, source)], stream)
+            if action == "unregister":
+                late.unregister(target.data_ptr())
+                stream.synchronize()
+            else:
+                file.truncate(0)
+                if action == "regrow":
+                    file.truncate(source.nbytes)
+                stream.synchronize()
+                late.unregister(target.data_ptr())
+            assert said in late.violations
+
+
+def test_late_a_tensor_that_ends_under_another_stream_s_copy_is_a_violation_unless_that_was_said(late):
+    target, side = pinned(ELEMENTS), late.new_stream(late.current())
+    late.register(target.data_ptr(), target.nbytes)
+    for is_said in (True, False):
+        source = late.put(torch.randn(ELEMENTS))
+        if is_said:
+            late.record_stream(source, side)
+        late.copy([Copy(target, source)], side)
+        del source
+        side.synchronize()
+        assert bool(late.violations) == (not is_said)

@@ -1,0 +1,509 @@
+"""Devices over this process's memory, as late and as hostile as :class:`tieredckpt.device.Device` lets them be.
+
+Nothing that a stream is given is done before somebody waits for it; who waits (or asks an event) has it done chunk by
+chunk, with chunks of other streams between them, in an order that a seed decides. So a run repeats itself, and what is
+read too early, or given back too early, is wrong every time and not one time in a thousand:
+
+- the target of a copy is poison until the copy is done;
+- memory that is not registered is copied to before the call returns, and copied from by way of another buffer;
+- registered memory is the pages that were there: memory that is gone, other pages in their place, and a registration
+  that is undone under a copy are violations; so is a tensor that ends before another stream than its own is done with
+  it.
+
+What every stream does is told to torch's own stream sanitizer, the process itself as one more stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.cuda._sanitizer import EventHandler
+
+from tieredckpt.copying import memory_at
+from tieredckpt.device import Copy
+
+POISON = 0xA5
+_PAGE = mmap.PAGESIZE
+_WATCHED = 8
+"""The last pages of a registration: they go first when a file is cut."""
+_HOST = -1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Span(NamedTuple):
+    """Bytes from ``start`` up to ``stop``."""
+
+    start: int
+    stop: int
+
+    def meets(self, other: Span) -> bool:
+        return self.start < other.stop and other.start < self.stop
+
+    def within(self, other: Span) -> bool:
+        return other.start <= self.start and self.stop <= other.stop
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("start", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+@dataclass(eq=False)
+class _Work:
+    """One thing that a stream is given."""
+
+    chunks: Iterator[None]
+    reads: Sequence[Span] = ()
+    writes: Sequence[Span] = ()
+    after: LateEvent | None = None
+
+    def touches(self, span: Span) -> bool:
+        return any(span.meets(one) for one in (*self.reads, *self.writes))
+
+
+class LateEvent:
+    def __init__(self, stream: LateStream, number: int, name: int) -> None:
+        self.stream, self.number, self.name = stream, number, name
+
+    @property
+    def is_done(self) -> bool:
+        return self.stream.done >= self.number
+
+    def query(self) -> bool:
+        device = self.stream.device
+        with device.lock:
+            if not self.is_done:
+                device.advance(self)
+            if self.is_done:
+                device.sanitizer._handle_event_synchronization(self.name)
+            return self.is_done
+
+    def synchronize(self) -> None:
+        device = self.stream.device
+        with device.lock:
+            while not self.is_done:
+                device.advance(self)
+            device.sanitizer._handle_event_synchronization(self.name)
+
+
+class LateStream:
+    def __init__(self, device: LateDevice, place: torch.device, name: int) -> None:
+        self.device, self.place, self.name = device, place, name
+        self.work: deque[_Work] = deque()
+        self.given = self.done = 0
+        device.sanitizer._handle_stream_creation(name)
+
+    def record_event(self) -> LateEvent:
+        with self.device.lock:
+            event = LateEvent(self, self.given, self.device.next_name())
+            self.device.sanitizer._handle_event_creation(event.name)
+            self.device.sanitizer._handle_event_record(event.name, self.name)
+            return event
+
+    def wait_event(self, event: LateEvent) -> None:
+        with self.device.lock:
+            self.device.sanitizer._handle_event_wait(event.name, self.name)
+            self.give(_Work(iter(()), after=event))
+
+    def wait_stream(self, stream: LateStream) -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    def give(self, work: _Work) -> None:
+        self.work.append(work)
+        self.given += 1
+
+
+@dataclass
+class _Registration:
+    span: Span
+    pipe: tuple[int, int]
+    watched: Span
+
+
+@dataclass(eq=False)
+class _Block:
+    """Memory of a device. It stays where it is until all is over, whoever still writes into it."""
+
+    memory: Any
+    span: Span
+    index: int
+    users: set[int]
+    """Names of streams that may be given work on it until it ends: the one it was made on, and those that were said
+    (``record_stream``).
+    """
+
+
+class LateDevice:
+    """``count`` devices; ``seed`` decides in which order what is late is done."""
+
+    type = "privateuseone"
+
+    def __init__(self, seed: int = 0, *, count: int = 2, chunk_bytes: int = 4096) -> None:
+        self.lock = threading.RLock()
+        self.violations: list[str] = []
+        self.races: list[str] = []
+        self.sanitizer = EventHandler()
+        self.refuses = ""
+        """Why no memory can be registered."""
+        self._random = random.Random(seed)
+        self._chunk_bytes = chunk_bytes
+        self._names = 0
+        self._mine = threading.local()
+        self._streams: list[LateStream] = []
+        self._blocks: dict[int, _Block] = {}
+        self._freed: list[_Block] = []
+        self._registered: dict[int, _Registration] = {}
+        self._places = [torch.device(self.type, index) for index in range(count)]
+        self._generators = [torch.Generator() for _ in range(count)]
+        self.sanitizer._handle_stream_creation(_HOST)
+        self._default = [self.new_stream(place) for place in self._places]
+
+    # -- what every device has --------------------------------------------------------------------------------
+
+    def count(self) -> int:
+        return len(self._places)
+
+    def in_use(self) -> bool:
+        return True
+
+    def current(self) -> torch.device:
+        return self._places[getattr(self._mine, "index", 0)]
+
+    def make_current(self, index: int) -> None:
+        self._mine.index = index
+
+    def place_of(self, tensor: torch.Tensor) -> torch.device | None:
+        block = self._block_of(tensor)
+        return None if block is None else self._places[block.index]
+
+    def current_stream(self, place: torch.device) -> LateStream:
+        return getattr(self._mine, "streams", {}).get(place.index) or self._default[place.index]
+
+    def new_stream(self, place: torch.device) -> LateStream:
+        with self.lock:
+            stream = LateStream(self, place, self.next_name())
+            self._streams.append(stream)
+            return stream
+
+    def copy(self, copies: Sequence[Copy], stream: LateStream) -> None:
+        with self.lock:
+            for target, source in copies:
+                if target.numel():
+                    self._copy(target, source, stream)
+
+    def synchronize(self, place: torch.device) -> None:
+        with self.lock:
+            for stream in [one for one in self._streams if one.place == place]:
+                stream.synchronize()
+
+    def register(self, address: int, size_bytes: int) -> str:
+        with self.lock:
+            span = Span(address, address + size_bytes)
+            if self.refuses or any(span.meets(one.span) for one in self._registered.values()):
+                return self.refuses or "registered already"
+            last = max(address, (span.stop - 1) // _PAGE * _PAGE - (_WATCHED - 1) * _PAGE)
+            watched = Span(last, span.stop)
+            pipe = os.pipe()
+            for at in range(0, watched.stop - watched.start, _PAGE):  # a reference to each page
+                ctypes.memset(watched.start + at, memory_at(watched.start + at, 1)[0], 1)
+            wanted = _Range(watched.start, watched.stop - watched.start)
+            given = _libc.vmsplice(pipe[1], ctypes.byref(wanted), ctypes.c_size_t(1), 0)
+            assert given == wanted.size, os.strerror(ctypes.get_errno())
+            self._registered[address] = _Registration(span, pipe, watched)
+            return ""
+
+    def unregister(self, address: int) -> str:
+        with self.lock:
+            known = self._registered.get(address)
+            if known is None:
+                self._violated("memory was unregistered that is not registered")
+                return "not registered"
+            if any(work.touches(known.span) for stream in self._streams for work in stream.work):
+                self._violated("memory was unregistered while a device copies it")
+            self._look_at(known)
+            del self._registered[address]
+            for fd in known.pipe:
+                os.close(fd)
+            return ""
+
+    def generator(self) -> torch.Generator:
+        return self._generators[self.current().index]
+
+    def allocated_bytes(self) -> int:
+        return sum(one.span.stop - one.span.start for one in self._blocks.values() if one.index == self.current().index)
+
+    def release_cached(self) -> None:
+        pass
+
+    @property
+    def registered(self) -> set[int]:
+        """Where what is registered begins."""
+        return set(self._registered)
+
+    # -- what tests do with it --------------------------------------------------------------------------------
+
+    def put(self, tensor: torch.Tensor, index: int = 0) -> torch.Tensor:
+        """A tensor of the same elements, and strides, on a device."""
+        size = tensor.untyped_storage().nbytes()
+        memory = bytearray(max(1, size))
+        owner = np.frombuffer(memory, dtype=np.uint8)
+        there = torch.from_numpy(owner)
+        with self.lock:
+            start = there.data_ptr()
+            home = self.current_stream(self._places[index])
+            self._blocks[start] = _Block(memory, Span(start, start + size), index, {home.name})
+        weakref.finalize(owner, self._free, start)
+        there = there[:size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        ctypes.memmove(start, tensor.untyped_storage().data_ptr(), size)
+        return there
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in this process's memory, of what is there once all is done."""
+        self.synchronize(self._places[self._must_be_here(tensor).index])
+        self.reads([tensor])
+        return tensor.clone()
+
+    def launch(
+        self,
+        kernel: Callable[..., Any],
+        writes: Sequence[torch.Tensor],
+        reads: Sequence[torch.Tensor] = (),
+        stream: LateStream | None = None,
+    ) -> None:
+        """Call ``kernel`` with ``writes`` and ``reads`` when its turn has come."""
+        with self.lock:
+            if stream is None:
+                stream = self.current_stream(self._places[self._must_be_here(writes[0]).index])
+            self._told(stream, [*reads], [*writes], "kernel")
+            aliases = [_alias(tensor) for tensor in (*writes, *reads)]
+
+            def run() -> Iterator[None]:
+                with torch.no_grad():
+                    kernel(*aliases)
+                yield
+
+            stream.give(_Work(run(), [_span(one) for one in reads], [_span(one) for one in writes]))
+
+    @contextlib.contextmanager
+    def on(self, stream: LateStream) -> Iterator[None]:
+        """The calling thread computes on ``stream``."""
+        before = self.current_stream(stream.place)
+        self._mine.streams = {**getattr(self._mine, "streams", {}), stream.place.index: stream}
+        try:
+            yield
+        finally:
+            self._mine.streams = {**self._mine.streams, stream.place.index: before}
+
+    def record_stream(self, tensor: torch.Tensor, stream: LateStream) -> None:
+        self._must_be_here(tensor).users.add(stream.name)
+
+    def reads(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The process looks at these elements now."""
+        self._by_host(tensors, [])
+
+    def writes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The process changes these elements now, or gives their memory to somebody else."""
+        self._by_host([], tensors)
+
+    def close(self) -> None:
+        """All is done; what is wrong by now is in ``violations`` and ``races``."""
+        with self.lock:
+            for place in self._places:
+                self.synchronize(place)
+            for known in self._registered.values():
+                self._look_at(known)
+
+    # -- how it is late ---------------------------------------------------------------------------------------
+
+    def next_name(self) -> int:
+        self._names += 1
+        return self._names
+
+    def advance(self, event: LateEvent) -> None:
+        """One chunk: of what ``event`` waits for, or now and then of another stream."""
+        needed = [event.stream]
+        while (after := needed[-1].work[0].after) is not None and not after.is_done:
+            if after.stream in needed:
+                raise RuntimeError("streams wait for each other")
+            needed.append(after.stream)
+        ready = [one for one in self._streams if one.work and (one.work[0].after is None or one.work[0].after.is_done)]
+        self._one_chunk(self._random.choice(ready) if self._random.random() < 0.3 else needed[-1])
+
+    def _one_chunk(self, stream: LateStream) -> None:
+        try:
+            next(stream.work[0].chunks)
+        except StopIteration:
+            stream.work.popleft()
+            stream.done += 1
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: LateStream) -> None:
+        inside = [self._must_be(tensor, stream) for tensor in (target, source)]
+        if any(inside) and target.shape != source.shape:
+            raise ValueError(f"{tuple(source.shape)} into {tuple(target.shape)}")
+        self._told(stream, [source], [target], "copy")
+        if not inside[1] and not self._is_registered(_span(source)):
+            source = source.clone()  # staged: the caller may change it from now on
+            kept = source
+        else:
+            kept = None
+        to, of = _alias(target), _alias(source)
+        work = _Work(self._chunks(to, of, kept), [_span(of)], [_span(to)])
+        pending = [one for other in self._streams for one in other.work]
+        stream.give(work)
+        if not inside[0] and not self._is_registered(_span(target)):
+            stream.synchronize()  # as a driver does
+        elif not any(one.touches(_span(to)) for one in pending):
+            _poison(to)
+
+    def _chunks(self, to: torch.Tensor, of: torch.Tensor, _kept: torch.Tensor | None) -> Iterator[None]:
+        spans = _span(to), _span(of)
+        for known in self._registered.values():
+            if any(known.span.meets(span) for span in spans):
+                self._look_at(known)
+        if not all(_is_there(span) for span in spans):
+            self._violated("a device copies memory that is gone")
+            return
+        straight = to.dtype == of.dtype and to.is_contiguous() and of.is_contiguous()
+        if not straight or of.is_conj() != to.is_conj() or of.is_neg() != to.is_neg():
+            to.copy_(of)
+            yield
+            return
+        _poison(to)
+        for at in range(0, to.nbytes, self._chunk_bytes):
+            ctypes.memmove(to.data_ptr() + at, of.data_ptr() + at, min(self._chunk_bytes, to.nbytes - at))
+            yield
+
+    def _must_be(self, tensor: torch.Tensor, stream: LateStream) -> bool:
+        """Whether it is on the stream's device, and not in this process's own memory."""
+        place = self.place_of(tensor)
+        if place is not None and place != stream.place:
+            self._violated(f"a stream of {stream.place} was given a tensor of {place}")
+        return place is not None
+
+    def _must_be_here(self, tensor: torch.Tensor) -> _Block:
+        block = self._block_of(tensor)
+        assert block is not None, "a tensor of no device"
+        return block
+
+    def _block_of(self, tensor: torch.Tensor) -> _Block | None:
+        try:
+            return self._blocks.get(tensor.untyped_storage().data_ptr())
+        except (RuntimeError, NotImplementedError):
+            return None
+
+    def _is_registered(self, span: Span) -> bool:
+        return any(span.within(one.span) for one in self._registered.values())
+
+    def _free(self, start: int) -> None:
+        with self.lock:
+            block = self._blocks.pop(start)
+            self._freed.append(block)
+            for stream in self._streams:
+                if stream.name not in block.users and any(work.touches(block.span) for work in stream.work):
+                    self._violated("a tensor has ended that another stream than its own is not done with")
+
+    def _by_host(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        with self.lock:
+            pending = [work for stream in self._streams for work in stream.work]
+            for tensor in reads:
+                if any(_span(tensor).meets(span) for work in pending for span in work.writes):
+                    self._violated("memory is read that a device has not filled yet")
+            for tensor in writes:
+                if any(work.touches(_span(tensor)) for work in pending):
+                    self._violated("memory is changed that a device is not done with")
+            self._told(None, reads, writes, "the process")
+
+    def _look_at(self, known: _Registration) -> None:
+        """Whether the pages behind a registration are those that were there."""
+        if not _is_there(known.watched):
+            self._violated("memory is gone that is registered: its file was cut")
+            return
+        here = bytes(memory_at(known.watched.start, known.watched.stop - known.watched.start))
+        if _teed(known.pipe[0], len(here)) != here:
+            self._violated("registered memory has other pages: its file was cut, and has grown again")
+
+    def _violated(self, what: str) -> None:
+        if what not in self.violations:
+            self.violations.append(what)
+
+    def _told(
+        self, stream: LateStream | None, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str
+    ) -> None:
+        """To the sanitizer. What the process has done so far is done when a stream begins."""
+        name = _HOST if stream is None else stream.name
+        if stream is not None:
+            begin = self.next_name()
+            self.sanitizer._handle_event_creation(begin)
+            self.sanitizer._handle_event_record(begin, _HOST)
+            self.sanitizer._handle_event_wait(begin, name)
+        written, read = {one.data_ptr() for one in writes}, {one.data_ptr() for one in reads}
+        aliases: dict[int, list[str]] = {pointer: [] for pointer in written | read}
+        found = self.sanitizer._handle_kernel_launch(name, read - written, written, set(), what, aliases)
+        self.races += [str(one) for one in found]
+
+
+def _span(tensor: torch.Tensor) -> Span:
+    """From its first element to its last."""
+    if not tensor.numel():
+        return Span(0, 0)
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return Span(tensor.data_ptr(), tensor.data_ptr() + (1 + steps) * tensor.element_size())
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, without keeping their memory."""
+    span = _span(tensor)
+    raw = torch.frombuffer(memory_at(span.start, span.stop - span.start), dtype=torch.uint8)
+    found = raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    found = torch.conj(found) if tensor.is_conj() else found
+    return torch._neg_view(found) if tensor.is_neg() else found
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    if tensor.is_contiguous():
+        ctypes.memset(tensor.data_ptr(), POISON, tensor.nbytes)
+
+
+def _is_there(span: Span) -> bool:
+    """Whether there is memory: to touch what is behind the end of a file would end the process."""
+    size = span.stop - span.start
+    here = _scratch(size)
+    into, of = _Range(ctypes.addressof(here), size), _Range(span.start, size)
+    one = ctypes.c_ulong(1)
+    return bool(
+        _libc.process_vm_readv(os.getpid(), ctypes.byref(into), one, ctypes.byref(of), one, ctypes.c_ulong(0)) == size
+    )
+
+
+@functools.lru_cache(4)
+def _scratch(size: int) -> Any:
+    return ctypes.create_string_buffer(max(1, size))
+
+
+def _teed(out: int, size: int) -> bytes:
+    """What is in a pipe, which keeps it."""
+    copy, into = os.pipe()
+    try:
+        assert _libc.tee(out, into, ctypes.c_size_t(size), 0) == size
+        found = bytearray()
+        while len(found) < size:
+            found += os.read(copy, size - len(found))
+        return bytes(found)
+    finally:
+        os.close(copy)
+        os.close(into)

@@ -1,0 +1,123 @@
+"""A trainer on late devices whose state is staged again and again while it computes on: what a seed decides of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+
+import torch
+
+from tests.support.late_device import LateDevice, LateStream
+from tieredckpt.copying import Copier, Piece, SlotMemory
+from tieredckpt.device import installed, work_so_far
+
+_SHAPES = ((5000,), (1,), (0,), (), (33, 70), (3, 5, 7), (2, 1024))
+_DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+_HEADER = 512
+
+
+class WrongBytesError(AssertionError):
+    """A slot does not hold what the state was."""
+
+
+class Trainer:
+    """Tensors on devices, and what they hold by now; computed on the calling thread's streams."""
+
+    def __init__(self, device: LateDevice, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.device = device
+        made = torch.Generator().manual_seed(seed)
+        self.expected: list[torch.Tensor] = []
+        for _ in range(self.random.randrange(1, 7)):
+            shape, dtype = self.random.choice(_SHAPES), self.random.choice(_DTYPES)
+            tensor = torch.randint(0, 100, shape, generator=made).to(dtype)
+            self.expected.append(tensor.t() if tensor.dim() == 2 and self.random.random() < 0.5 else tensor)
+        self.where = [self.random.choice([None, 0, 1]) for _ in self.expected]
+        self.state = [
+            tensor.clone() if index is None else device.put(tensor, index)
+            for tensor, index in zip(self.expected, self.where, strict=True)
+        ]
+
+    def step(self) -> None:
+        for tensor, expected, index in zip(self.state, self.expected, self.where, strict=True):
+            if not tensor.numel():
+                continue
+            if index is None:
+                tensor.add_(1)
+            else:
+                self.device.launch(lambda it: it.add_(1), [tensor])
+            expected.add_(1)
+
+    def replace_one(self) -> None:
+        """A tensor ends, and another one of the same kind comes, as with ``optimizer.zero_grad(set_to_none=True)``."""
+        number = self.random.randrange(len(self.state))
+        index = self.where[number]
+        fresh = self.expected[number].clone()
+        self.state[number] = fresh if index is None else self.device.put(fresh, index)
+
+
+@contextlib.contextmanager
+def slot(pieces_bytes: int, generation: int = 0) -> Iterator[SlotMemory]:
+    size = _HEADER + pieces_bytes + 4096
+    fd = os.memfd_create("slot")
+    os.ftruncate(fd, size)
+    memory = SlotMemory(fd, size, generation)
+    try:
+        yield memory
+    finally:
+        memory.close()
+
+
+def laid(state: list[torch.Tensor]) -> tuple[list[Piece], int]:
+    pieces, at = [], _HEADER
+    for tensor in state:
+        pieces.append(Piece(tensor, at))
+        at += -(-tensor.nbytes // 64) * 64
+    return pieces, at - _HEADER
+
+
+def stage(device: LateDevice, memory: SlotMemory, trainer: Trainer, copier: Copier, then: bool = True) -> None:
+    """Stage, train on at once, and look at what is in the slot only afterwards, as the seal does."""
+    pieces, _ = laid(trainer.state)
+    expected = [one.clone() for one in trainer.expected]
+    views = [memory.tensor(piece.start, piece.tensor.dtype, piece.tensor.shape) for piece in pieces]
+    device.writes([one for one in views if one.numel()])
+    memory.fill(pieces, copier)
+    device.writes([one for one in trainer.state if one.numel() and device.place_of(one) is None])
+    if then:
+        trainer.step()
+    device.reads([one for one in views if one.numel()])
+    for number, (view, wanted) in enumerate(zip(views, expected, strict=True)):
+        if not torch.equal(view, wanted):
+            raise WrongBytesError(f"tensor {number} of {tuple(wanted.shape)}")
+
+
+def run(seed: int) -> LateDevice:
+    """One trainer's life: streams of its own, saves into two slots by turns, slots of other sizes, no registration."""
+    with installed(LateDevice(seed, chunk_bytes=1024)) as device, contextlib.closing(Copier(2)) as copier:
+        choose = random.Random(seed)
+        device.refuses = "out of locked memory" if choose.random() < 0.1 else ""
+        mine: list[LateStream] = [device.new_stream(torch.device(device.type, index)) for index in range(2)]
+        with contextlib.ExitStack() as stack:
+            if choose.random() < 0.5:  # it does not compute on the default streams
+                for stream in mine:
+                    stream.wait_stream(device.current_stream(stream.place))
+                    stack.enter_context(device.on(stream))
+            trainer = Trainer(device, seed)
+            size = laid(trainer.state)[1]
+            slots = [stack.enter_context(slot(size + 100 * choose.randrange(50))) for _ in range(2)]
+            for turn in range(choose.randrange(1, 5)):
+                for _ in range(choose.randrange(3)):
+                    trainer.step()
+                work = work_so_far(trainer.state)
+                stage(device, slots[turn % 2], trainer, copier)
+                work.wait()
+                assert work.has_completed()
+                if choose.random() < 0.3:
+                    trainer.replace_one()
+            device.close()
+            for tensor, expected in zip(trainer.state, trainer.expected, strict=True):
+                assert torch.equal(tensor, expected)
+        return device

@@ -1,0 +1,143 @@
+"""Slots that devices copy into: on late devices, and with what must not be left out left out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+import pytest
+import torch
+
+from tests.support import late_staging
+from tests.support.late_device import LateDevice, LateStream
+from tests.support.late_staging import Trainer, WrongBytesError, laid, slot, stage
+from tieredckpt.copying import Copier, Piece, SlotMemory
+from tieredckpt.device import installed
+
+SEEDS = range(60)
+MANY = range(1000)
+
+
+def faults(seeds) -> list[str]:
+    """What is wrong in these lives."""
+    found = []
+    for seed in seeds:
+        try:
+            device = late_staging.run(seed)
+        except WrongBytesError as error:
+            found.append(f"wrong bytes: {error}")
+        else:
+            found += device.violations + device.races
+    return found
+
+
+def test_state_is_staged_as_it_was_whatever_the_devices_do_later():
+    assert faults(SEEDS) == []
+
+
+@pytest.mark.nightly
+def test_no_race_in_a_thousand_lives():
+    assert faults(MANY) == []
+
+
+# -- what must not be left out -----------------------------------------------------------------------------------
+
+
+def test_mutant_without_the_wait_on_the_compute_stream(monkeypatch):
+    monkeypatch.setattr(LateStream, "wait_stream", lambda self, other: None)
+    found = faults(SEEDS)
+    assert any("wrong bytes" in one for one in found)
+    assert any("Access by stream" in one for one in found)  # the sanitizer's own finding
+
+
+def test_mutant_without_the_final_synchronize(monkeypatch):
+    monkeypatch.setattr(LateStream, "synchronize", lambda self: None)
+    found = faults(SEEDS)
+    assert any("wrong bytes" in one for one in found)
+
+
+def test_mutant_that_reuses_a_slot_before_its_event(monkeypatch):
+    """The next save of the same slot begins while the devices still fill it for the one before."""
+    waited = LateStream.synchronize
+    with installed(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+        trainer = Trainer(device, seed=3)
+        assert any(trainer.where)
+        with slot(laid(trainer.state)[1]) as memory:
+            monkeypatch.setattr(LateStream, "synchronize", lambda self: None)
+            memory.fill(laid(trainer.state)[0], copier)
+            monkeypatch.setattr(LateStream, "synchronize", waited)
+            trainer.step()
+            stage(device, memory, trainer, copier)
+            device.close()
+    assert "memory is changed that a device is not done with" in device.violations
+
+
+def test_mutant_that_unregisters_under_a_copy(monkeypatch):
+    assert closed_under_a_copy() == []
+    monkeypatch.setattr(SlotMemory, "_held", lambda self: contextlib.nullcontext())
+    assert "memory was unregistered while a device copies it" in closed_under_a_copy()
+
+
+def closed_under_a_copy() -> list[str]:
+    """Its agent gives a slot up, and another thread lets go of it, while a save fills it."""
+    with installed(LateDevice(seed=5)) as device, contextlib.closing(Copier(1)) as copier:
+        source = device.put(torch.randn(20_000))
+        with contextlib.ExitStack() as left:
+            memory = left.enter_context(slot(source.nbytes))
+            started, closed = threading.Event(), threading.Event()
+            given = device.copy
+
+            def copy(copies, stream) -> None:
+                given(copies, stream)
+                started.set()
+                closed.wait()
+
+            device.copy = copy
+            view = memory.tensor(512, source.dtype, source.shape)
+            saves = threading.Thread(target=memory.fill, args=([Piece(source, 512)], copier))
+            saves.start()
+            started.wait()
+            left.close()
+            closed.set()
+            saves.join()
+        assert torch.equal(view, source)
+        assert not device.registered, "a slot that is closed stays registered"
+        return device.violations
+
+
+@pytest.mark.parametrize("grows_again", [False, True])
+def test_mutant_that_cuts_a_registered_file(grows_again):
+    with installed(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+        source = device.put(torch.randn(20_000))
+        with slot(source.nbytes) as memory:
+            memory.fill([Piece(source, 512)], copier)
+            size = os.fstat(memory._fd).st_size
+            os.ftruncate(memory._fd, 0)
+            if grows_again:
+                os.ftruncate(memory._fd, size)
+                memory.fill([Piece(source, 512)], copier)
+        said = "other pages" if grows_again else "its file was cut"
+        assert any(said in one for one in device.violations)
+
+
+# -- registration ------------------------------------------------------------------------------------------------
+
+
+def test_a_registration_that_fails_is_said_once_and_remembered(caplog):
+    with installed(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+        device.refuses = "out of locked memory"
+        source = device.put(torch.randn(5000))
+        with slot(source.nbytes) as memory:
+            for _ in range(3):
+                device.launch(lambda it: it.add_(1), [source])
+                memory.fill([Piece(source, 512)], copier)
+            assert torch.equal(memory.tensor(512, source.dtype, source.shape), device.get(source))
+    assert len([one for one in caplog.records if "out of locked memory" in one.message]) == 1
+    assert device.violations == []
+
+
+def test_state_on_the_cpu_registers_nothing():
+    with installed(LateDevice()) as device, contextlib.closing(Copier(1)) as copier, slot(4096) as memory:
+        memory.fill([Piece(torch.randn(100), 512), Piece(torch.randn(9, 5).t(), 1024)], copier)
+        assert not device.registered
