@@ -25,8 +25,8 @@ $(TOX): requirements/tox.txt
 env: $(TOX)
 	@$(TOX) -q -e py --notest
 
-# Two workers for each core: many tests wait. With ARGS: only what they name, in this process.
-WORKERS ?= $(shell echo $$((2 * $$(nproc))))
+# Up to four workers for each core: many tests wait. With ARGS: only what they name, in this process.
+WORKERS ?= $(shell echo $$((4 * $$(nproc))))
 
 test: $(TOX)
 	$(TOX) -e py -- $(or $(ARGS),--workers $(WORKERS) --forked-starts --durations 20)

@@ -4,7 +4,8 @@ A worker has all that collecting has imported, torch among it: to start an inter
 more than many tests. Tests stay together where fixtures live as long as their file. Every other test goes to whoever is
 free.
 
-Tests that wait for what has to happen within a time (:data:`TIMED`) run one at a time, beside half as many others.
+As many run at once as keep the cores busy (:class:`Pace`): tests that wait leave room for others, tests that compute do
+not. Those that wait for what has to happen within a time (:data:`TIMED`) run one at a time.
 
 How long a file took is kept in pytest's cache, and orders the next run.
 """
@@ -23,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,6 +38,8 @@ _LENGTH = struct.Struct("!Q")
 _KEPT_TOGETHER = {"class", "module", "package"}
 TIMED = ("tests/e2e/peers/", "tests/e2e/hyperpod/", "tests/scenario/")
 """They wait for copies on other nodes, for agents that are missed and for ranks that start again."""
+_BUSY, _ROOM = 0.97, 0.85
+_LOOK_S = 1.0
 _GUESSED_S = {"tests/e2e": 8.0, "tests/scenario": 8.0, "tests/simulation": 20.0, "tests/worlds": 20.0}
 """Of a file that was never timed here, by the beginning of its path: where processes are started first."""
 
@@ -71,37 +75,52 @@ def units_of(tests: Sequence[tuple[str, bool]], seconds: Mapping[str, float]) ->
     return sorted(units, key=lambda unit: (-unit.seconds, unit.tests))
 
 
-class Queue:
-    """What is run next by so many workers."""
+@dataclass
+class Pace:
+    """How many units run at once, from how busy the cores were over the last second."""
 
-    def __init__(self, units: Iterable[Unit], workers: int) -> None:
+    least: int
+    most: int
+    now: int
+
+    def hear(self, busy: float, running: int) -> None:
+        """``busy`` is a share of all cores' time, and ``running`` how many units ran in it."""
+        if busy > _BUSY:
+            self.now = max(self.least, self.now - 1)
+        elif busy < _ROOM and running >= self.now:
+            self.now = min(self.most, self.now + 1)
+
+
+class Queue:
+    """What is run next."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
         self._free: list[Unit] = []
         self._timed: list[Unit] = []
         for unit in units:
             (self._timed if unit.timed else self._free).append(unit)
-        self._beside_timed = max(1, workers // 2)
         self._running_timed = False
-        self._running_free = 0
+        self.running = 0
 
     def __bool__(self) -> bool:
         return bool(self._free or self._timed)
 
     def next(self) -> Unit | None:
         """``None``: nothing that may begin now."""
-        if self._timed and not self._running_timed and self._running_free <= self._beside_timed:
+        if self._timed and not self._running_timed:
             self._running_timed = True
-            return self._timed.pop(0)
-        few = self._running_free < self._beside_timed or not (self._timed or self._running_timed)
-        if self._free and few:
-            self._running_free += 1
-            return self._free.pop(0)
-        return None
+            chosen = self._timed.pop(0)
+        elif self._free:
+            chosen = self._free.pop(0)
+        else:
+            return None
+        self.running += 1
+        return chosen
 
     def done(self, unit: Unit) -> None:
+        self.running -= 1
         if unit.timed:
             self._running_timed = False
-        else:
-            self._running_free -= 1
 
     def again(self, unit: Unit) -> None:
         """The rest of a unit whose worker died."""
@@ -221,7 +240,10 @@ class _Session:
         self._selector = selectors.DefaultSelector()
         cache = getattr(self._config, "cache", None)
         seconds = {} if cache is None else cache.get(_SECONDS, {})
-        self._queue = Queue(units_of([_described(item) for item in session.items], seconds), count)
+        self._queue = Queue(units_of([_described(item) for item in session.items], seconds))
+        least = min(count, (os.cpu_count() or 1) + 1)
+        self._pace = Pace(least, count, least)
+        self._looked_at, self._idle_s = time.monotonic(), _idle_s()
 
     def run(self) -> None:
         if self._config.getoption("forked_starts", default=False):
@@ -232,8 +254,9 @@ class _Session:
             for _ in range(min(self._count, len(self._session.items))):
                 self._fork()
             while self._workers:
+                self._look()
                 self._hand_out()
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(_LOOK_S if self._queue else None):
                     self._hear(key.data)
         finally:
             self._end_all()
@@ -280,11 +303,21 @@ class _Session:
         self._workers.append(worker)
         self._selector.register(ours, selectors.EVENT_READ, worker)
 
+    def _look(self) -> None:
+        now = time.monotonic()
+        passed_s = now - self._looked_at
+        if passed_s >= _LOOK_S:
+            idle_s = _idle_s()
+            busy = 1.0 - (idle_s - self._idle_s) / passed_s / (os.cpu_count() or 1)
+            self._pace.hear(busy, self._queue.running)
+            self._looked_at, self._idle_s = now, idle_s
+
     def _hand_out(self) -> None:
         for worker in self._workers:
             if worker.unit is None and not worker.over:
                 stopping = bool(self._session.shouldfail or self._session.shouldstop)
-                worker.unit = None if stopping else self._queue.next()
+                room = self._queue.running < self._pace.now
+                worker.unit = self._queue.next() if room and not stopping else None
                 if worker.unit is not None:
                     worker.ran.clear()
                     self._tell(worker, list(worker.unit.tests))
@@ -336,6 +369,12 @@ class _Session:
             self._fork()
 
 
+def _idle_s() -> float:
+    """How long all cores together had nothing to do since the machine started."""
+    times = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return (int(times[4]) + int(times[5])) / os.sysconf("SC_CLK_TCK")
+
+
 def _described(item: pytest.Item) -> tuple[str, bool]:
     info = getattr(item, "_fixtureinfo", None)
     found = info.name2fixturedefs.values() if info is not None else ()
@@ -360,7 +399,7 @@ class _Durations:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("workers").addoption(
-        "--workers", type=int, default=0, metavar="N", help="share the tests among N forked processes"
+        "--workers", type=int, default=0, metavar="N", help="share the tests among up to N forked processes"
     )
 
 

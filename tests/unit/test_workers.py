@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.workers import TIMED, Queue, Unit, units_of
+from tests.support.workers import TIMED, Pace, Queue, Unit, units_of
 
 FILES = st.sampled_from(["tests/unit/a.py", "tests/unit/b.py", "tests/e2e/c.py", TIMED[0] + "d.py", TIMED[-1] + "e.py"])
 TESTS = st.lists(st.tuples(FILES, st.booleans()), max_size=30)
@@ -33,23 +33,36 @@ def test_the_longest_begin_first():
 
 
 @given(TESTS, st.integers(1, 5), st.randoms(use_true_random=False))
-def test_all_are_run_and_timed_ones_one_at_a_time_beside_few(tests, workers, random):
-    queue, running, ran = Queue(units_of(tests, {}), workers), [], []
+def test_all_are_run_and_timed_ones_one_at_a_time(tests, at_once, random):
+    queue, running, ran = Queue(units_of(tests, {})), [], []
     while queue or running:
-        while len(running) < workers and (unit := queue.next()) is not None:
+        while len(running) < at_once and (unit := queue.next()) is not None:
             running.append(unit)
-            timed = sum(one.timed for one in running)
-            assert timed <= 1
-            assert not timed or len(running) - 1 <= max(1, workers // 2)
+            assert sum(one.timed for one in running) <= 1
         assert running, "nothing may begin and nothing is running"
+        assert queue.running == len(running)
         done = running.pop(random.randrange(len(running)))
         queue.done(done)
         ran += done.tests
     assert sorted(ran) == [*range(len(tests))]
 
 
+def test_tests_that_wait_make_room_for_others_and_tests_that_compute_do_not():
+    pace = Pace(least=3, most=6, now=3)
+    for _ in range(5):
+        pace.hear(0.2, running=pace.now)
+    assert pace.now == 6
+    pace.hear(0.9, running=6)
+    assert pace.now == 6, "as it should be"
+    for _ in range(5):
+        pace.hear(1.0, running=6)
+    assert pace.now == 3
+    pace.hear(0.2, running=2)
+    assert pace.now == 3, "that others wait was not for want of room"
+
+
 def test_the_rest_of_a_unit_whose_worker_died_comes_next():
-    queue = Queue([Unit((0, 1, 2), 1.0), Unit((3,), 1.0)], 1)
+    queue = Queue([Unit((0, 1, 2), 1.0), Unit((3,), 1.0)])
     died = queue.next()
     queue.done(died)
     queue.again(Unit((2,), 1.0))
