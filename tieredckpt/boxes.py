@@ -42,6 +42,22 @@ def relative(inner: Box, outer: Box) -> Box:
     return Box(tuple(i - o for i, o in zip(inner.offsets, outer.offsets, strict=True)), inner.sizes)
 
 
+def blocks(box: Box, most: int, axis: int = 0) -> Iterator[Box]:
+    """``box``, which is not empty, as boxes of at most ``most`` elements, in order."""
+    if box.volume <= most:
+        yield box
+        return
+    while box.sizes[axis] == 1:
+        axis += 1
+    size = box.sizes[axis]
+    step = max(1, most * size // box.volume)
+    for first in range(0, size, step):
+        offsets = (*box.offsets[:axis], box.offsets[axis] + first, *box.offsets[axis + 1 :])
+        yield from blocks(
+            Box(offsets, (*box.sizes[:axis], min(step, size - first), *box.sizes[axis + 1 :])), most, axis
+        )
+
+
 def subtract(box: Box, hole: Box) -> list[Box]:
     """``box`` without ``hole``, as boxes that do not overlap."""
     common = intersection(box, hole)

@@ -194,7 +194,7 @@ class SlotMemory:
 
     def tensor(self, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
         """A tensor over bytes of the slot."""
-        return _cut(self._bytes, start, dtype, sizes)
+        return view_of(self._bytes, start, dtype, sizes)
 
     def shared_tensor(self, lease_bytes: int, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
         """The same, to be handed to another process: all tensors of a slot travel as one descriptor.
@@ -210,7 +210,7 @@ class SlotMemory:
             storage = torch.UntypedStorage._new_shared_fd_cpu(fd, lease_bytes)  # type: ignore[attr-defined]
             shared = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (lease_bytes,))  # type: ignore[call-overload]
             self._shared = shared
-        return _cut(shared, start, dtype, sizes)
+        return view_of(shared, start, dtype, sizes)
 
     def write(self, start: int, data: bytes | memoryview) -> None:
         if len(data):
@@ -338,5 +338,6 @@ class SlotMemory:
         populate_address(first, stop - first)
 
 
-def _cut(data: torch.Tensor, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
+def view_of(data: torch.Tensor, start: int, dtype: torch.dtype, sizes: Sequence[int]) -> torch.Tensor:
+    """A tensor over some of the bytes of ``data``."""
     return data[start : start + math.prod(sizes) * dtype.itemsize].view(dtype).view(tuple(sizes))

@@ -1,4 +1,7 @@
-"""One rank's reads of one step: from each piece's nearest copy straight into where it is to be."""
+"""One rank's reads of one step: from each piece's nearest copy straight into where it is to be.
+
+What belongs on a device goes through registered buffers: some threads fill one while the device empties the other.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.autograd.graph import increment_version
@@ -17,14 +20,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from peerstore.errors import ShardDamagedError
 from peerstore.peers.board import Wish
 from peerstore.peers.spans import Target
-from tieredckpt.boxes import Box, relative, runs
+from tieredckpt.boxes import Box, Run, blocks, relative, runs
 from tieredckpt.copying import Move, memory_at
+from tieredckpt.device import Copy, accelerator
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, PeersLostError, TierUnavailableError
 from tieredckpt.fetch import PinnedShards, from_object
 from tieredckpt.resolve import Tier
 from tieredckpt.restore_proof import Brought, Evidence
 from tieredckpt.safe_objects import check_object
 from tieredckpt.session import Session
+from tieredckpt.staging_buffers import StagingBuffers
 from tieredckpt.stored import ByteRange, TensorPiece, WantedStep
 from tieredckpt.tensors import (
     dtype_name,
@@ -41,6 +46,31 @@ _WINDOW_BYTES = 256 << 20
 _MOVED_BYTES = 32 << 20
 """Of what was fetched, so much is copied to its place at a time."""
 _Wanted = list[tuple[ByteRange, int]]
+_ALIGNED = 64
+"""Elements of any type may begin there."""
+
+
+class _OnDevice(NamedTuple):
+    """A piece and the tensor on a device that has room for it."""
+
+    piece: TensorPiece
+    base: int
+    """Where its entry begins in the shard."""
+    target: torch.Tensor
+    wanted: Box
+    """What ``target`` is of the whole tensor."""
+    place: torch.device
+
+
+class _Batch:
+    """What goes through one buffer, and where from."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        """Of what is used of the buffer."""
+        self.near: defaultdict[int, list[Move]] = defaultdict(list)
+        self.far: defaultdict[int, _Wanted] = defaultdict(list)
+        self.copies: defaultdict[torch.device, list[Copy]] = defaultdict(list)
 
 
 @runtime_checkable
@@ -81,12 +111,22 @@ class Reading:
         """For shards on other nodes and in the durable tier: which bytes go to which address."""
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Targets that are filled from a buffer of their own at the end, and the buffer."""
+        self._device = accelerator()
+        self._on_devices: list[_OnDevice] = []
+        self._buffers: StagingBuffers | None = None
         self._done: list[tuple[ReadItem, torch.Tensor]] = []
         self.bytes_by_tier: dict[str, int] = defaultdict(int)
         self.bytes_by_node: dict[str, int] = defaultdict(int)
         """What came from the memory of each other node."""
 
     def run(self, items: Sequence[ReadItem]) -> None:
+        try:
+            self._run(items)
+        finally:
+            if self._buffers is not None:
+                self._buffers.close()
+
+    def _run(self, items: Sequence[ReadItem]) -> None:
         size = 0
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
@@ -113,14 +153,9 @@ class Reading:
         self._planner.load_bytes(item, io.BytesIO(data))
 
     def _flush(self) -> None:
-        copier = self._session.copier
-        for part, moves in self._near.items():
-            try:
-                copier.read(self._pinned.file(part), moves)
-            except OSError as error:
-                raise TierUnavailableError(f"{self._step.shards[part].key} cannot be read: {error}") from error
-        for part, wanted in self._pull(self._far).items():
-            self._fetch(part, wanted)
+        self._bring(self._near, self._far)
+        if self._on_devices:
+            self._fill_devices()
         for target, buffer in self._after:
             target.copy_(buffer)
         if self._evidence is not None:
@@ -129,9 +164,50 @@ class Reading:
         self._begun.clear()
         for item, target in self._done:
             self._planner.commit_tensor(item, target)
-        self._after, self._done = [], []
+        self._after, self._done, self._on_devices = [], [], []
         self._near.clear()
         self._far.clear()
+
+    def _bring(self, near: Mapping[int, list[Move]], far: Mapping[int, _Wanted]) -> None:
+        """Bytes of shards to addresses of this process, from wherever they are."""
+        copier = self._session.copier
+        for part, moves in near.items():
+            try:
+                copier.read(self._pinned.file(part), moves)
+            except OSError as error:
+                raise TierUnavailableError(f"{self._step.shards[part].key} cannot be read: {error}") from error
+        for part, wanted in self._pull(far).items():
+            self._fetch(part, wanted)
+
+    def _fill_devices(self) -> None:
+        """A buffer full after the other. Returns when the devices have everything."""
+        buffers = self._buffers = self._buffers or StagingBuffers(self._device)
+        buffer, batch = buffers.next(), _Batch()
+        for one in self._on_devices:
+            entry = one.piece.entry
+            dtype = dtype_named(entry.dtype)
+            near = self._step.tier(one.piece.part) is Tier.MEMORY
+            for box in blocks(one.piece.box, buffers.size_bytes // entry.itemsize):
+                size = box.volume * entry.itemsize
+                if batch.end + size > buffers.size_bytes:
+                    self._send(buffers, batch)
+                    buffer, batch = buffers.next(), _Batch()
+                at, part = batch.end, one.piece.part
+                for run in runs(box, entry.box, box, entry.itemsize):
+                    source, address = one.base + run.source, buffer.address + at + run.target
+                    if near:
+                        batch.near[part].append(Move(address, source, run.size_bytes))
+                    else:
+                        batch.far[part].append((ByteRange(source, source + run.size_bytes), address))
+                target = _narrow(one.target, relative(box, one.wanted))
+                batch.copies[one.place].append(Copy(target, buffer.tensor(at, dtype, box.sizes)))
+                batch.end += -(-size // _ALIGNED) * _ALIGNED
+        self._send(buffers, batch)
+        buffers.finish()
+
+    def _send(self, buffers: StagingBuffers, batch: _Batch) -> None:
+        self._bring(batch.near, batch.far)
+        buffers.send(batch.copies)
 
     def _plan_tensor(self, item: ReadItem, target: torch.Tensor) -> None:
         fqn, wanted = item.storage_index.fqn, item_box(item)
@@ -139,7 +215,10 @@ class Reading:
             raise MismatchError(f"{fqn}: {wanted.sizes} elements are to be read into a tensor of {tuple(target.shape)}")
         if is_plain(target):
             require_memory(fqn, target)
-        bytewise = is_writable_at_its_address(target)
+        place = self._device.place_of(target)
+        if place is not None and not (is_plain(target) and has_ordinary_dispatch(target)):
+            place = None  # what its elements are made of is known to its class alone
+        bytewise = place is None and is_writable_at_its_address(target)
         if bytewise and not target.is_inference():
             increment_version(target)  # autograd has to see that what it kept of it is gone
         brought = None
@@ -151,10 +230,17 @@ class Reading:
             brought = self._evidence.begin(item, wanted, target)
         for piece in self._step.pieces[fqn, wanted]:
             self._check_dtype(fqn, piece.entry.dtype, target)
-            self._plan_piece(piece, target, wanted, brought, bytewise=bytewise)
+            self._plan_piece(piece, target, wanted, brought, place=place, bytewise=bytewise)
 
     def _plan_piece(
-        self, piece: TensorPiece, target: torch.Tensor, wanted: Box, brought: Brought | None, *, bytewise: bool
+        self,
+        piece: TensorPiece,
+        target: torch.Tensor,
+        wanted: Box,
+        brought: Brought | None,
+        *,
+        place: torch.device | None,
+        bytewise: bool,
     ) -> None:
         step, entry = self._step, piece.entry
         near = step.tier(piece.part) is Tier.MEMORY
@@ -169,7 +255,15 @@ class Reading:
         if near:
             self.bytes_by_tier[Tier.MEMORY.value] += piece.box.volume * entry.itemsize
         base = step.start(piece)
-        simple = bytewise and dtype_name(target.dtype) == entry.dtype
+        alike = dtype_name(target.dtype) == entry.dtype
+        if place is not None:
+            if piece.box.volume:
+                self._on_devices.append(_OnDevice(piece, base, target, wanted, place))
+            found = list(runs(piece.box, entry.box, wanted, entry.itemsize)) if alike and near else []
+            if not found or not self._is_sealed(brought, piece, base, found):
+                self._note(brought, piece, target, wanted)
+            return
+        simple = bytewise and alike
         if near and not simple:
             source = self._near_tensor(piece.part, base, entry.dtype, entry.box.sizes)
             _narrow(target, relative(piece.box, wanted)).copy_(_narrow(source, relative(piece.box, entry.box)))
@@ -182,12 +276,7 @@ class Reading:
             target, frame = buffer, piece.box
         address = target.data_ptr()
         found = list(runs(piece.box, entry.box, frame, entry.itemsize))
-        if (
-            brought is None
-            or not near
-            or self._evidence is None
-            or not self._evidence.sealed(brought, piece, base, found)
-        ):
+        if not near or not self._is_sealed(brought, piece, base, found):
             self._note(brought, piece, whole, wanted)
         if near:
             self._near[piece.part].extend(
@@ -197,6 +286,10 @@ class Reading:
         for run in found:
             at = base + run.source
             self._far[piece.part].append((ByteRange(at, at + run.size_bytes), address + run.target))
+
+    def _is_sealed(self, brought: Brought | None, piece: TensorPiece, base: int, found: Sequence[Run]) -> bool:
+        """Whether what was brought can be told by the seal of its shard."""
+        return brought is not None and self._evidence is not None and self._evidence.sealed(brought, piece, base, found)
 
     def _note(self, brought: Brought | None, piece: TensorPiece, target: torch.Tensor, wanted: Box) -> None:
         if brought is not None:

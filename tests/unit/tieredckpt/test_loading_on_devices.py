@@ -1,0 +1,187 @@
+"""Restores into tensors on late devices, through registered buffers; and what must not be left out, left out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.support.late_device import LateDevice, LateEvent, LateStream
+from tieredckpt import Checkpointer, TieredReader, TierUnavailableError, reading, staging_buffers
+from tieredckpt.boxes import Box, blocks
+from tieredckpt.copying import Copier
+from tieredckpt.device import installed
+from tieredckpt.errors import RestoreProofError
+from tieredckpt.testing import memory_node
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+JOB = "tiered://on-devices"
+SEEDS = range(4)
+
+
+def content(seed: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {
+        "large": torch.randn(70, 90, generator=made),
+        "row": torch.randn(1, 1, 6000, generator=made),
+        "turned": torch.randn(40, 50, generator=made).t(),
+        "half": torch.randn(1001, generator=made).to(torch.bfloat16),
+        "none": torch.zeros(0, 3),
+        "one": torch.randn((), generator=made),
+        "host": torch.randn(50, generator=made),
+        "bytes": torch.randint(0, 255, (777,), dtype=torch.uint8, generator=made),
+    }
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    monkeypatch.setattr(reading, "StagingBuffers", functools.partial(staging_buffers.StagingBuffers, size_bytes=4096))
+
+
+@pytest.fixture(params=["memory", "durable"])
+def saved(request, tmp_path):
+    """A step of seed 7, in this node's memory or in the durable tier alone."""
+    durable = f"file://{tmp_path}" if request.param == "durable" else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(memory_node())
+        with Checkpointer(JOB, durable=durable, on_sigterm="ignore") as ckpt:
+            assert ckpt.save(content(7), 1).wait("durable" if durable else "sealed")
+        if durable:
+            stack.close()
+            stack.enter_context(memory_node())
+        yield functools.partial(Checkpointer, JOB, durable=durable, on_sigterm="ignore"), request.param
+
+
+def on(device: LateDevice, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor if name == "host" else device.put(tensor, number % device.count())
+        for number, (name, tensor) in enumerate(state.items())
+    }
+
+
+def restored(open_checkpointer, seed: int = 0, **how) -> tuple[LateDevice, dict[str, torch.Tensor], str]:
+    """The devices, what they have after a restore under which they still compute, and the tier it came from."""
+    with installed(LateDevice(seed, chunk_bytes=512)) as device:
+        for name, value in how.items():
+            setattr(device, name, value)
+        state = on(device, {name: torch.zeros_like(tensor) for name, tensor in content(7).items()})
+        for tensor in state.values():
+            if tensor.numel() and device.place_of(tensor):
+                device.launch(lambda it: it.add_(1), [tensor])  # nobody has waited for it
+        with open_checkpointer() as ckpt:
+            assert ckpt.restore(state) == 1
+            (tier,) = ckpt.last_restore.bytes_by_tier
+        left = device.registered
+        found = {name: device.get(tensor) if device.place_of(tensor) else tensor for name, tensor in state.items()}
+        device.close()
+        assert left == set()
+        return device, found, tier
+
+
+def is_right(found: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(found[name], tensor) for name, tensor in content(7).items())
+
+
+def test_what_was_saved_is_on_the_devices_after_a_restore(saved):
+    open_checkpointer, wanted = saved
+    for seed in SEEDS:
+        device, found, tier = restored(open_checkpointer, seed)
+        assert tier == wanted
+        assert is_right(found)
+        assert (device.violations, device.races) == ([], [])
+
+
+def test_without_registered_buffers_it_is_the_same_and_said_once(saved, caplog):
+    device, found, _ = restored(saved[0], refuses="out of locked memory")
+    assert is_right(found)
+    assert device.violations == []
+    assert len([one for one in caplog.records if "out of locked memory" in one.message]) == 1
+
+
+@pytest.mark.parametrize("saved", ["memory"], indirect=True)
+def test_other_types_are_converted_on_the_way(saved):
+    with installed(LateDevice()) as device:
+        state = {"large": device.put(torch.zeros(70, 90, dtype=torch.float64))}
+        dcp.load(state, storage_reader=TieredReader(JOB, on_dtype_mismatch="cast"), no_dist=True)
+        assert torch.equal(device.get(state["large"]), content(7)["large"].double())
+
+
+def test_a_box_is_cut_into_blocks_in_order_and_whole():
+    for sizes in ((), (7,), (5, 6, 7), (1, 1, 50), (3, 100)):
+        box = Box(tuple(range(2, 2 + len(sizes))), sizes)
+        there = torch.zeros([a + n for a, n in zip(box.offsets, box.sizes, strict=True)])
+        for block in blocks(box, 9):
+            assert block.volume <= 9
+            there[tuple(slice(a, a + n) for a, n in zip(block.offsets, block.sizes, strict=True))] += 1
+        assert int(there.sum()) == box.volume
+        assert int(there.max()) == 1
+
+
+# -- what must not be left out -----------------------------------------------------------------------------------
+
+
+def is_wrong(open_checkpointer) -> bool:
+    for seed in SEEDS:
+        try:
+            device, found, _ = restored(open_checkpointer, seed)
+        except RestoreProofError:
+            return True
+        if not is_right(found) or device.violations or device.races:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("saved", ["memory"], indirect=True)
+def test_mutant_without_the_wait_on_the_compute_stream(saved, monkeypatch):
+    monkeypatch.setattr(LateStream, "wait_stream", lambda self, other: None)
+    assert is_wrong(saved[0])
+
+
+@pytest.mark.parametrize("saved", ["durable"], indirect=True)
+def test_mutant_without_the_final_synchronize(saved, monkeypatch):
+    """What was brought is looked at, for the proof of the restore, before it is there."""
+    monkeypatch.setattr(staging_buffers.StagingBuffers, "finish", lambda self: None)
+    assert is_wrong(saved[0])
+
+
+@pytest.mark.parametrize("saved", ["memory"], indirect=True)
+def test_mutant_that_fills_a_buffer_before_its_event(saved, monkeypatch):
+    monkeypatch.setattr(LateEvent, "synchronize", lambda self: None)
+    monkeypatch.setattr(LateStream, "synchronize", lambda self: self.device.synchronize(self.place))
+    monkeypatch.setattr(LateDevice, "synchronize", drain)
+    assert is_wrong(saved[0])
+
+
+def drain(device: LateDevice, place: torch.device) -> None:
+    for stream in [one for one in device._streams if one.place == place]:
+        event = stream.record_event()
+        while not event.is_done:
+            device.advance(event)
+
+
+@pytest.mark.parametrize("saved", ["memory"], indirect=True)
+def test_mutant_that_unregisters_buffers_of_a_load_that_has_failed(saved, monkeypatch):
+    """The tier goes away in the middle: the devices still empty a buffer that is let go of."""
+    given, calls = Copier.read, []
+
+    def read(self, fd, moves):
+        calls.append(fd)
+        if len(calls) == 3:
+            raise OSError("the tier went away")
+        given(self, fd, moves)
+
+    def fails() -> list[str]:
+        calls.clear()
+        with installed(LateDevice(1, chunk_bytes=512)) as device:
+            with saved[0]() as ckpt, pytest.raises(TierUnavailableError, match="went away"):
+                ckpt.restore(on(device, {name: torch.zeros_like(one) for name, one in content(7).items()}))
+            assert device.registered == set()
+            return device.violations
+
+    monkeypatch.setattr(Copier, "read", read)
+    assert fails() == []
+    monkeypatch.setattr(LateStream, "synchronize", lambda self: None)
+    assert fails() == ["memory was unregistered while a device copies it"]
