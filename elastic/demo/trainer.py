@@ -64,6 +64,7 @@ class Training:
     def __init__(self, world: World | None = None) -> None:
         torch.manual_seed(SEED)
         self.model = Transformer()
+        self._device = world.device if world is not None else torch.device("cpu")
         if world is not None:
             mesh = world.mesh()
             for block in self.model.blocks:
@@ -81,7 +82,7 @@ class Training:
         work = next(iter(self.data))
         mine = [batch.data for batch in work]
         for turn in self._gradients.step(self._plan):
-            letters, following = mine[turn.place]
+            letters, following = (one.to(self._device) for one in mine[turn.place])
             with seeded(SEED, step, turn.id):
                 found = self.model(letters).flatten(0, 1)
                 loss = nn.functional.cross_entropy(found, following.flatten(), reduction="sum")
