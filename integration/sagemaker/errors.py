@@ -12,7 +12,10 @@
         │   ├── S3TierUnreachableError              also TierUnavailableError
         │   └── S3RefusedError                      also DurableRefusedError
         ├── NoCheckpointError                   also CheckpointNotFoundError: every tier was asked, there is none
+        │   └── TornCheckpointError                 also CheckpointTornError: begun, and never whole
         ├── DamagedCheckpointError              also CheckpointDamagedError
+        ├── LostCheckpointError                 also CheckpointLostError: it was whole once
+        ├── UnprovenRestoreError                also RestoreProofError: do not train on what was loaded
         └── MismatchedStateError                also MismatchError
 
 ``except SageMakerTieredStorageError`` catches what it caught before; ``except CheckpointNotFoundError`` tells a job
@@ -24,12 +27,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from peerstore.errors import PeerStoreError
+from peerstore.errors import (
+    ArenaFullError,
+    FencedError,
+    NotUnderstoodError,
+    PeerStoreError,
+    RequestError,
+    ShardDamagedError,
+    UnavailableError,
+)
 from tieredckpt.errors import (
     CheckpointDamagedError,
+    CheckpointDeletedError,
+    CheckpointLostError,
     CheckpointNotFoundError,
+    CheckpointTornError,
     DurableRefusedError,
     MismatchError,
+    RestoreProofError,
     SaveFailedError,
     TieredCheckpointError,
     TierUnavailableError,
@@ -73,8 +88,20 @@ class NoCheckpointError(SageMakerTieredStorageError, CheckpointNotFoundError):
     """There is no whole step as asked for, and every tier could be asked."""
 
 
+class TornCheckpointError(NoCheckpointError, CheckpointTornError):
+    """A step was begun and never came to be whole: nothing that was whole is lost."""
+
+
 class DamagedCheckpointError(SageMakerTieredStorageError, CheckpointDamagedError):
     """Bytes are not what was saved, and no other copy of them is left."""
+
+
+class LostCheckpointError(SageMakerTieredStorageError, CheckpointLostError):
+    """A step was whole once, and parts of it are nowhere that answers."""
+
+
+class UnprovenRestoreError(SageMakerTieredStorageError, RestoreProofError):
+    """What was loaded is not what was saved."""
 
 
 class MismatchedStateError(SageMakerTieredStorageError, MismatchError):
@@ -82,15 +109,26 @@ class MismatchedStateError(SageMakerTieredStorageError, MismatchError):
 
 
 _BY_CAUSE: tuple[tuple[type[Exception], type[SageMakerTieredStorageError]], ...] = (
+    (CheckpointTornError, TornCheckpointError),
     (CheckpointNotFoundError, NoCheckpointError),
     (CheckpointDamagedError, DamagedCheckpointError),
+    (CheckpointLostError, LostCheckpointError),
+    (RestoreProofError, UnprovenRestoreError),
     (MismatchError, MismatchedStateError),
     (UsageError, SageMakerTieredStorageConfigError),
     (DurableRefusedError, S3RefusedError),
     (SaveFailedError, MemorySaveFailedError),
+    (CheckpointDeletedError, S3TierUnreachableError),
     (TierUnavailableError, MemoryTierUnreachableError),
-    (PeerStoreError, MemoryTierUnreachableError),
+    (ShardDamagedError, DamagedCheckpointError),
+    (RequestError, SageMakerTieredStorageConfigError),
+    (NotUnderstoodError, SageMakerTieredStorageConfigError),
+    (UnavailableError, MemoryTierUnreachableError),
+    (ArenaFullError, MemorySaveFailedError),
+    (FencedError, MemorySaveFailedError),
+    (PeerStoreError, SageMakerInMemoryTierError),
 )
+"""The first one that an error is. A shard that is absent from one node is not a checkpoint that is nowhere."""
 
 
 def named(error: Exception) -> SageMakerTieredStorageError:

@@ -1,0 +1,92 @@
+"""What AWS's classes raise for each of our errors: the nearest one, that is still caught as what it is."""
+
+import pickle
+
+import pytest
+
+from integration.sagemaker import errors as aws
+from peerstore import errors as store
+from tieredckpt import errors as ours
+
+MEANT = {
+    ours.TieredCheckpointError: aws.SageMakerTieredStorageError,
+    ours.UsageError: aws.SageMakerTieredStorageConfigError,
+    ours.SettingsError: aws.SageMakerTieredStorageConfigError,
+    ours.MissingStepError: aws.SageMakerTieredStorageConfigError,
+    ours.MismatchError: aws.MismatchedStateError,
+    ours.UntrustedObjectError: aws.SageMakerTieredStorageConfigError,
+    ours.FormatVersionError: aws.SageMakerTieredStorageConfigError,
+    ours.PluginError: aws.SageMakerTieredStorageConfigError,
+    ours.CheckpointNotFoundError: aws.NoCheckpointError,
+    ours.CheckpointTornError: aws.TornCheckpointError,
+    ours.LedgerNotFoundError: aws.NoCheckpointError,
+    ours.TierUnavailableError: aws.MemoryTierUnreachableError,
+    ours.StoreBusyError: aws.MemoryTierUnreachableError,
+    ours.PeersLostError: aws.MemoryTierUnreachableError,
+    ours.CheckpointDeletedError: aws.S3TierUnreachableError,
+    ours.CheckpointDamagedError: aws.DamagedCheckpointError,
+    ours.CheckpointLostError: aws.LostCheckpointError,
+    ours.RestoreProofError: aws.UnprovenRestoreError,
+    ours.DurableRefusedError: aws.S3RefusedError,
+    ours.SaveFailedError: aws.MemorySaveFailedError,
+    store.PeerStoreError: aws.SageMakerInMemoryTierError,
+    store.RequestError: aws.SageMakerTieredStorageConfigError,
+    store.InvalidNameError: aws.SageMakerTieredStorageConfigError,
+    store.ProtocolError: aws.SageMakerTieredStorageConfigError,
+    store.PeerRefusedError: aws.SageMakerTieredStorageConfigError,
+    store.ShardNotFoundError: aws.SageMakerInMemoryTierError,
+    store.ShardDamagedError: aws.DamagedCheckpointError,
+    store.NotUnderstoodError: aws.SageMakerTieredStorageConfigError,
+    store.UnavailableError: aws.MemoryTierUnreachableError,
+    store.AgentUnreachableError: aws.MemoryTierUnreachableError,
+    store.PeerUnreachableError: aws.MemoryTierUnreachableError,
+    store.ShardUnreadableError: aws.MemoryTierUnreachableError,
+    store.NoQuorumError: aws.MemoryTierUnreachableError,
+    store.ArenaBusyError: aws.MemoryTierUnreachableError,
+    store.AgentBusyError: aws.MemoryTierUnreachableError,
+    store.ShardPendingError: aws.MemoryTierUnreachableError,
+    store.ArenaFullError: aws.MemorySaveFailedError,
+    store.FencedError: aws.MemorySaveFailedError,
+    store.LeaseLostError: aws.MemorySaveFailedError,
+}
+"""Each of our public errors: one that is new is given its place here, and in ``_BY_CAUSE``."""
+
+ANSWERS = (
+    ours.UsageError,
+    ours.MismatchError,
+    ours.CheckpointNotFoundError,
+    ours.CheckpointTornError,
+    ours.TierUnavailableError,
+    ours.CheckpointDamagedError,
+    ours.CheckpointLostError,
+    ours.RestoreProofError,
+    ours.DurableRefusedError,
+    ours.SaveFailedError,
+)
+"""What a caller can do differently about: none of them may become another."""
+
+
+def public(module):
+    return {
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, Exception) and kind.__module__ == module.__name__
+    }
+
+
+def test_each_of_our_errors_has_its_place():
+    assert set(MEANT) == public(ours) | public(store)
+    assert {cause for cause, _ in aws._BY_CAUSE} <= set(MEANT)
+
+
+@pytest.mark.parametrize("cause", MEANT, ids=lambda kind: kind.__name__)
+def test_an_error_comes_out_as_the_nearest_of_aws_names(cause):
+    found = aws.named(cause("why, and what to do"))
+    assert type(found) is MEANT[cause]
+    assert str(pickle.loads(pickle.dumps(found))) == "why, and what to do"
+
+
+@pytest.mark.parametrize("cause", public(ours), ids=lambda kind: kind.__name__)
+def test_what_a_caller_tells_apart_stays_apart(cause):
+    found = aws.named(cause("why"))
+    assert [kind for kind in ANSWERS if isinstance(found, kind)] == [k for k in ANSWERS if issubclass(cause, k)]
