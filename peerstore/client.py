@@ -323,21 +323,23 @@ class Client:
             if until - time.monotonic() > _SILENT_S:
                 self._replace()
 
-    def tell(self, op: str, body: object, *, timeout_s: float) -> None:
-        """Say something the agent may miss, on a connection that is open: nothing is opened, started or repeated."""
+    def tell(self, op: str, body: object, *, timeout_s: float, seek: Connector | None = None) -> None:
+        """Say something the agent may miss, on a connection that is open, or on one that ``seek`` finds: nothing is
+        repeated, and no agent is started to hear it.
+        """
         with self._lock:
             sock = self._idle.pop() if self._idle and self._pid == os.getpid() else None
-        if sock is None:
-            return
-        try:
+        with contextlib.suppress(PeerStoreError, OSError), contextlib.ExitStack() as undo:
+            if sock is None and seek is not None and not self._closed:
+                sock = self._greet(seek(), timeout_s)
+            if sock is None:
+                return
+            undo.callback(sock.close)
             sock.settimeout(timeout_s)
             frames.send(sock, self._request(op, frames.encode_raw(body), timeout_s))
-            if frames.receive(sock, Response) is None:
-                raise AgentUnreachableError("the agent closed the connection")
-        except (PeerStoreError, OSError):
-            sock.close()
-        else:
-            self._give_back(sock)
+            if frames.receive(sock, Response) is not None:
+                undo.pop_all()
+                self._give_back(sock)
 
     def _error(self, response: Response) -> Exception:
         message = frames.decode(response.body, str)

@@ -83,10 +83,9 @@ class AgentNode:
         self.place = place
         command, environ = agent_command(settings), _agent_environment()
         self._embedded = settings.agent.embedded
+        self._seek: Connector = partial(connect, place.socket, named=place.named)
         self._connector: Connector = (
-            (lambda: connect_or_launch(place, command, environ=environ))
-            if self._embedded
-            else (lambda: connect(place.socket, named=place.named))
+            partial(connect_or_launch, place, command, environ=environ) if self._embedded else self._seek
         )
         self._replace = partial(replace_hung if self._embedded else refuse_hung, place)
         self._looks_after = False
@@ -203,7 +202,7 @@ class AgentNode:
                 return found
 
     def observe(self, job: str, values: Mapping[str, float]) -> None:
-        self.store.call("observe", Observe(job, dict(values)), type(None))
+        self.store.tell("observe", Observe(job, dict(values)), timeout_s=_HINT_S, seek=self._seek)
 
     def close(self) -> None:
         self.look_away()

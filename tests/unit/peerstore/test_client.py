@@ -124,6 +124,7 @@ def test_a_closed_client_opens_nothing_again(agent):
     with pytest.raises(RequestError, match="closed"):
         client.status()
     client.tell("status", Status(), timeout_s=1.0)
+    client.tell("status", Status(), timeout_s=1.0, seek=agent.connect)
     assert len(agent.ends) == 1, "the connector, which may start an agent, was asked again"
 
 
