@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from peerstore.client import Client, Connector, connect
 from peerstore.errors import AgentUnreachableError, PeerStoreError
@@ -49,10 +48,6 @@ class AgentWatch:
         self._thread = threading.Thread(target=self._run, name="peerstore-watch", daemon=True)
         self._thread.start()
 
-    def call(self, op: str, body: object, result: Any) -> Any:
-        """Ask the agent that is watched."""
-        return self._client.call(op, body, result)
-
     def _run(self) -> None:
         missing = False
         while not self._stop.wait(_LOOK_S):
@@ -89,6 +84,7 @@ class Caretaker:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with contextlib.ExitStack() as undo:
             self._lock = undo.enter_context(os.fdopen(os.open(place.watch_lock, flags, 0o600), "r+"))
+            self._has_lock()  # from now on: who comes later leaves the agent to this process
             self._watch = AgentWatch(self._connect, self._replaced, its_turn=self._has_lock)
             undo.pop_all()
 

@@ -68,11 +68,12 @@ from tieredckpt.settings import DurableSettings, Settings
 _ADOPTION_S = 660.0
 _RETRY_S = 20.0
 _DROP_S = 300.0
-_caretakers = Caretakers()
 _SLACK_S = 1.0
 """What an agent has for an answer that is not waited for."""
 _WAIT_AGAIN_S = 300.0
 _HINT_S = 5.0
+caretakers = Caretakers()
+"""Of the agents that this process uses."""
 
 
 class AgentNode:
@@ -97,13 +98,13 @@ class AgentNode:
         """
         if self._embedded and not self._looks_after:
             with contextlib.suppress(PeerStoreError, OSError):  # the next save tries again
-                _caretakers.begin(self.place, self._connector, self._replace)
+                caretakers.begin(self.place, self._connector, self._replace)
                 self._looks_after = True
 
     def look_away(self) -> None:
         if self._looks_after:
             self._looks_after = False
-            _caretakers.end(self.place)
+            caretakers.end(self.place)
 
     def configure(self, job: str, durable: DurableSettings) -> None:
         self.store.call("configure", Configure(job, durable), type(None))

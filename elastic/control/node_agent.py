@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from elastic.control.processes import importable
-from peerstore.agent_watch import AgentWatch
-from peerstore.client import connect
+from peerstore.client import Client, connect
 from peerstore.errors import PeerStoreError
 from peerstore.launch import connect_or_launch, replace_hung
 from peerstore.owners import started_at
 from peerstore.settings import AgentPlace
 from tieredckpt.agent.messages import CutOff
-from tieredckpt.agent_node import agent_command
+from tieredckpt.agent_node import agent_command, caretakers
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.settings import load_settings
 
@@ -29,13 +28,15 @@ class NodeAgent:
     """An agent that answers already is used. One that was started here outlives the supervisor that is killed.
 
     While this is open, a connection tells the agent that it is needed: a node that waits outside the world has nobody
-    else who does, and an agent that nobody needs leaves after a while. Nor would anybody else notice that it died.
+    else who does, and an agent that nobody needs leaves after a while. It is looked after here, and by no rank: this
+    begins before them, and they end with it.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self._mine: AgentPlace | None = None
-        self._watch: AgentWatch | None = None
+        self._place: AgentPlace | None = None
+        """Of the agent that is looked after."""
 
     def start(self) -> None:
         """Training goes on without: the first rank tries again, and says what is wrong."""
@@ -49,16 +50,20 @@ class NodeAgent:
                 connect(place.socket, named=place.named).close()
             except PeerStoreError:
                 self._mine = place
-            self._watch = AgentWatch(launch, partial(replace_hung, place))
+            launch().close()
+            caretakers.begin(place, launch, partial(replace_hung, place))
+            self._place = place
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.warning("the node agent was not started: %s", error)
 
     def cut_off(self, seconds: float) -> None:
         """Have it reach no other node's agent for so long. One that other jobs use as well is left alone."""
-        if self._watch is None or not self._environ.get("TIEREDCKPT_AGENT_DIRECTORY"):
+        place = self._place
+        if place is None or not self._environ.get("TIEREDCKPT_AGENT_DIRECTORY"):
             return
         try:
-            self._watch.call("cut_off", CutOff(seconds), type(None))
+            with contextlib.closing(Client(partial(connect, place.socket, named=place.named), retry_s=0.0)) as client:
+                client.call("cut_off", CutOff(seconds), type(None))
         except PeerStoreError as error:
             log.warning("the node agent was not cut off: %s", error)
 
@@ -74,9 +79,9 @@ class NodeAgent:
 
     def close(self) -> None:
         """Whoever else needs the agent says so."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
+        place, self._place = self._place, None
+        if place is not None:
+            caretakers.end(place)
 
     @property
     def stays(self) -> Path | None:

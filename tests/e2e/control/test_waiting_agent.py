@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from elastic.control.node_agent import NodeAgent
 from peerstore.owners import started_at
-from tests.support.agents import agent_directory, agent_pid, wait_gone
+from peerstore.settings import AgentPlace
+from tests.support.agents import agent_directory, agent_pid, end_agent, wait_gone
 from tests.support.neighbours import until
 
 pytestmark = pytest.mark.e2e
@@ -68,3 +72,30 @@ def test_an_agent_that_nobody_calls_is_replaced(end):
         until(lambda: agent_pid(directory) not in (None, pid), "there is another one")
         wait_gone(pid)
         agent.end()
+
+
+def test_an_agent_that_was_asked_to_end_is_not_started_again(caplog):
+    with started() as (agent, _):
+        directory = agent.stays
+        with caplog.at_level(logging.DEBUG, "peerstore.agent_watch"):
+            end_agent(directory)
+            until(lambda: len(caplog.records) > 1 or agent_pid(directory), "it is missed, and looked for again")
+        assert agent_pid(directory) is None
+
+
+LOOKS_AFTER = """
+import fcntl, sys
+with open(sys.argv[1], "r+b") as lock:
+    fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+"""
+
+
+def test_ranks_leave_the_agent_to_their_supervisor():
+    """Else both would start another one, and each of them not for the same reasons."""
+    with started() as (agent, _):
+        lock = AgentPlace(agent.stays).watch_lock
+        rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
+        assert b"BlockingIOError" in rank.stderr, rank.stderr
+        agent.close()
+        rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
+        assert rank.returncode == 0, "it is theirs when the supervisor has ended"
