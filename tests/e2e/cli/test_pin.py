@@ -61,7 +61,14 @@ def test_a_step_is_deleted_from_every_tier(cli, job, tmp_path):
 
 def test_a_step_is_deleted_from_the_store_alone(cli, job):
     job.lose_memory()
-    assert cli("rm", "llama/step-3", "-y", "--durable", job.settings.durable.url).code == 0
+    rm = ("rm", "llama/step-3", "-y", "--durable", job.settings.durable.url)
+    said = cli(*rm)
+    assert said.code == 5
+    assert "--force" in said.err, "whoever uploads it now would bring it back, and nobody can be asked"
+    assert 3 in steps(cli, "--durable", job.settings.durable.url)
+    said = cli(*rm, "--force", "--json")
+    assert (said.code, said.json["deleted_from"]) == (0, ["durable"])
+    assert "no agent answers" in said.json["not_asked"]
     job.expect(2, tiers={"durable"})
 
 
