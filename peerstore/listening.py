@@ -42,6 +42,9 @@ class SealListener:
     def withdrawn(self, job: str, groups: Collection[Group]) -> None:
         """Their owner drops these versions, here or on another node."""
 
+    def not_durable(self, job: str, group: Group, why: str) -> None:
+        """Another node's part of a version will not be where a listener there was to bring it; the version stays."""
+
     def give_way(self, job: str, last: bool) -> bool:
         """A writer of ``job`` finds no slot: let go of something that is held and can be spared; False: nothing is.
 
@@ -108,6 +111,9 @@ class Listeners(SealListener):
 
     def withdrawn(self, job: str, groups: Collection[Group]) -> None:
         self.tell(f"{len(groups)} versions of job {job} are dropped", lambda one: one.withdrawn(job, groups))
+
+    def not_durable(self, job: str, group: Group, why: str) -> None:
+        self.tell(f"version {group.version} is not durable: {why}", lambda one: one.not_durable(job, group, why))
 
     def give_way(self, job: str, last: bool) -> bool:
         return any(listener.give_way(job, last) for listener in self._all)

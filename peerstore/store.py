@@ -306,6 +306,10 @@ class NodeStore:
             self._listeners.withdrawn(job, groups)
         return found
 
+    def not_durable(self, job: str, group: Group, why: str) -> None:
+        """Another node's part of a version does not become durable: for who listens here, and makes versions so."""
+        self._listeners.not_durable(job, group, why)
+
     def keep(self, job: str, group: Group, *, kept: bool = True) -> None:
         """The version is not given up for newer ones, nor for want of room; or may be again. Survives this process."""
         with self._lock:

@@ -34,6 +34,7 @@ from peerstore.peers.messages import (
     Flush,
     Look,
     LookFor,
+    NotDurable,
     Offer,
     Ping,
     PingFor,
@@ -145,6 +146,7 @@ class _Conversation:
             "roster": (AskRoster, self._roster),
             "settling": (Settling, team.protecting.settlement.settling),
             "dropped": (Dropped, self._drop),
+            "not_durable": (NotDurable, self._not_durable),
             "settled": (Settled, lambda a: team.protecting.settlement.decided(Decided(a.group, a.group))),
             "decided": (Decided, team.protecting.settlement.decided),
         }
@@ -232,6 +234,9 @@ class _Conversation:
     def _drop(self, dropped: Dropped) -> None:
         """Also where nothing of them is here: that is no error."""
         self._store.forget(self._team.job, list(dropped.groups))
+
+    def _not_durable(self, said: NotDurable) -> None:
+        self._store.not_durable(self._team.job, said.group, f"node {self._who.node}: {said.why}")
 
     def _put_blob(self, blob: PutBlob) -> None:
         name, size = self._desk.shared.writable(blob.name, self._who.node), self._payload_bytes

@@ -21,6 +21,8 @@ MOST_BLOBS = 1024
 """Small things that one question may be for."""
 MOST_LOOKED_FOR = 1024
 """Nodes that one other may be asked to look for."""
+MOST_SAID = 1000
+"""Characters of a reason."""
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -236,6 +238,13 @@ class Dropped(msgspec.Struct, frozen=True):
     """The job's owner gives up these versions, wherever they are."""
 
     groups: Annotated[tuple[Group, ...], msgspec.Meta(max_length=1024)]
+
+
+class NotDurable(msgspec.Struct, frozen=True):
+    """The sender's part of this version does not become durable, so the version does not. It stays where it is."""
+
+    group: Group
+    why: Annotated[str, msgspec.Meta(max_length=MOST_SAID)]
 
 
 class PingFor(msgspec.Struct, frozen=True):

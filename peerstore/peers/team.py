@@ -34,7 +34,17 @@ from peerstore.peers.board import Wish
 from peerstore.peers.calling import Pass
 from peerstore.peers.duties import inherited, remembered, worth_mending
 from peerstore.peers.looking import Looking, Sight
-from peerstore.peers.messages import MOST_BLOBS, AskBlob, AskBlobs, AskRecords, Dropped, Looked, Suspect
+from peerstore.peers.messages import (
+    MOST_BLOBS,
+    MOST_SAID,
+    AskBlob,
+    AskBlobs,
+    AskRecords,
+    Dropped,
+    Looked,
+    NotDurable,
+    Suspect,
+)
 from peerstore.peers.plan import TeamSettings
 from peerstore.peers.protecting import Protecting, Protection
 from peerstore.peers.pulling import Puller
@@ -222,17 +232,23 @@ class Team:
 
     def drop(self, groups: Sequence[Group]) -> dict[str, str]:
         """Have the other nodes give up these versions; who could not be told, and why. Silent ones delay no other."""
+        return self._tell("dropped", Dropped(tuple(groups)))
+
+    def not_durable(self, group: Group, why: str) -> dict[str, str]:
+        """Have the other nodes hear that this version does not become durable; who could not be told, and why."""
+        return self._tell("not_durable", NotDurable(group, why[:MOST_SAID]))
+
+    def _tell(self, op: str, said: object) -> dict[str, str]:
         others = [node for node in self.tending.listed if node != self.me.id]
-        said = Dropped(tuple(groups))
 
         def tell(node: str) -> str:
             try:
-                self.tending.peer(node).call("dropped", said, type(None), timeout_s=_TELL_S, within_s=2 * _TELL_S)
+                self.tending.peer(node).call(op, said, type(None), timeout_s=_TELL_S, within_s=2 * _TELL_S)
             except (PeerStoreError, OSError) as error:
                 return str(error) or repr(error)
             return ""
 
-        with ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-drop") as tellers:
+        with ThreadPoolExecutor(_TELLERS, thread_name_prefix="peerstore-tell") as tellers:
             return {node: why for node, why in zip(others, tellers.map(tell, others), strict=True) if why}
 
     # -- mending ------------------------------------------------------------------------------------------------------

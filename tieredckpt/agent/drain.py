@@ -76,6 +76,9 @@ class Places(Protocol):
     def commits(self, job: str, group: Group) -> bool:
         """Whether it is this node that looks for all parts of a step and makes it exist, of all that have some."""
 
+    def tell_not_durable(self, job: str, group: Group, why: str) -> None:
+        """Have the job's other nodes hear that a step does not become durable. Waits for nobody."""
+
     def index_of(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]: ...
     def quarantined(self, job: str) -> Mapping[Group, str]: ...
 
@@ -210,6 +213,7 @@ class Drain(SealListener):
             if not uploaded and held:
                 trouble = f"; the store: {held[0].error}" if held[0].error else ""
                 self._skip(held[0], f"it gave way to saves in memory{trouble}")
+                self._say(held[0])
             return bool(uploaded or held)
 
     def wake(self) -> None:
@@ -346,6 +350,7 @@ class Drain(SealListener):
             self.totals.errors += 1
             log.error("%s step %d does not become durable: %s", step.job, step.group.version, error)
             self._settle(step, "failed", str(error))
+            self._say(step)
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             self.totals.errors += 1
             log.warning("%s step %d: %s; tried again in %.0f s", step.job, step.group.version, error, _RETRY_S)
@@ -553,6 +558,22 @@ class Drain(SealListener):
             step = self._steps.get((job, group))
             if torn and step is not None:
                 self._end(step, "a rank left its part out")
+
+    def not_durable(self, job: str, group: Group, why: str) -> None:
+        """A part on another node: nobody here waits for it, nor uploads what can never be whole there."""
+        with self._changed:
+            step = self._steps.setdefault((job, group), _Step(job, group, 0, None, "failed", error=why))
+            step.required = True
+            if step.open:
+                self._end(step, why)
+            elif not step.shards:  # its parts here are sealed later
+                step.over = why
+            self._changed.notify_all()
+
+    def _say(self, step: _Step) -> None:
+        """What was asked for and has failed here is nothing that other nodes wait for."""
+        if step.required and step.state == "failed":
+            self._places.tell_not_durable(step.job, step.group, step.error)
 
     def withdrawn(self, job: str, groups: Collection[Group]) -> None:
         with self._changed:

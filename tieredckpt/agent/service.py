@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -173,6 +174,7 @@ class NodeService(SealListener):
         """By job: whether it was said last that it is unprotected, and when."""
         for job in store.jobs():
             self._pack_plain_blobs(job)
+        self._telling = ThreadPoolExecutor(1, thread_name_prefix="tieredckpt-tell")
         self.drain = Drain(store, self, writer=writer)
         store.subscribe(self)
         store.subscribe(self.drain)
@@ -556,6 +558,7 @@ class NodeService(SealListener):
                 if one.catalog is not None:
                     one.catalog.store.interrupt()
         self.drain.close()
+        self._telling.shutdown(cancel_futures=True)
         with self._opening:
             opened, self._opened, self._catalogs = self._opened, [], {}
         for one in opened:
@@ -596,6 +599,17 @@ class NodeService(SealListener):
         if self.others is None:
             return True
         return self.others.first_with(job, group) in (None, self.others.neighbourhood.name)
+
+    def tell_not_durable(self, job: str, group: Group, why: str) -> None:
+        with contextlib.suppress(RuntimeError):  # this agent ends
+            self._telling.submit(self._tell_not_durable, job, group, why)
+
+    def _tell_not_durable(self, job: str, group: Group, why: str) -> None:
+        team = self.others.team(job) if self.others is not None else None
+        silent = team.not_durable(group, why) if team is not None else {}
+        if silent:
+            said = "; ".join(f"{node}: {problem}" for node, problem in sorted(silent.items()))
+            log.warning("job %s: not all nodes have heard that step %d is not durable: %s", job, group.version, said)
 
     def index_of(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]:
         """A sealed shard's index, layout and table."""

@@ -15,7 +15,7 @@ from tieredckpt.agent.catalog import Catalog
 from tieredckpt.agent.messages import LAYOUT
 from tieredckpt.agent.service import NodeService
 from tieredckpt.durable.open import open_store
-from tieredckpt.errors import TierUnavailableError
+from tieredckpt.errors import DurableRefusedError, TierUnavailableError
 from tieredckpt.layout import Layout, encode
 from tieredckpt.manifest import ShardMeta, encode_meta, pack
 from tieredckpt.settings import DurableSettings
@@ -28,7 +28,7 @@ class Road:
     """The way to a store: it can be closed, and what is uploaded can be made to wait."""
 
     def __init__(self):
-        self.away = False
+        self.away = self.refuses = False
         self.waits = threading.Event()
         self.may_go = threading.Event()
         self.may_go.set()
@@ -38,6 +38,8 @@ class Road:
     def open(self, url, settings):
         if self.away:
             raise TierUnavailableError(f"{url} is away")
+        if self.refuses:
+            raise DurableRefusedError(f"{url} says no")
         return _Store(open_store(url, settings), self)
 
 
@@ -179,6 +181,87 @@ def test_a_torn_step_that_was_asked_for_has_failed(node, road):
     node.store.leave_out(JOB, group_of(1), 1)
     assert node.wait_durable(JOB, group_of(1), LONG_S).error == "a rank left its part out"
     assert state_of(node, 1).state == "failed"
+
+
+def test_a_running_upload_that_does_not_end_refuses_no_save(node, road):
+    """With the slots of a default: one for it, one for the newest whole step, one for the step that is written."""
+    road.may_go.clear()
+    for part in range(2):
+        seal(node.store, 1, part, 2, durable=True)
+    assert road.waits.wait(LONG_S)
+    for step in range(2, 12):
+        for part in range(2):
+            seal(node.store, step, part, 2, durable=not step % 4)
+    assert state_of(node, 1).state == "running"
+    road.may_go.set()
+    assert node.wait_durable(JOB, group_of(1), LONG_S).state == "done"
+
+
+# -- on several nodes ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two nodes with a durable tier: their stores' services, and the way that each of them has to it."""
+    with contextlib.ExitStack() as cleanup:
+        both = cleanup.enter_context(neighbours("n1", "n2", copies=1))
+        roads, services = [Road(), Road()], []
+        for one, road in zip(both, roads, strict=True):
+            service = NodeService(one.store, open_durable=road.open, neighbourhood=one.neighbourhood)
+            services.append(cleanup.enter_context(contextlib.closing(service)))
+            one.store.claim(JOB, "incarnation")
+            service.configure(JOB, durable_in(tmp_path))
+        yield services, roads
+
+
+def test_what_one_node_gave_up_is_heard_by_the_others_at_once(two):
+    (first, second), roads = two
+    roads[1].away = True
+    for number, service in enumerate((first, second)):
+        seal(service.store, 1, number, 2, durable=True, required=True)
+    until(lambda: "other parts" in state_of(first, 1).error)
+    until(lambda: "is away" in state_of(second, 1).error)
+    told = []
+    waiting = threading.Thread(target=lambda: told.append(first.wait_durable(JOB, group_of(1), LONG_S)))
+    waiting.start()
+    assert second.drain.give_way(JOB, last=True)
+    waiting.join(LONG_S / 4)
+    assert [view.state for view in told] == ["failed"]
+    assert told[0].error == f"node n2: {state_of(second, 1).error}"
+
+
+def test_an_upload_for_a_step_that_another_node_gave_up_ends(two):
+    (first, second), roads = two
+    roads[0].may_go.clear()
+    roads[1].away = True
+    for number, service in enumerate((first, second)):
+        seal(service.store, 1, number, 2, durable=True, required=True)
+    assert roads[0].waits.wait(LONG_S)
+    until(lambda: "is away" in state_of(second, 1).error)
+    assert second.drain.give_way(JOB, last=True)
+    assert first.wait_durable(JOB, group_of(1), LONG_S / 4).state == "failed"
+    assert roads[0].cancelled == 1
+
+
+def test_a_part_that_is_sealed_after_another_node_gave_the_step_up_is_not_uploaded(two):
+    (first, second), roads = two
+    roads[1].away = True
+    seal(second.store, 1, 1, 2, durable=True, required=True)
+    until(lambda: "is away" in state_of(second, 1).error)
+    assert second.drain.give_way(JOB, last=True)
+    until(lambda: state_of(first, 1) is not None, "it has been told")
+    seal(first.store, 1, 0, 2, durable=True, required=True)
+    assert first.wait_durable(JOB, group_of(1), LONG_S / 4).state == "failed"
+    assert not roads[0].waits.is_set()
+
+
+def test_what_the_store_refuses_of_one_node_is_heard_by_the_others(two):
+    (first, second), roads = two
+    roads[1].refuses = True
+    for number, service in enumerate((first, second)):
+        seal(service.store, 1, number, 2, durable=True, required=True)
+    found = first.wait_durable(JOB, group_of(1), LONG_S / 4)
+    assert (found.state, "node n2: " in found.error, "says no" in found.error) == ("failed", True, True)
 
 
 # -- what is dropped stays away -----------------------------------------------------------------------------------
