@@ -460,3 +460,19 @@ def test_without_collectives_no_rank_raises_whatever_ends_its_save(monkeypatch):
         assert isinstance(writer.error, SaveFailedError)
         assert "no memory for a page" in str(writer.error)
         assert node.store.status().arena.leases == 0
+
+
+def test_what_is_staged_before_its_step_is_known_is_named_by_its_part(monkeypatch):
+    """It has a number of its own until then, which says nothing to anybody."""
+
+    def away(store, key, *_args, **_kwargs):
+        raise AgentUnreachableError(f"no slot for {key}: nobody answers")
+
+    with memory_node():
+        for step in (1, 2):
+            dcp.async_save(small(step), storage_writer=TieredWriter(JOB, step), no_dist=True).result()
+        monkeypatch.setattr(NodeStore, "lease", away)
+        with pytest.raises(TierUnavailableError, match="part 0 of loop") as info:
+            dcp.async_save(small(3), storage_writer=TieredWriter(JOB, 3), no_dist=True).result()
+        assert "nobody answers" in str(info.value)
+        assert "attempt" not in str(info.value)
