@@ -350,7 +350,6 @@ class Drain(SealListener):
             self.totals.errors += 1
             log.error("%s step %d does not become durable: %s", step.job, step.group.version, error)
             self._settle(step, "failed", str(error))
-            self._say(step)
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             self.totals.errors += 1
             log.warning("%s step %d: %s; tried again in %.0f s", step.job, step.group.version, error, _RETRY_S)
@@ -568,11 +567,13 @@ class Drain(SealListener):
                 self._end(step, why)
             elif not step.shards:  # its parts here are sealed later
                 step.over = why
+                self._forget_closed(job)
             self._changed.notify_all()
 
     def _say(self, step: _Step) -> None:
-        """What was asked for and has failed here is nothing that other nodes wait for."""
+        """What was asked for and has failed here has failed for good, and on all nodes. Lock held."""
         if step.required and step.state == "failed":
+            step.over = step.over or step.error
             self._places.tell_not_durable(step.job, step.group, step.error)
 
     def withdrawn(self, job: str, groups: Collection[Group]) -> None:
@@ -623,6 +624,7 @@ class Drain(SealListener):
         with self._changed:
             step.state, step.error = state, error
             self._release(step)
+            self._say(step)
             self._changed.notify_all()
 
     def _unhold(self, step: _Step) -> None:
@@ -634,7 +636,10 @@ class Drain(SealListener):
         self._unhold(step)
         for key in step.shards:
             self._store.remove_blob(step.job, DRAINED + _shard_stem(key))
-        closed = sorted((k for k, s in self._steps.items() if k[0] == step.job and not s.open), key=lambda k: k[1])
+        self._forget_closed(step.job)
+
+    def _forget_closed(self, job: str) -> None:
+        closed = sorted((k for k, s in self._steps.items() if k[0] == job and not s.open), key=lambda k: k[1])
         for old in closed[:-_REMEMBERED]:
             del self._steps[old]
 

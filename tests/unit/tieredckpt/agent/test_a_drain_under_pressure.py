@@ -264,6 +264,12 @@ def test_what_the_store_refuses_of_one_node_is_heard_by_the_others(two):
     assert (found.state, "node n2: " in found.error, "says no" in found.error) == ("failed", True, True)
 
 
+def test_words_about_steps_that_never_come_take_little_room(node):
+    for step in range(200):
+        node.store.not_durable(JOB, group_of(step), "node n2: no")
+    assert len(node.drains(JOB)) <= 32
+
+
 # -- what is dropped stays away -----------------------------------------------------------------------------------
 
 
