@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -11,7 +12,10 @@ import pytest
 import torch
 
 from tests.support.late_device import POISON, LateDevice
+from tests.support.late_staging import laid, slot
+from tieredckpt.copying import Copier
 from tieredckpt.device import Accelerator, Copy, Device, NoDevice, accelerator, installed, work_so_far
+from tieredckpt.staging_buffers import StagingBuffers
 
 ELEMENTS = 100_000
 REAL = accelerator()
@@ -71,6 +75,39 @@ def test_work_so_far_has_completed_once_it_was_waited_for_whoever_asks(device):
     assert found == [True]
     device.synchronize(place)
     assert work_so_far().has_completed()
+
+
+def contents() -> list[torch.Tensor]:
+    tensors = torch.randn(ELEMENTS), torch.randn(70, 30).t(), torch.randn(0), torch.randn(()), torch.arange(99)
+    return [*tensors, torch.randn(501).to(torch.bfloat16)]
+
+
+def test_slots_are_filled_from_a_device_bit_by_bit(device):
+    sources = contents()
+    pieces, size_bytes = laid([on(device, one) for one in sources])
+    with slot(size_bytes) as memory, contextlib.closing(Copier(2)) as copier:
+        for _ in range(3):  # from the second time on it is registered
+            memory.write(512, bytes(size_bytes))
+            memory.fill(pieces, copier)
+            for piece, source in zip(pieces, sources, strict=True):
+                assert torch.equal(memory.tensor(piece.start, source.dtype, source.shape), source)
+
+
+def test_a_device_is_filled_from_buffers_by_turns_bit_by_bit(device):
+    sources = contents()
+    there = [on(device, torch.zeros_like(one)) for one in sources]
+    place = device.place_of(there[0]) or device.current()
+    buffers = StagingBuffers(device, 4 * ELEMENTS)
+    try:
+        for target, source in zip(there, sources, strict=True):
+            part = buffers.next().tensor(0, source.dtype, source.shape)
+            part.copy_(source)
+            buffers.send({place: [Copy(target, part)]})
+        buffers.finish()
+        for target, source in zip(there, sources, strict=True):
+            assert torch.equal(target.cpu(), source)
+    finally:
+        buffers.close()
 
 
 def test_registered_memory_is_given_back_and_can_be_registered_again(device):
