@@ -3,7 +3,7 @@ PYTHON ?= python3
 TOX := .venv/bin/tox
 BIN := .tox/py/bin
 
-.PHONY: help test check demo demo-hyperpod bench docs nightly test-system clean
+.PHONY: help test check demo demo-hyperpod bench docs nightly test-system test-gpu clean
 
 help:
 	@echo "make demo         kill a rank, lose a node, shrink, grow, drain: the whole story in two minutes"
@@ -13,6 +13,7 @@ help:
 	@echo "make bench        measure everything in docs/benchmarks.md again"
 	@echo "make docs         check the documentation"
 	@echo "make test-system  tests that need Debian packages or root (says what it skips and why)"
+	@echo "make test-gpu     the first hour on a GPU: checks and figures in build/gpu/report.html (on fakes without one, and says so)"
 	@echo "make nightly      what takes hours; goes on where it was stopped, and writes build/nightly/page.md"
 
 $(TOX): requirements/tox.txt
@@ -37,6 +38,10 @@ nightly: env
 
 test-system: $(TOX)
 	$(TOX) -e py -- -m system -rs $(ARGS)
+
+# With ARGS: only these tests.
+test-gpu: env
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.gpu $(ARGS)
 
 check: env
 	$(BIN)/ruff check .
