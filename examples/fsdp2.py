@@ -41,7 +41,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optim": moments, "step": step}, storage_writer=TieredWriter(JOB, step))
+        writer = TieredWriter(JOB, step, finite=True)  # NaN does not replace the last finite step
+        dcp.save({"model": weights, "optim": moments, "step": step}, storage_writer=writer)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks found {found}; now steps up to {step} are in memory")
     dist.destroy_process_group()

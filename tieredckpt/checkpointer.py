@@ -147,6 +147,10 @@ class Checkpointer:
             self._check_open()  # a session that is opened has an agent started
         return open_session(self._location.job, self.settings)
 
+    @property
+    def _wants_finite(self) -> bool:
+        return self.settings.memory.nonfinite == "refuse"
+
     def _join(self, *, restoring: bool = False) -> None:
         """Once before the first restore and once before the first save: have the job's nodes know each other."""
         if restoring in self._asked_to_join:
@@ -381,6 +385,7 @@ class Checkpointer:
                 table=planned.table,
                 required=required,
                 keep=keep,
+                finite=self._wants_finite,
             )
         except BaseException as problem:
             # Whatever it is (no memory for a page, say): the slot is given back, and this save says so, not the next.
@@ -407,7 +412,7 @@ class Checkpointer:
         """
         self._all_ready(self._noter.names)
         self._join()
-        writer = TieredWriter(self._location.job, step, settings=self.settings)
+        writer = TieredWriter(self._location.job, step, finite=self._wants_finite, settings=self.settings)
         writer.required, writer.keep = durable and bool(self.settings.durable.url), keep
         writer.wait_s = wait_s
         try:
@@ -440,7 +445,7 @@ class Checkpointer:
         self.session.go_back(step)  # what was sealed of later steps is of a past that the job leaves
         # In the durable tier some nodes' part of it would be missing: new ones do not know where that is.
         settings = override(self.settings, durable={"url": ""})
-        writer = TieredWriter(self._location.job, step, settings=settings)
+        writer = TieredWriter(self._location.job, step, finite=self._wants_finite, settings=settings)
         self._together.dcp(dcp.save, {}, storage_writer=writer, planner=planner)
         if writer.record is None:
             raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")

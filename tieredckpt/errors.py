@@ -22,6 +22,7 @@
     ├── RestoreProofError           after a restore the live state is not what was saved: do not train on it
     ├── DurableRefusedError         the object store says no (credentials, permission, no such bucket)
     └── SaveFailedError             this save did not happen; training may go on and the last whole step is kept
+        └── NonFiniteStateError         the state has NaN, or infinities that were not there: go back to the last step
 
 They travel over the agent's socket by class name, pickle, and are found inside DCP's ``CheckpointException``.
 """
@@ -107,6 +108,10 @@ class DurableRefusedError(TieredCheckpointError):
 
 class SaveFailedError(TieredCheckpointError):
     """The step was not saved (or not to every tier asked for)."""
+
+
+class NonFiniteStateError(SaveFailedError):
+    """A tensor of the state has become NaN or infinite, so it does not take the place of a step that is finite."""
 
 
 def wire_errors() -> dict[str, type[Exception]]:

@@ -39,6 +39,7 @@ from tieredckpt.copying import Copier, SlotMemory
 from tieredckpt.durable.open import open_store
 from tieredckpt.durable.store import ObjectStore
 from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableError
+from tieredckpt.finite import FiniteCheck
 from tieredckpt.incarnation import CapturePoint, IncarnationOwner, SaveDecision, SaveProposal
 from tieredckpt.layout import Layout, encode, round_up
 from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack
@@ -146,6 +147,7 @@ class Session:
         self.node = node
         self.copier = Copier(copy_threads(settings))
         self.owner = IncarnationOwner(job)
+        self._finite = FiniteCheck()
         self.sealed_step = -1
         """What this process sealed last."""
         self._speaks = False
@@ -569,11 +571,15 @@ class Session:
         table: StateTable | None,
         required: bool = False,
         keep: bool = False,
+        finite: bool = False,
     ) -> ShardRecord:
         """Write header and items beside the staged tensors, and make the shard immutable.
 
         ``required``: this very step is to become durable, whatever comes after it. ``keep``: it is not given up.
+        ``finite``: tensors that have become NaN or infinite are a :class:`NonFiniteStateError`.
         """
+        if finite:
+            self._finite.check(staged.memory, staged.layout, f"step {key.version} of {self.job}, rank {key.part}")
         sizes = tuple(len(item) for item in items)
         layout, total = staged.layout, staged.layout.size_bytes(sizes)
         self._item_bytes = sum(sizes)

@@ -150,6 +150,10 @@ class MemorySettings:
     proof: bool = True
     """After a restore read the live state once more and compare it with what the save recorded: what differs is a
     :class:`~tieredckpt.errors.RestoreProofError` that names the entries. Costs one read of the state."""
+    nonfinite: Literal["refuse", "save"] = "refuse"
+    """Checkpointer: what becomes of a state with NaN in it, or with infinities that were not there at this process's
+    first save. ``refuse``: it is not saved, so the last finite step is kept. Costs one read of what was staged, in the
+    background. Plain ``dcp.save`` saves what it is given; ``TieredWriter(finite=True)`` refuses there, too."""
     copy_threads: int = 0
     """Threads that move bytes in a trainer; 0: this process's share of the node's cores, between 1 and 8."""
 

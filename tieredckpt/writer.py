@@ -62,6 +62,9 @@ class TieredWriter(Stager, StorageWriter):
 
     ``target`` is ``tiered://JOB``, ``tiered://JOB/step-N`` or a job's name. A save returns when the shard is sealed:
     from then on it survives this process; the node agent makes it durable behind its back.
+
+    ``finite``: a state with NaN in it, or with infinities that were not there at this process's first save, is a
+    :class:`~tieredckpt.errors.NonFiniteStateError`.
     """
 
     def __init__(
@@ -70,9 +73,11 @@ class TieredWriter(Stager, StorageWriter):
         step: int | None = None,
         *,
         durable: str | None = None,
+        finite: bool = False,
         settings: Settings | None = None,
     ) -> None:
         super().__init__()
+        self._finite = finite
         settings = settings or load_settings()
         self.settings = settings if durable is None else override(settings, durable={"url": durable})
         self._location = _to_save(at_step(parse_location(target), step))
@@ -304,6 +309,7 @@ class TieredWriter(Stager, StorageWriter):
             table=table,
             required=self.required,
             keep=self.keep,
+            finite=self._finite,
         )
         self._end_staging()
         self._remember(session, PlannedSave(staged.layout, part, decision.parts, table), planner)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.batch.plan import BatchPlan
-from elastic.errors import PolicyError
+from elastic.errors import NonFiniteLossError, PolicyError
 from elastic.gradients import norm
 from elastic.gradients.part import Part
 from elastic.gradients.replicated import Replicated
@@ -82,6 +83,12 @@ class ExactGradients:
     gradients of less precision are summed in (``None``: their own); DDP and FSDP2 without the tree sum in the type
     that they were told. Without the tree, FSDP2 reduces once per step and keeps whole gradients until then; with
     ``each_turn`` after each microbatch, and keeps pieces.
+
+    ``on_nonfinite``: what becomes of a loss that is not finite, and of a norm where gradients are clipped here.
+    ``"fault"``: what :attr:`elastic.Policy.nonfinite` says, and in no world a
+    :class:`~elastic.errors.NonFiniteLossError`; a function is called with the :class:`Total`, whose norm is asked for
+    then; ``None``: nothing. A loss that a ``GradScaler`` has scaled may have gradients that overflow: leave ``clip`` to
+    it, and the scaler leaves the step out as it always does.
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class ExactGradients:
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = torch.float32,
         each_turn: bool = False,
-        on_nonfinite: Callable[[Total], object] | None = None,
+        on_nonfinite: Callable[[Total], object] | Literal["fault"] | None = "fault",
     ) -> None:
         if group is None and dist.is_initialized():
             group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD
@@ -133,6 +140,7 @@ class ExactGradients:
         """Sum over all ranks, divide by the global count, clip; waits for the device.
 
         Where loss or norm is not finite ``on_nonfinite`` is called, on every rank, before this returns; it may raise.
+        A step that all ranks leave out (``Policy(nonfinite="skip")``) has no gradients: no optimizer does anything.
         """
         share = self._share
         if share is None or len(self._seen) != len(share.mine):
@@ -150,9 +158,30 @@ class ExactGradients:
             begin += len(part.parameters)
         found = self._norm(clip)
         total = Total(fold(losses) / weight, weight, found)
-        if self._on_nonfinite is not None and not total.finite:
+        if self._on_nonfinite == "fault":
+            self._check(total, losses, share)
+        elif self._on_nonfinite is not None and not total.finite:
             self._on_nonfinite(total)
         return total
+
+    def _check(self, total: Total, losses: Sequence[float], share: Share) -> None:
+        """All ranks have the same numbers, so they decide alike."""
+        value, what = total.loss, "the loss"
+        if not math.isfinite(value):
+            first = next((id_ for id_, loss in enumerate(losses) if not math.isfinite(loss)), 0)
+            rank = next((rank for rank, ids in enumerate(share.by_rank) if first in ids), 0)
+            what = f"the loss (of microbatch {first}, which rank {rank} computed)"
+        elif not total.finite and total.norm is not None:
+            value, what = total.norm, "the norm of the gradients"
+        loop = sys.modules.get("elastic.workers.loop")  # nobody can be in a world otherwise
+        world = None if loop is None else loop.current_world()
+        if world is None:
+            if not math.isfinite(value):
+                raise NonFiniteLossError(f"{what} is not finite ({value}); ExactGradients(on_nonfinite=None) goes on")
+        elif not world.check(value, what=what):
+            for part in self._parts:
+                for parameter in part.parameters:
+                    parameter.grad = None
 
     def _done(self, slot: Slot, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
         if slot.id is not None:
@@ -182,7 +211,7 @@ class ExactGradients:
         return found[:many], found[many : 2 * many], [count > 0 for count in found[3 * many :]]
 
     def _norm(self, clip: float | None) -> float | None:
-        if clip is None and self._on_nonfinite is None:
+        if clip is None and not callable(self._on_nonfinite):
             return None
         parameters = [one for part in self._parts for one in part.parameters]
         found = norm.fixed_norm(parameters) if self._tree else norm.fast_norm(parameters)

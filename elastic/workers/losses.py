@@ -48,14 +48,14 @@ class Losses:
         if self._how == "skip":
             self._agreed = frozenset(step for step, count in self.seen.items() if count >= self._tries)
 
-    def check(self, step: int, loss: float | torch.Tensor) -> bool:
-        """Whether the step's gradients are to be used: the same answer at all ranks, or a fault."""
+    def check(self, step: int, loss: float | torch.Tensor, what: str = "the loss") -> bool:
+        """Whether the step's gradients are to be used: the same answer at all ranks, or a fault that says ``what``."""
         if step in self._agreed:
             return False
         if self._how == "ignore" or _is_finite(loss):
             return True
         count = self.seen[step] = self.seen.get(step, 0) + 1
-        what = f"the loss of step {step} is not finite ({_shown(loss)})"
+        what = f"{what} of step {step} is not finite ({_shown(loss)})"
         if count < self._tries:
             raise NonFiniteLossError(f"{what}; trying again")
         if self._how == "fault" or count > self._tries:  # the latter where there were no groups to agree in

@@ -191,7 +191,7 @@ class World:
         finally:
             self._say()
 
-    def check(self, loss: float | torch.Tensor, *, step: int | None = None) -> bool:
+    def check(self, loss: float | torch.Tensor, *, step: int | None = None, what: str = "the loss") -> bool:
         """Whether the gradients of this step may be used; asked after ``backward`` and before the optimizer steps.
 
         A loss that is not finite is what :class:`elastic.workers.loop.Policy` makes of it: a fault, by which all ranks
@@ -199,7 +199,7 @@ class World:
         get False, and go on to the next step. ``step`` is the one of :meth:`steps`, where it is not given. The loss is
         read from its device, which takes as long as the device does.
         """
-        return self._losses.check(self.completed if step is None else step, loss)
+        return self._losses.check(max(0, self.step) if step is None else step, loss, what)
 
     def on_leave(self, call: Call) -> Call:
         """Have ``call`` called when this world is left, whichever way; what was added last is called first.

@@ -71,6 +71,7 @@ def test_every_key_can_be_set_by_environment(section, key):
         "http": ("off", "off"),
         "memory_service": ("127.0.0.1:9200", "127.0.0.1:9200"),
         "memory_service_auth": ("open", "open"),
+        "nonfinite": ("save", "save"),
         "on_busy": ("wait", "wait"),
         "url": ("/data", "/data"),
         "compress": ("zstd", "zstd"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -12,9 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.errors import PolicyError
+from elastic.control.testing import MemoryPlane
+from elastic.errors import GaveUpError, NonFiniteLossError, PolicyError
 from elastic.gradients import ExactGradients, Share, Total, norm
 from elastic.gradients.replicated import _windows
+from elastic.workers.loop import End, Policy
+from elastic.workers.loop import run as recover
+from elastic.workers.world import World
 
 
 class Weights(nn.Module):
@@ -88,6 +93,39 @@ def test_what_is_not_finite_is_told_once(tree: bool) -> None:
     assert not total.finite
     with pytest.raises(FloatingPointError):
         run(Weights(), [math.nan], tree=tree, on_nonfinite=_stop)
+
+
+def test_what_is_not_finite_is_an_error_unless_nobody_asks() -> None:
+    with pytest.raises(NonFiniteLossError, match=r"the loss \(of microbatch 1, which rank 0 computed\) is not .*nan"):
+        run(Weights(), [1.0, math.nan, 2.0])
+    with pytest.raises(NonFiniteLossError, match="the norm of the gradients is not finite"):
+        run(Weights(), [1.0, 1e30], clip=1.0)
+    overflowing = run(Weights(), [1.0, 1e30])  # as a GradScaler's: it looks itself
+    assert overflowing.finite
+    assert math.isnan(run(Weights(), [math.nan], on_nonfinite=None).loss)
+
+
+@pytest.mark.parametrize("how", ["fault", "skip"])
+def test_in_a_world_it_is_what_the_policy_says(how: Literal["fault", "skip"]) -> None:
+    plane, seen = MemoryPlane(1), []
+
+    def train(world: World) -> None:
+        losses = world._losses
+        losses._agreed = frozenset(step for step, count in losses.seen.items() if how == "skip" and count > 1)
+        model = Weights()
+        for step in world.steps(2, 5):
+            factors = [1.0, math.nan] if step == 3 else [1.0]
+            run(model, factors)
+            seen.append(step if model.used.grad is not None else -step)
+
+    policy = Policy(backend="none", nonfinite=how)
+    if how == "fault":
+        with pytest.raises(GaveUpError, match=r"the loss \(of microbatch 1.*\) of step 3 is not finite.*2 attempts"):
+            recover(train, plane=plane.seats[0], policy=policy)
+        assert seen == [2, 2]
+    else:
+        assert recover(train, plane=plane.seats[0], policy=policy).how is End.FINISHED
+        assert seen == [2, 2, 2, -3, 4]  # an optimizer leaves what has no gradient alone
 
 
 def _stop(total: Total) -> None:
