@@ -180,7 +180,8 @@ class SlotMemory:
         self._touched = 0
         """How many bytes from the front on have been touched by this process."""
         self._device: Device | None = None
-        """Who was asked to register the slot, and has to be asked to undo it."""
+        """Who was asked to register the slot, and has to be asked to undo it; in the name of ``_place``."""
+        self._place = torch.device("cpu")
         self._is_registered = False
         self._is_closed = False
         self._in_flight = 0
@@ -271,7 +272,7 @@ class SlotMemory:
             yield
             return
         with self._held(), contextlib.ExitStack() as streams:
-            self.register(device)
+            self.register(device, next(iter(pieces)))
             for place, some in pieces.items():
                 stream = device.new_stream(place)
                 streams.callback(stream.synchronize)
@@ -291,12 +292,13 @@ class SlotMemory:
                 self._in_flight -= 1
                 self._unregister_if_done()
 
-    def register(self, device: Device) -> bool:
+    def register(self, device: Device, place: torch.device) -> bool:
         """Let devices copy straight into the slot: once, for as long as the mapping lives; whether they can."""
         with self._lock:
             if self._device is None and not self._is_closed:
                 self._device = device
-                problem = device.register(self.address, self.size_bytes)
+                self._place = place
+                problem = device.register(self.address, self.size_bytes, place)
                 self._is_registered = not problem
                 if problem:
                     log.warning(
@@ -311,7 +313,7 @@ class SlotMemory:
         """Before the mapping goes, and never under a copy."""
         if self._is_closed and not self._in_flight and self._is_registered and self._device is not None:
             self._is_registered = False
-            problem = self._device.unregister(self.address)
+            problem = self._device.unregister(self.address, self._place)
             if problem:
                 log.warning("a slot of %d bytes stays registered with the device: %s", self.size_bytes, problem)
 

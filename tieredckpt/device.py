@@ -95,10 +95,13 @@ class Device(Protocol):
     def synchronize(self, place: torch.device) -> None:
         """Wait until the device has done all it was given by anybody. From any thread."""
 
-    def register(self, address: int, size_bytes: int) -> str:
-        """Let the devices reach memory of this process by themselves. What went wrong, or nothing."""
+    def register(self, address: int, size_bytes: int, place: torch.device) -> str:
+        """Let the devices reach memory of this process by themselves. What went wrong, or nothing.
 
-    def unregister(self, address: int) -> str:
+        From any thread: ``place``, a device that this process uses, is asked, not the one that is current there.
+        """
+
+    def unregister(self, address: int, place: torch.device) -> str:
         """What :meth:`register` did is undone, before the memory goes. What went wrong, or nothing."""
 
     def generator(self) -> torch.Generator | None:
@@ -143,10 +146,10 @@ class NoDevice:
     def synchronize(self, place: torch.device) -> None:
         pass
 
-    def register(self, address: int, size_bytes: int) -> str:
+    def register(self, address: int, size_bytes: int, place: torch.device) -> str:
         return "there is no device"
 
-    def unregister(self, address: int) -> str:
+    def unregister(self, address: int, place: torch.device) -> str:
         return ""
 
     def generator(self) -> torch.Generator | None:
@@ -216,16 +219,22 @@ class Accelerator:
     def synchronize(self, place: torch.device) -> None:
         torch.accelerator.synchronize(place)
 
-    def register(self, address: int, size_bytes: int) -> str:
-        runtime = getattr(self._module, "cudart", None)
-        if runtime is None:
+    def register(self, address: int, size_bytes: int, place: torch.device) -> str:
+        if not hasattr(self._module, "cudart"):
             return f"torch cannot register memory with {self.type} devices"
-        code = int(runtime().cudaHostRegister(address, size_bytes, 0))
-        return f"cudaHostRegister: error {code}" if code else ""
+        return self._called("cudaHostRegister", place, address, size_bytes, 0)
 
-    def unregister(self, address: int) -> str:
-        code = int(self._module.cudart().cudaHostUnregister(address))
-        return f"cudaHostUnregister: error {code}" if code else ""
+    def unregister(self, address: int, place: torch.device) -> str:
+        return self._called("cudaHostUnregister", place, address)
+
+    def _called(self, name: str, place: torch.device, *arguments: int) -> str:
+        with self._module.device(place):  # where nothing was done yet, the call would take memory of another device
+            code = int(getattr(self._module.cudart(), name)(*arguments))
+            if code:
+                # The runtime keeps the error for whoever asks next, and torch asks after each kernel of the training.
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device=place)
+        return f"{name}: error {code}" if code else ""
 
     def generator(self) -> torch.Generator | None:
         index = self._module.current_device()  # first: there are none before the devices are in use
@@ -241,14 +250,13 @@ class Accelerator:
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:
         """``with stream``, which torch has from 2.8 on."""
-        index = int(self._module.current_device())
-        before = torch.accelerator.current_stream(stream.device)
-        torch.accelerator.set_stream(stream)  # and its device
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
-            self._module.set_device(index)
+        with self._module.device(stream.device):
+            before = torch.accelerator.current_stream(stream.device)
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
 
 
 class DeviceWork:

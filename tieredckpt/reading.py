@@ -181,7 +181,7 @@ class Reading:
 
     def _fill_devices(self) -> None:
         """A buffer full after the other. Returns when the devices have everything."""
-        buffers = self._buffers = self._buffers or StagingBuffers(self._device)
+        buffers = self._buffers = self._buffers or StagingBuffers(self._device, self._on_devices[0].place)
         buffer, batch = buffers.next(), _Batch()
         for one in self._on_devices:
             entry = one.piece.entry

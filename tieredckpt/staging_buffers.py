@@ -27,9 +27,11 @@ BUFFER_BYTES = 32 << 20
 class StagingBuffers:
     """Two buffers, for one load, used by the thread that loads."""
 
-    def __init__(self, device: Device, size_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, device: Device, place: torch.device, size_bytes: int = BUFFER_BYTES) -> None:
+        """``place``: one of the devices, in whose name the buffers are registered."""
         self.size_bytes = size_bytes
         self._device = device
+        self._place = place
         self._streams: dict[torch.device, Stream] = {}
         self._registers = True
         self._buffers = (_Buffer(size_bytes), _Buffer(size_bytes))
@@ -40,7 +42,7 @@ class StagingBuffers:
         buffer = self._buffers[0]
         buffer.wait()
         if self._registers and not buffer.is_registered:
-            problem = self._device.register(buffer.address, self.size_bytes)
+            problem = self._device.register(buffer.address, self.size_bytes, self._place)
             self._registers = buffer.is_registered = not problem
             if problem:
                 log.warning(
@@ -79,7 +81,7 @@ class StagingBuffers:
 
     def _unregister(self, buffer: _Buffer) -> None:
         buffer.is_registered = False
-        problem = self._device.unregister(buffer.address)
+        problem = self._device.unregister(buffer.address, self._place)
         if problem:
             log.warning("a buffer of %d bytes stays registered with the device: %s", self.size_bytes, problem)
 

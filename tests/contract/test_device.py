@@ -97,7 +97,7 @@ def test_a_device_is_filled_from_buffers_by_turns_bit_by_bit(device):
     sources = contents()
     there = [on(device, torch.zeros_like(one)) for one in sources]
     place = device.place_of(there[0]) or device.current()
-    buffers = StagingBuffers(device, 4 * ELEMENTS)
+    buffers = StagingBuffers(device, place, 4 * ELEMENTS)
     try:
         for target, source in zip(there, sources, strict=True):
             part = buffers.next().tensor(0, source.dtype, source.shape)
@@ -115,11 +115,12 @@ def test_registered_memory_is_given_back_and_can_be_registered_again(device):
     memory = mmap.mmap(-1, size_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for _ in range(2):
-        problem = device.register(address, size_bytes)
+        problem = device.register(address, size_bytes, device.current())
         assert bool(problem) == (device.count() == 0)
         if not problem:
-            assert device.register(address, size_bytes)  # once is enough
-            assert not device.unregister(address)
+            assert device.register(address, size_bytes, device.current())  # once is enough
+            assert on(device, torch.ones(3)).add_(1).sum().item() == 6, "what went wrong is nobody else's error"
+            assert not device.unregister(address, device.current())
 
 
 def test_the_current_device_is_a_thread_s_own(device):
@@ -210,7 +211,7 @@ def pinned(elements: int) -> torch.Tensor:
 
 def test_late_what_is_copied_to_registered_memory_is_poison_until_it_was_waited_for(late):
     source, target = late.put(torch.randn(ELEMENTS)), pinned(ELEMENTS)
-    late.register(target.data_ptr(), target.nbytes)
+    late.register(target.data_ptr(), target.nbytes, late.current())
     stream = late.new_stream(late.current())
     late.copy([Copy(target, source)], stream)
     assert set(target.numpy().tobytes()) == {POISON}
@@ -223,7 +224,7 @@ def test_late_what_is_copied_to_registered_memory_is_poison_until_it_was_waited_
 
 def test_late_an_event_that_is_asked_only_completes_at_last_and_after_some_of_the_bytes(late):
     source, target = late.put(torch.randn(ELEMENTS)), pinned(ELEMENTS)
-    late.register(target.data_ptr(), target.nbytes)
+    late.register(target.data_ptr(), target.nbytes, late.current())
     late.copy([Copy(target, source)], late.current_stream(late.current()))
     work, halves = work_so_far([source]), 0
     while not work.has_completed():
@@ -245,7 +246,7 @@ def test_late_memory_that_is_not_registered_is_copied_before_the_call_returns(la
 
 def test_late_a_source_that_changes_before_its_copy_is_done_is_copied_as_it_is_then(late):
     source, target = late.put(torch.ones(ELEMENTS)), pinned(ELEMENTS)
-    late.register(target.data_ptr(), target.nbytes)
+    late.register(target.data_ptr(), target.nbytes, late.current())
     side = late.new_stream(late.current())
     side.wait_stream(late.current_stream(late.current()))
     late.copy([Copy(target, source)], side)
@@ -268,23 +269,23 @@ def test_late_a_registration_is_not_undone_under_a_copy_nor_is_memory_cut(late, 
             file.truncate(source.nbytes)
             target = torch.frombuffer(mmap.mmap(file.fileno(), source.nbytes), dtype=torch.float32)
             late.violations.clear()
-            assert not late.register(target.data_ptr(), target.nbytes)
+            assert not late.register(target.data_ptr(), target.nbytes, late.current())
             late.copy([Copy(target, source)], stream)
             if action == "unregister":
-                late.unregister(target.data_ptr())
+                late.unregister(target.data_ptr(), late.current())
                 stream.synchronize()
             else:
                 file.truncate(0)
                 if action == "regrow":
                     file.truncate(source.nbytes)
                 stream.synchronize()
-                late.unregister(target.data_ptr())
+                late.unregister(target.data_ptr(), late.current())
             assert said in late.violations
 
 
 def test_late_a_tensor_that_ends_under_another_stream_s_copy_is_a_violation_unless_that_was_said(late):
     target, side = pinned(ELEMENTS), late.new_stream(late.current())
-    late.register(target.data_ptr(), target.nbytes)
+    late.register(target.data_ptr(), target.nbytes, late.current())
     for is_said in (True, False):
         source = late.put(torch.randn(ELEMENTS))
         if is_said:

@@ -90,7 +90,7 @@ def figures(device: Device) -> list[Figure]:
     host = torch.frombuffer(memory, dtype=torch.uint8)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for is_registered in (False, True):
-        if is_registered and (problem := device.register(address, _PROBED_BYTES)):
+        if is_registered and (problem := device.register(address, _PROBED_BYTES, device.current())):
             raise RuntimeError(f"{_PROBED_BYTES} bytes cannot be registered: {problem}")
         try:
             for index in range(device.count()):
@@ -100,7 +100,7 @@ def figures(device: Device) -> list[Figure]:
                     found.append(Figure(name, _PROBED_BYTES / _best(device, there.device, copy) / 1e9, "GB/s"))
         finally:
             if is_registered:
-                device.unregister(address)
+                device.unregister(address, device.current())
     return found
 
 

@@ -160,6 +160,8 @@ class LateDevice:
         self.sanitizer = EventHandler()
         self.refuses = ""
         """Why no memory can be registered."""
+        self.asked: set[torch.device] = set()
+        """Devices in whose name memory was registered, or not any more."""
         self._random = random.Random(seed)
         self._chunk_bytes = chunk_bytes
         self._names = 0
@@ -211,8 +213,9 @@ class LateDevice:
             for stream in [one for one in self._streams if one.place == place]:
                 stream.synchronize()
 
-    def register(self, address: int, size_bytes: int) -> str:
+    def register(self, address: int, size_bytes: int, place: torch.device) -> str:
         with self.lock:
+            self.asked.add(place)
             span = Span(address, address + size_bytes)
             if self.refuses or any(span.meets(one.span) for one in self._registered.values()):
                 return self.refuses or "registered already"
@@ -227,8 +230,9 @@ class LateDevice:
             self._registered[address] = _Registration(span, pipe, watched)
             return ""
 
-    def unregister(self, address: int) -> str:
+    def unregister(self, address: int, place: torch.device) -> str:
         with self.lock:
+            self.asked.add(place)
             known = self._registered.get(address)
             if known is None:
                 self._violated("memory was unregistered that is not registered")

@@ -137,6 +137,18 @@ def test_a_registration_that_fails_is_said_once_and_remembered(caplog):
     assert device.violations == []
 
 
+def test_a_thread_of_another_device_registers_in_the_name_of_the_one_that_is_used():
+    """A new thread's current device is the first one, where this rank would then hold memory for nothing."""
+    with installed(LateDevice()) as device, contextlib.closing(Copier(1)) as copier:
+        source = device.put(torch.randn(100), index=1)
+        with slot(source.nbytes) as memory:
+            saves = threading.Thread(target=memory.fill, args=([Piece(source, 512)], copier))
+            saves.start()
+            saves.join()
+        assert device.asked == {torch.device(device.type, 1)}
+        assert device.registered == set()
+
+
 def test_state_on_the_cpu_registers_nothing():
     with installed(LateDevice()) as device, contextlib.closing(Copier(1)) as copier, slot(4096) as memory:
         memory.fill([Piece(torch.randn(100), 512), Piece(torch.randn(9, 5).t(), 1024)], copier)
