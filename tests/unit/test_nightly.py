@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.nightly.__main__ import contracts
 from tests.nightly.record import Outcome, Record, Result, Task, judged, lasted, page, remaining, resumed
 
 TASKS = [Task(name, ("true",)) for name in ("tests: a", "tests: b", "demo: c", "DCP contract: d")]
@@ -39,6 +40,20 @@ def test_what_was_printed_is_judged():
     assert judged(task, None, "words", 5).tail == "words\nended after 5 s"
     assert judged(task, 1, "no interpreter for 3.14", 1).outcome is Outcome.UNAVAILABLE
     assert judged(TASKS[0], 1, "no interpreter for 3.14", 1).outcome is Outcome.FAILED
+
+
+def test_the_contract_is_unavailable_without_an_interpreter_or_a_torch_for_it_and_not_for_a_skipped_test():
+    (task,) = (one for one in contracts() if one.name == "DCP contract: py310, torch 2.7")
+    assert task.command[1:] == ("-e", "dcp-py310-torch27")
+    for printed in (
+        "dcp-py310-torch27: skipped because could not find python interpreter with spec(s): py310\n",
+        "ERROR: No matching distribution found for torch==2.7.1\n",
+    ):
+        assert judged(task, 255, printed, 1).outcome is Outcome.UNAVAILABLE
+    skipped = "SKIPPED [1] tests/e2e/dcp/test_states.py:9: needs two GPUs\n=== {} ===\n"
+    assert judged(task, 1, skipped.format("1 failed, 1 skipped in 9s"), 9).outcome is Outcome.FAILED
+    assert judged(task, 0, skipped.format("1 passed, 1 skipped in 9s"), 9).outcome is Outcome.PASSED
+    assert judged(task, 1, "ERROR: No matching distribution found for torchdata==9\n", 9).outcome is Outcome.FAILED
 
 
 def test_the_page_has_every_task_and_tells_what_failed():
