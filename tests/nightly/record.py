@@ -48,15 +48,14 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def resumed(found: Record | None, revision: str, now: str) -> Record:
-    """What was found goes on where it is of this revision; what failed then is not known any more."""
-    if found is None or found.revision != revision:
-        return Record(revision, now)
-    kept = {name: one for name, one in found.results.items() if one.outcome is not Outcome.FAILED}
-    return msgspec.structs.replace(found, results=kept)
+    """What was found goes on where it is of this revision."""
+    return found if found is not None and found.revision == revision else Record(revision, now)
 
 
 def remaining(tasks: Sequence[Task], record: Record) -> list[Task]:
-    return [task for task in tasks if task.name not in record.results]
+    """All but what passed: what failed or was not available is run again, and its last result stays until then."""
+    passed = {name for name, one in record.results.items() if one.outcome is Outcome.PASSED}
+    return [task for task in tasks if task.name not in passed]
 
 
 def judged(task: Task, status: int | None, printed: str, seconds: float) -> Result:

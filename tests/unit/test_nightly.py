@@ -1,9 +1,12 @@
 """What a night goes on with, and the page that it writes."""
 
+import subprocess
+import sys
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.nightly.__main__ import contracts
+from tests.nightly.__main__ import contracts, end
 from tests.nightly.record import Outcome, Record, Result, Task, judged, lasted, page, remaining, resumed
 
 TASKS = [Task(name, ("true",)) for name in ("tests: a", "tests: b", "demo: c", "DCP contract: d")]
@@ -13,10 +16,11 @@ RESULTS = st.dictionaries(
 
 
 @given(RESULTS)
-def test_at_the_same_revision_only_what_passed_or_cannot_run_is_left_out(results):
+def test_at_the_same_revision_only_what_passed_is_left_out_and_all_results_stay_on_the_page(results):
+    """What failed or had no interpreter is run again; until then, as with words that leave it out, it counts."""
     record = resumed(Record("abc", "then", results), "abc", "now")
-    assert record.began == "then"
-    done = {name for name, one in results.items() if one.outcome is not Outcome.FAILED}
+    assert record == Record("abc", "then", results)
+    done = {name for name, one in results.items() if one.outcome is Outcome.PASSED}
     assert [task.name for task in remaining(TASKS, record)] == [task.name for task in TASKS if task.name not in done]
 
 
@@ -72,3 +76,23 @@ def test_the_page_has_every_task_and_tells_what_failed():
 def test_times_are_said_in_two_units():
     said = {0.4: "0 s", 59: "59 s", 60: "1 min 00 s", 3599.6: "1 h 00 min", 7260: "2 h 01 min"}
     assert {seconds: lasted(seconds) for seconds in said} == said
+
+
+TIDIES = """
+import pathlib, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    print("started", flush=True)
+    signal.pause()
+except KeyboardInterrupt:
+    pathlib.Path(sys.argv[1]).touch()
+"""
+
+
+def test_a_task_that_is_stopped_can_end_what_it_has_started(tmp_path):
+    tidied = tmp_path / "tidied"
+    command = [sys.executable, "-c", TIDIES, str(tidied)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        process.stdout.readline()
+        end(process)
+    assert tidied.exists()
