@@ -156,7 +156,10 @@ class Running:
     def wait(self, timeout_s: float = _TIMEOUT_S) -> Ended:
         if not has_ended(self.pid, timeout_s):
             os.kill(self.pid, signal.SIGKILL)
-            raise AssertionError(f"process {self.pid} did not end: {self.lines()[-5:]}")
+            has_ended(self.pid, timeout_s)
+            lines = self.lines()
+            self._folder.cleanup()  # else some later test fails for a folder that was left
+            raise AssertionError(f"process {self.pid} did not end: {lines[-5:]}")
         while (status := self._status()) is None:  # a moment: its remains are not there yet
             time.sleep(0.001)
         lines, error = self.lines(), self._read("error")

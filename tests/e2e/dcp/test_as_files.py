@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:torch.distributed is unavailable"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
 ]
 
 
@@ -119,7 +118,7 @@ def dcp_save(state, storage, step=1, **kwargs):
 
 
 def dcp_async_save(state, storage, step=1):
-    dcp.async_save(state, storage_writer=storage.writer(step), no_dist=True).result()
+    dcp.async_save(state, storage_writer=storage.writer(step)).result()
 
 
 def dcp_load(state, storage, **options):
@@ -262,7 +261,7 @@ def test_async_save_takes_what_save_takes(ours, kind):
         state = {"t": SPARSE[kind](), "w": torch.randn(3)}
         dcp_save(state, ours, 2 * step)
         expected = state["w"].clone()
-        future = dcp.async_save(state, storage_writer=ours.writer(2 * step + 1), no_dist=True)
+        future = dcp.async_save(state, storage_writer=ours.writer(2 * step + 1))
         state["w"].fill_(-1)
         future.result()
         target = {"w": torch.zeros(3)}

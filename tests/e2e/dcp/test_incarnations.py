@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import tieredckpt
 from tests.support.bits import assert_same, zeroed
 from tests.support.neighbours import until
+from tests.support.oldest_torch import without_collectives, without_first_rank
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.session import open_session
 from tieredckpt.settings import load_settings
@@ -31,6 +32,9 @@ WAYS = {
     "no collectives": {"use_collectives": False},
     "cached plans, no collectives": {"cached": True, "use_collectives": False},
 }
+EACH_WAY = [
+    pytest.param(name, marks=without_collectives if "use_collectives" in how else ()) for name, how in WAYS.items()
+]
 ALONE = pytest.param(1, marks=pytest.mark.nightly)
 """Where a background process is started, which takes seconds of a core."""
 
@@ -82,7 +86,7 @@ def go_back(say, how):
     return [*found, load()]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_saved_after_an_older_step_was_loaded_is_the_newest(agent_dir, zygote, way, world):
     for found in zygote.run_world(world, go_back, WAYS[way]):
@@ -137,7 +141,8 @@ def save_in_a_subgroup(say, how):
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@without_first_rank
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_some_ranks_save_on_their_own(agent_dir, zygote, way):
     assert zygote.run_world(3, save_in_a_subgroup, WAYS[way]) == [None, (2, 3.0), (2, 3.0)]
 
@@ -152,7 +157,7 @@ def save_alone(say, how):
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_one_rank_saves_on_its_own(agent_dir, zygote, way):
     assert zygote.run_world(2, save_alone, WAYS[way]) == [None, (2, 2.0)]
 

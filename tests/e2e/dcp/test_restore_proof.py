@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -162,7 +163,10 @@ def zeroed_in_place(state):
 
 
 def flip(tensor, at=0):
-    tensor.view(-1).view(torch.uint8)[at] ^= 1
+    """A bit of byte ``at``; the tensor may be a view of some columns."""
+    element, byte = divmod(at, tensor.itemsize)
+    place = tuple(map(int, np.unravel_index(element, tensor.shape)))
+    tensor[place].view(1).view(torch.uint8)[byte] ^= 1
     return tensor
 
 

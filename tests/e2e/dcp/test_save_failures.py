@@ -17,6 +17,7 @@ from peerstore.store import NodeStore
 from tests.support.agents import agent_pid, end_agent, stop_process
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
+from tests.support.oldest_torch import without_collectives
 from tieredckpt import (
     CheckpointDamagedError,
     Checkpointer,
@@ -447,6 +448,7 @@ def test_a_session_that_was_closed_has_no_agent_started_again(agent_dir):
     assert agent_pid(agent_dir) is None
 
 
+@without_collectives
 def test_without_collectives_no_rank_raises_whatever_ends_its_save(monkeypatch):
     """It would leave the others waiting at DCP's barrier."""
 

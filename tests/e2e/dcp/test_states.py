@@ -333,7 +333,7 @@ def test_plan_caching(agent_dir):
         "_cached_global_plan",
         "_cached_metadata",
     ):
-        getattr(DefaultSavePlanner, cache).clear()
+        getattr(DefaultSavePlanner, cache, {}).clear()  # torch 2.7 caches no metadata
 
 
 class Halving(DefaultSavePlanner):
@@ -389,7 +389,7 @@ def test_a_state_can_be_rebuilt_without_a_template(agent_dir):
 
     state = {"m": {"w.x": torch.randn(3), "l": [torch.randn(1), torch.randn(2)]}, "n": 3}
     save(state)
-    rebuilt = _load_state_dict_from_keys(storage_reader=TieredReader(JOB))
+    rebuilt = _load_state_dict_from_keys({"m", "n"}, storage_reader=TieredReader(JOB))  # torch 2.7: none without keys
     assert_same(state["m"]["w.x"], rebuilt["m"]["w.x"])
     assert_same(state["m"]["l"], rebuilt["m"]["l"])
     assert rebuilt["n"] == 3
@@ -428,7 +428,7 @@ def test_async_save_in_a_thread(agent_dir, times):
         state["w"].add_(1)
         state["step"] = step
         before = copy.deepcopy(state)
-        future = dcp.async_save(state, checkpoint_id=f"{JOB}/step-{step}", storage_writer=writer, no_dist=True)
+        future = dcp.async_save(state, checkpoint_id=f"{JOB}/step-{step}", storage_writer=writer)
         state["w"].fill_(-1)  # training goes on at once
         future.result()
         target = zeroed(before)

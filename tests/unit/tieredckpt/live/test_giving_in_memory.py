@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from elastic.workers.forgetting import forget_world
+from tests.support.oldest_torch import worlds_that_end
 from tieredckpt import Checkpointer, SaveFailedError
 from tieredckpt.ledger.events import Restored
 from tieredckpt.ledger.reading import read_ledger
@@ -14,6 +15,8 @@ from tieredckpt.ledger.writer import LEDGER
 from tieredckpt.live.giving import hydrate
 from tieredckpt.live.keeping import watching
 from tieredckpt.testing import memory_node
+
+pytestmark = worlds_that_end
 
 
 class Job:
