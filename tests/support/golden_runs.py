@@ -13,20 +13,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from elastic.inject import Faults, Kind, Phase
 from elastic.inject.plan import BORNE, NAN_PHASES, WAITED_FOR
 from elastic.inject.reading import INJECT
 from elastic.inject.record import Record
+from elastic.reshard.checksum import Part, StateChecksum, combine
 from elastic.samples import Order
 from tests.support.elastic_runs import ROOT, Job, kill
 from tests.support.golden_training import BATCH, SAMPLES, SEED, Size
 
 TRAINER = ROOT / "tests/support/golden_training.py"
-NPROC = {"ddp": 1, "fsdp": 1, "hsdp": 2}
+NPROC = {"ddp": 1, "fsdp": 1, "hsdp": 2, "plain": 1}
 """Ranks of a node. Two nodes train, a third one waits."""
-EVERY = {"ddp": 4, "fsdp": 1, "hsdp": 1}
+EVERY = {"ddp": 4, "fsdp": 1, "hsdp": 1, "plain": 4}
 """Every which step is saved. Of those between, what a rank had is had from one that lives, or done again."""
 GAP = 3
 """Steps between two faults: enough that --hang-timeout sees the world get on before the next one."""
@@ -47,9 +49,9 @@ leave_timeout_s: 15
 class Golden(Job):
     """One run."""
 
-    def __init__(self, folder: Path, name: str, how: str, faults: Faults) -> None:
+    def __init__(self, folder: Path, name: str, how: str, faults: Faults, *, backend: str = "gloo") -> None:
         super().__init__(folder, name)
-        self.how, self.faults = how, faults
+        self.how, self.faults, self.backend = how, faults, backend
         steps = [one.step for one in faults.injections if one.step is not None]
         self.total = max(steps, default=0) + LAST_STEPS + 2 * (EVERY[how] - 1)
         self.environ |= {
@@ -80,6 +82,7 @@ class Golden(Job):
             *("--nnodes", str(nodes), "--simulate-nodes", str(nodes + spare_nodes), "--nproc", str(NPROC[self.how])),
             *("--spares", "1" if spare_nodes else "0", "--max-restarts", "1000000", "--grow-after", "0.2", *patience),
             *(str(TRAINER), str(self.diary), str(self.total), self.how, str(settle_s), str(EVERY[self.how])),
+            self.backend,
         )
 
     def see_through(self, run: Any, within_s: float) -> None:
@@ -122,9 +125,10 @@ class Golden(Job):
         for step in range(self.total):
             last = max(epoch for at, epoch in worlds if at == step)
             ranks = sorted(worlds[step, last], key=lambda one: one["rank"])
-            assert len({tuple(one[name] for name in BITS) for one in ranks}) == 1, step
+            assert len({tuple(one.get(name) for name in BITS) for one in ranks}) == 1, step
             assert [one["rank"] for one in ranks] == [*range(ranks[0]["size"])], step
-            found.append({**ranks[0], "samples": [index for one in ranks for index in one["samples"]]})
+            samples = [index for one in ranks for index in one["samples"]]
+            found.append({**ranks[0], "samples": samples, "sum": sum_of(ranks, step)})
         return found
 
     def close(self) -> None:
@@ -143,7 +147,14 @@ class Golden(Job):
         return [*self.pids('"type":"coordinator"'), *self.pids('"type":"node"')]
 
 
-BITS = ("loss", "norm", "rate", "sum")
+BITS = ("loss", "norm", "rate")
+
+
+def sum_of(ranks: Sequence[dict[str, Any]], step: int) -> int:
+    """Of all parameters and moments, of which replicas have the same."""
+    whole = combine(StateChecksum(msgspec.convert(one["share"], dict[str, Part])) for one in ranks)
+    assert whole.diverged == (), step
+    return whole.value
 
 
 def assert_same_bits(disturbed: Sequence[dict[str, Any]], quiet: Sequence[dict[str, Any]]) -> None:
@@ -151,7 +162,7 @@ def assert_same_bits(disturbed: Sequence[dict[str, Any]], quiet: Sequence[dict[s
     assert len(disturbed) <= len(quiet)
     order = [int(index) for index in Order(SAMPLES, SEED, "full").indices(0, len(disturbed) * BATCH)]
     for step, (one, other) in enumerate(zip(disturbed, quiet, strict=False)):
-        assert [one[name] for name in BITS] == [other[name] for name in BITS], step
+        assert [one.get(name) for name in (*BITS, "sum")] == [other.get(name) for name in (*BITS, "sum")], step
         assert one["samples"] == order[step * BATCH : (step + 1) * BATCH], step
 
 
@@ -205,10 +216,10 @@ def all_pairs() -> list[tuple[Kind, Phase]]:
 def golden(tmp_path):
     made: list[Golden] = []
 
-    def begin(how: str, faults: Faults) -> Golden:
-        folder = tmp_path / how
+    def begin(how: str, faults: Faults, *, backend: str = "gloo") -> Golden:
+        folder = tmp_path / f"{how}-{len(made)}"
         folder.mkdir()
-        made.append(Golden(folder, how, how, faults))
+        made.append(Golden(folder, how, how, faults, backend=backend))
         return made[-1]
 
     yield begin

@@ -1,8 +1,11 @@
 """A training whose every step can be told from any other one: DDP, FSDP2 or HSDP, AdamW, dropout, a learning rate's
-schedule, samples by number.
+schedule, samples by number. ``plain`` is what many scripts are: gradients are summed and used, and nobody looks at
+them; what it learns depends on the number of ranks.
 
-Each rank appends a JSON line per world and per step to a file of its own. Arguments: where to write, how many steps,
-``ddp``, ``fsdp`` or ``hsdp``, how long an error waits for word of another rank's loss, and every which step is saved.
+Each rank appends a JSON line per world and per step to a file of its own. What it says of the state after a step is its
+own share of the checksum: no collective has to end well for that. Arguments: where to write, how many steps, ``ddp``,
+``fsdp``, ``hsdp`` or ``plain``, how long an error waits for word of another rank's loss, every which step is saved, and
+the backend.
 """
 
 from __future__ import annotations
@@ -12,18 +15,26 @@ import math
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
+import msgspec
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic import BatchPlan, ElasticDataLoader, ExactGradients, PlanShares, World, recoverable, seeded
-from elastic.reshard.checksum import checksum
+from elastic.reshard.checksum import OBJECT, checksum
 from elastic.workers.loop import Policy
+from tests.support import nccl_like
+from tests.support.late_stream import ahead
 from tieredckpt import Checkpointer
+from tieredckpt.state import flatten
 
+AHEAD = f"{nccl_like.NAME}, ahead"
+"""Instead of a backend: that one, and the thread that trains does not wait for what it asks for."""
 SEED, SAMPLES, BATCH, MICROBATCH, WIDTH = 7, 101, 8, 2, 16
 
 
@@ -46,6 +57,8 @@ def bare_model() -> torch.nn.Module:
 
 
 def wrapped(model: torch.nn.Module, how: str, world: World) -> torch.nn.Module:
+    if how == "plain":
+        return model
     if how == "ddp":
         return DistributedDataParallel(model)
     mesh = world.mesh((-1, 2), ("replicas", "shards")) if how == "hsdp" else world.mesh()
@@ -86,49 +99,73 @@ def refuse(total: Any) -> None:
     raise ArithmeticError(f"the loss is {total.loss}, the norm {total.norm}: this step does not count")
 
 
-def main(folder: str, total: int, how: str, settle_s: float, every: int) -> None:
-    diary = Diary(Path(folder))
+def share_of(bare: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """This rank's part of the checksum of what it trains."""
+    share = checksum({"model": bare, "optim": optimizer})
+    return msgspec.to_builtins({name: part for name, part in share.parts.items() if part.dtype != OBJECT})
 
-    @recoverable(policy=Policy(settle_s=settle_s))
+
+def plain_step(model: torch.nn.Module, mine: list[Any], step: int) -> None:
+    """The gradients of all ranks, summed; nothing here is read by the host."""
+    model.zero_grad()
+    for number, (x, y) in enumerate(mine):
+        with seeded(SEED, step, dist.get_rank() * len(mine) + number):
+            (model(x) - y).square().sum().backward()
+    for one in model.parameters():
+        dist.all_reduce(one.grad)
+
+
+def main(folder: str, total: int, how: str, settle_s: float, every: int, backend: str) -> None:
+    diary = Diary(Path(folder))
+    is_ahead = backend == AHEAD
+    if is_ahead:
+        backend = nccl_like.NAME
+    if backend == nccl_like.NAME:
+        nccl_like.register()
+
+    @recoverable(policy=Policy(settle_s=settle_s, backend=backend))
     def train(world: World) -> None:
         carried = Size.of("self")  # over from other worlds; what this one has comes later
         bare = bare_model()
         model = wrapped(bare, how, world)
-        optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3, fused=how == "plain")
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed)
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
-        sums = ExactGradients(model, tree=True, on_nonfinite=refuse)
+        sums = None if how == "plain" else ExactGradients(model, tree=True, on_nonfinite=refuse)
         place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
         loader = ElasticDataLoader(Numbers(), PlanShares(plan, world.rank), seed=SEED)
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
-        with Checkpointer("tiered://golden", every=every, on_busy="wait") as ckpt, loader:  # a fault may be in any save
+        with Checkpointer("tiered://golden", every=every, on_busy="wait") as ckpt, loader, ExitStack() as stack:
+            # It waits: a fault may be in any save.
             first = ckpt.restore(state) + 1
             found = ckpt.last_restore
             tiers = found.bytes_by_tier if found else {}
             diary.write("world", first=first, tiers=tiers, reason=world.reason, **place, **carried)
+            own = [*bare.parameters(), *flatten({"": optimizer.state_dict()["state"]}).values()]
+            stream = stack.enter_context(ahead(own)) if is_ahead else None
             for step in world.steps(first, total, checkpoint=(ckpt, state)):
                 work = next(iter(loader))
                 mine = [batch.data for batch in work]
-                for turn in sums.step(plan):
-                    x, y = mine[turn.place]
-                    with seeded(SEED, step, turn.id):
-                        turn.backward((model(x) - y).square().sum(), weight=len(x))
-                result = sums.finish(clip=1.0)
+                bits = {}
+                if sums is None:
+                    plain_step(model, mine, step)
+                else:
+                    for turn in sums.step(plan):
+                        x, y = mine[turn.place]
+                        with seeded(SEED, step, turn.id):
+                            turn.backward((model(x) - y).square().sum(), weight=len(x))
+                    result = sums.finish(clip=1.0)
+                    bits = {"loss": result.loss.hex(), "norm": (result.norm or 0.0).hex()}
                 optimizer.step()
                 schedule.step()
                 work.commit()
                 # Before it is saved: what is safe may have to speak for itself when its rank ends there.
-                found_sum = checksum({"model": bare, "optim": optimizer}).combined().of_tensors.value
-                diary.write(
-                    "step",
-                    step=step,
-                    loss=result.loss.hex(),
-                    norm=(result.norm or 0.0).hex(),
-                    rate=schedule.get_last_lr()[0].hex(),
-                    samples=work.indices().tolist(),
-                    sum=f"{found_sum:016x}",
-                    **place,
-                )
+                bits |= {"step": step, "rate": schedule.get_last_lr()[0].hex(), "samples": work.indices().tolist()}
+
+                def write(bits: dict[str, Any] = bits) -> None:
+                    diary.write("step", share=share_of(bare, optimizer), **bits, **place)
+
+                write() if stream is None else stream.enqueue(write)
                 ckpt.save(state, step)
 
     print(train(), flush=True)
@@ -136,4 +173,4 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int) -> None
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]), sys.argv[6])

@@ -1,0 +1,385 @@
+"""A backend that does to a training what NCCL does when its world breaks, over gloo and without a device.
+
+``register()`` makes it known to torch as ``nccl-like``, for ``init_process_group`` and ``Policy(backend="nccl-like")``.
+What it has of NCCL (``tests/unit/elastic/test_nccl_like.py`` holds it to that):
+
+- A collective whose peer is lost hangs. It raises nothing: the error is seen by the watchdog alone.
+- ``abort`` lets every collective that is pending, and every later one, return as if nothing had happened; its outputs
+  hold garbage (seeded, finite, of the right shape), on which training goes on.
+- A communicator is made by the first collective. That blocks until all ranks have come, and neither an abort nor a lost
+  rank ends it, unless ``TORCH_NCCL_USE_COMM_NONBLOCKING`` is set: then an abort raises in who waits for it.
+- One communicator that is aborted while others of the process live waits for them for ever (pytorch#119797), unless
+  that happens between ``_group_start`` and ``_group_end``.
+- The watchdog: unless ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 0 a lost peer ends the process, or (2) aborts the
+  communicator without a word to anybody.
+- With a stream (``tests/support/late_stream.py``) ``wait`` returns at once: the data is there for what the stream does
+  next, and for the host after a synchronisation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from elastic.workers.cutting import cut_gloo
+
+log = logging.getLogger(__name__)
+
+NAME = "nccl-like"
+_LOOK_S = 0.01
+_HANDLING, _NONBLOCKING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_USE_COMM_NONBLOCKING"
+_NOTHING, _CLEAN_UP = "0", "2"
+_LIVE = set["NcclLike"]()
+"""Communicators of this process that were not aborted."""
+_lock = threading.RLock()
+_grouped = threading.local()
+deadlocked = threading.Event()
+"""Somebody waits for ever."""
+_released = threading.Event()
+_threads = weakref.WeakSet[threading.Thread]()
+stream: Any = None
+"""Where collectives are done in order with everything else; ``None``: the host waits for each."""
+
+
+def register() -> None:
+    if NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _made, devices=["cpu"])
+
+
+def _made(store: dist.Store, rank: int, size: int, timeout: timedelta) -> NcclLike:
+    return NcclLike(store, rank, size, timeout)
+
+
+class _Work(dist.Work):
+    """A collective that was begun."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.outputs = list(outputs)
+        self.over = threading.Event()
+        """Its outputs are there, or garbage is."""
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        if stream is not None:
+            self._future.set_result(self.outputs)  # whoever uses them does that in the stream
+
+    def finish(self) -> None:
+        self.over.set()
+        if stream is None:
+            self._future.set_result(self.outputs)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if stream is None:
+            self.over.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self.over.is_set()
+
+    def is_success(self) -> bool:
+        return self.over.is_set()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class _Given(NamedTuple):
+    work: _Work
+    own: list[torch.Tensor]
+    """Where its outputs come before they are whole."""
+    call: Callable[[Any, list[torch.Tensor]], Any]
+
+
+class NcclLike(dist.ProcessGroup):
+    """One group."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._inner: Any = None
+        self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
+        self._pending: list[_Work] = []
+        self._aborted = threading.Event()
+        self._garbage = torch.Generator().manual_seed(1000 + rank)
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _get_backend(self, _device: torch.device) -> NcclLike:
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _group_start() -> None:
+        _grouped.depth = getattr(_grouped, "depth", 0) + 1
+
+    @staticmethod
+    def _group_end() -> None:
+        _grouped.depth -= 1
+
+    def abort(self) -> None:
+        with _lock:
+            if self._aborted.is_set():
+                return
+            others = _LIVE - {self}
+            is_alone = not getattr(_grouped, "depth", 0)
+            if self not in _LIVE or not others or not is_alone:
+                self._end()
+                return
+        log.error("one of %d communicators is aborted without the others: that never ends", len(others) + 1)
+        _forever()
+
+    def _end(self) -> None:
+        self._aborted.set()
+        _LIVE.discard(self)
+        for work in self._pending:
+            self._spoil(work.outputs)
+            work.finish()
+        self._pending.clear()
+        self._given.put(None)
+
+    def shutdown(self) -> None:
+        with _lock:
+            if not self._aborted.is_set():
+                self._end()
+
+    def _spoil(self, outputs: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for one in outputs:
+                if one.is_floating_point():
+                    one.detach().copy_(torch.rand(one.shape, generator=self._garbage) * 2 - 1)
+                else:
+                    one.detach().copy_(torch.randint(0, 2, one.shape, generator=self._garbage))
+
+    # -- communication ------------------------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        """By the first collective, in the thread that asks for it."""
+        with _lock:
+            if self._inner is not None or self._aborted.is_set():
+                return
+        try:
+            self._store.set(f"here/{self._rank}", "")
+            names = [f"here/{rank}" for rank in range(self._size)]
+            while not self._store.check(names):
+                if self._aborted.is_set() and _is_nonblocking():
+                    break
+                time.sleep(_LOOK_S)
+            else:
+                inner = dist.ProcessGroupGloo(self._store, self._rank, self._size, self._timeout)
+                with _lock:
+                    self._inner = inner
+                    if not self._aborted.is_set():
+                        _LIVE.add(self)
+                thread = threading.Thread(target=self._communicate, name="nccl-like", daemon=True)
+                _threads.add(thread)
+                thread.start()
+                return
+        except RuntimeError as error:
+            log.warning("a communicator cannot be made: %s", error)
+            while _is_nonblocking() and not self._aborted.wait(_LOOK_S):
+                pass
+        if not _is_nonblocking():
+            _forever()
+        raise dist.DistBackendError("NCCL communicator was aborted while it was made")
+
+    def _communicate(self) -> None:
+        while (given := self._given.get()) is not None:
+            try:
+                done = given.call(self._inner, given.own)
+                if done is not None:
+                    done.wait()
+            except RuntimeError as error:
+                self._lost(error)
+                return
+            with _lock:
+                if self._aborted.is_set():
+                    return
+                with torch.no_grad():
+                    for one, own in zip(given.work.outputs, given.own, strict=True):
+                        one.detach().copy_(own)
+                self._pending.remove(given.work)
+                given.work.finish()
+
+    def _lost(self, error: RuntimeError) -> None:
+        """Nobody hears of it but the watchdog."""
+        handling = os.environ.get(_HANDLING, "3")
+        if self._aborted.is_set() or handling == _NOTHING:
+            return
+        log.error("watchdog: %s", error)
+        if handling == _CLEAN_UP:
+            with _lock:
+                self._end()
+        else:
+            os.kill(os.getpid(), signal.SIGABRT)
+
+    def _collective(self, outputs: Sequence[torch.Tensor], call: Callable[[Any, list[torch.Tensor]], Any]) -> _Work:
+        self._make()
+        work = _Work(outputs)
+        if stream is None:
+            self._give(work, call)
+        else:
+            stream.enqueue(lambda: (self._give(work, call), work.over.wait()))
+        return work
+
+    def _give(self, work: _Work, call: Callable[[Any, list[torch.Tensor]], Any]) -> None:
+        with _lock:
+            if self._aborted.is_set():
+                self._spoil(work.outputs)
+                work.finish()
+                return
+            self._pending.append(work)
+            with torch.no_grad():
+                own = [one.detach().clone(memory_format=torch.contiguous_format) for one in work.outputs]
+            self._given.put(_Given(work, own, call))
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
+        options = opts or dist.AllreduceOptions()
+        return self._collective(tensors, lambda inner, own: inner.allreduce(own, options))
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> _Work:
+        options = dist.AllreduceOptions()
+        if opts is not None:
+            options.reduceOp = opts.reduceOp
+
+        def call(inner: Any, own: list[torch.Tensor]) -> None:
+            for one in own:
+                inner.allreduce([one], options).wait()
+
+        return self._collective(tensors, call)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> _Work:
+        return self._collective(tensors, lambda inner, own: inner.broadcast(own, opts))
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> _Work:
+        return self._collective(tensors, lambda inner, own: inner.reduce(own, opts))
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> _Work:
+        return self._collective(outputs[0], lambda inner, own: inner.allgather([own], _now(inputs)))
+
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
+        return self._collective([output], lambda inner, own: inner._allgather_base(own[0], *_now([given])))
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> _Work:
+        def call(inner: Any, own: list[torch.Tensor]) -> None:
+            for one, given in zip(own, _now(inputs), strict=True):
+                inner._allgather_base(one, given).wait()
+
+        return self._collective(outputs, call)
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> _Work:
+        options = opts or dist.ReduceScatterOptions()
+        return self._collective(outputs, lambda inner, own: inner.reduce_scatter(own, [_now(inputs[0])], options))
+
+    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> _Work:
+        options = opts or dist.ReduceScatterOptions()
+        return self._collective(
+            [output], lambda inner, own: inner._reduce_scatter_base(own[0], *_now([given]), options)
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> _Work:
+        options = opts or dist.ReduceScatterOptions()
+
+        def call(inner: Any, own: list[torch.Tensor]) -> None:
+            for one, given in zip(own, _now(inputs), strict=True):
+                inner._reduce_scatter_base(one, given, options).wait()
+
+        return self._collective(outputs, call)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> _Work:
+        return self._collective(
+            [output], lambda inner, own: inner.alltoall_base(own[0], *_now([given]), output_sizes, input_sizes)
+        )
+
+    def barrier(self, opts: Any = None) -> _Work:
+        return self.allreduce([torch.zeros(1)])
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> _Work:
+        return self._collective([], lambda inner, _own: inner.send(_now(tensors), to, tag))
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> _Work:
+        return self._collective(tensors, lambda inner, own: inner.recv(own, source, tag))
+
+    # Torch's older words for the same.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _now(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [one.detach().contiguous() for one in tensors]
+
+
+def _is_nonblocking() -> bool:
+    return os.environ.get(_NONBLOCKING, "0") == "1"
+
+
+def _forever() -> None:
+    deadlocked.set()
+    _released.wait()
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """For tests in one process: what waits for ever ends with the block, and so do communicators."""
+    global _released  # noqa: PLW0603 - who waits has the old one
+    try:
+        yield
+    finally:
+        with _lock:
+            for one in list(_LIVE):
+                one._end()
+        cut_gloo()
+        for thread in list(_threads):
+            thread.join()
+        deadlocked.clear()
+        _released.set()
+        _released = threading.Event()
