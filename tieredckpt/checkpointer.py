@@ -36,6 +36,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.joining import join_others
 from tieredckpt.last_step import last_step_for
+from tieredckpt.live import fence
 from tieredckpt.live.noting import Noter
 from tieredckpt.location import check_step, parse_location
 from tieredckpt.node import Durability
@@ -209,6 +210,7 @@ class Checkpointer:
             self._skip_said = self._skip_said if again else time.monotonic()
             saved = Saved(step, SaveState.SKIPPED, error)
         except (TieredCheckpointError, CheckpointException, PeerStoreError) as failure:
+            fence.ask()  # of a broken world, in whose collectives it failed
             saved = Saved(step, SaveState.FAILED, own_error(failure))
             log.error("step %d of %s was not saved: %s", step, self._location.job, saved.error)
         if self.settings.enabled:
@@ -283,6 +285,7 @@ class Checkpointer:
         again. ``durable``: also in the durable tier, where there is one. Copies that do not come in time are warned of
         (what is sealed outlives this process all the same); raises when the step is not sealed, or not durable.
         """
+        fence.ask()
         deadline = time.monotonic() + timeout_s
         if not self.settings.enabled:
             return self._save_plain(state, check_step(step), durable=True)
@@ -362,6 +365,7 @@ class Checkpointer:
         with session.abandoned_on_error(staged):
             pieces = [Piece(local_tensor(flat, entry), layout.header_bytes + entry.start) for entry in layout.tensors]
             staged.memory.fill(pieces, session.copier)
+            fence.ask()  # again: what was staged had been computed before anything was aborted
         return staged, items
 
     def _seal(

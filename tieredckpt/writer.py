@@ -33,6 +33,7 @@ from tieredckpt.errors import (
     UsageError,
 )
 from tieredckpt.incarnation import CapturePoint, SaveDecision, SaveProposal
+from tieredckpt.live import fence
 from tieredckpt.location import Location, check_step, parse_location, refuse_local_copy
 from tieredckpt.manifest import StateTable
 from tieredckpt.plain import plain_writer
@@ -292,6 +293,7 @@ class TieredWriter(Stager, StorageWriter):
             staged = session.stage(key, decision.parts, layout, size, wait_s=wait_s)
             with session.abandoned_on_error(staged):
                 self._fill(session, staged, work)
+                fence.ask()  # what was staged had been computed before anything was aborted
                 if before is not None and earlier is None and not before.owner.alive:
                     raise SaveFailedError(
                         f"{key}: the process that staged it has ended, and what it had staged may be overwritten"

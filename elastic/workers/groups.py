@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from elastic.errors import PolicyError
 from elastic.rootless.store import RootlessStore
 from elastic.rootless.sweeping import Sweep, prefix_of
 from elastic.workers.cutting import cut_gloo, cut_store
+from elastic.workers.nccl_environment import leave_errors_to_us
 from tieredckpt.device import accelerator
 
 log = logging.getLogger(__name__)
@@ -65,6 +69,8 @@ class Groups:
         device = accelerator()
         if device.count():
             device.make_current(place.local_rank % device.count())
+        if self.is_silent:
+            leave_errors_to_us(os.environ)
         dist.init_process_group(
             self._backend,
             store=dist.PrefixStore(prefix_of(place.epoch), self._store()),
@@ -93,12 +99,16 @@ class Groups:
         self.abort_groups()
         self.cut_connections()
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether a collective that is aborted ends without an error, with anything in its outputs. Gloo's raises."""
+        return self._backend != "gloo"
+
     def abort_groups(self) -> None:
         """As far as their backends can: NCCL's."""
         with self._lock:
-            for group in list(c10d._world.pg_map) if self._open else ():
-                with contextlib.suppress(RuntimeError):  # of a backend that cannot: it is cut
-                    group.abort()
+            if self._open:
+                abort_together(list(c10d._world.pg_map))
 
     def cut_connections(self) -> None:
         """Of gloo's groups, and to the store."""
@@ -133,6 +143,7 @@ class Groups:
             return
         try:
             if broken:
+                abort_together(list(c10d._world.pg_map))
                 c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
@@ -142,8 +153,33 @@ class Groups:
                 c10d._abort_process_group()
 
 
+def abort_together(groups: Sequence[dist.ProcessGroup]) -> None:
+    """One communicator that is aborted alone may wait for kernels of another one for ever (pytorch#119797)."""
+    opened = [backend for backend in map(_grouping, groups) if backend is not None][:1]
+    for backend in opened:
+        backend._group_start()
+    try:
+        for group in reversed(groups):
+            with contextlib.suppress(RuntimeError):  # of a backend that cannot: it is cut
+                group.abort()
+    finally:
+        for backend in opened:
+            backend._group_end()
+
+
+def _grouping(group: dist.ProcessGroup) -> Any:
+    """The backend of it that has its calls grouped, as NCCL has."""
+    with contextlib.suppress(RuntimeError):  # it has none for that device
+        backend = group._get_backend(torch.device("cuda"))
+        return backend if hasattr(backend, "_group_start") else None
+    return None
+
+
 class NoGroups:
     """Where the train function makes its own groups (``Policy(backend="none")``), and leaves none behind."""
+
+    is_silent = True
+    """It may be anything."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch

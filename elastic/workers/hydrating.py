@@ -6,6 +6,7 @@ import contextlib
 import logging
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 
 from elastic.control.plane import ControlPlane
@@ -46,17 +47,25 @@ class Hydrating:
     ) -> None:
         self._stack.close()
 
-    def enter(self, world: World) -> None:
-        """In the groups of the new world, before it trains. Another fault leaves what is kept for the next one."""
+    def enter(self, world: World, *, silent: bool) -> None:
+        """In the groups of the new world, before it trains. Another fault leaves what is kept for the next one.
+
+        ``silent``: its collectives end without an error when they are aborted.
+        """
         if self._keeper is None:
             return
+        from elastic.reshard.weights import seed_of, weighted_sum
         from tieredckpt.live.giving import hydrate
 
-        found = hydrate(self._keeper, dist.distributed_c10d._get_default_store(), world.rank, world.size)
+        def weigh(name: str, tensor: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
+            return weighted_sum(seed_of(name), tensor, shape, offsets)
+
+        store = dist.distributed_c10d._get_default_store()
+        found = hydrate(self._keeper, store, world.rank, world.size, weigh=weigh)
         if any(one.failed for one in found) and world.is_broken(self._settle_s):
             raise WorldChanged("another rank was lost before it had what survivors gave")
         world.hydration = found[0] if found else None
-        self._keeper.enter(world.epoch)
+        self._keeper.enter(world.epoch, silent=silent)
 
     def leave(self, *, sealed: bool) -> None:
         """The world was left; ``sealed``: with nothing that is not safe."""

@@ -27,6 +27,7 @@ from elastic.workers.losses import Losses, NonFinite
 from elastic.workers.recording import Recording, recording
 from elastic.workers.watching import Watch, signals_to, usual_wishes
 from elastic.workers.world import World
+from tieredckpt.live.fence import Fence, fenced
 from tieredckpt.preemption import left_to_others
 
 log = logging.getLogger(__name__)
@@ -173,6 +174,8 @@ class _Rank(Generic[T]):
         self._plane = plane
         self._policy = policy
         self._groups: Groups | NoGroups | None = None
+        self._fence: Fence | None = None
+        """Of the world whose groups these are."""
         self._worlds = 0
         self._steps = 0
         self._last_error: BaseException | None = None
@@ -209,6 +212,8 @@ class _Rank(Generic[T]):
         self._record.knows()
         groups = self._groups
         if groups is not None:
+            if self._fence is not None:
+                self._fence.close()  # what completes from here on may be garbage
             log.warning("epoch %d is broken: %s", notice.epoch, notice.reason)
             ours = {"groups": groups.abort_groups, "connections": groups.cut_connections}
             for step in self._policy.abort:
@@ -234,17 +239,18 @@ class _Rank(Generic[T]):
     def _one_world(self, watch: Watch, place: Assignment) -> World:
         gate = Gate(self._plane, place.epoch)
         world = World(place, self._plane, gate, record=self._record, losses=self._losses)
+        self._fence = fence = Fence(world.refuse_broken)
         self._groups = groups = groups_of(place, self._policy.backend, self._policy.timeout)
         well = False
         watch.follow(gate)
         try:
-            with _environment(place), _current(world):
+            with _environment(place), _current(world), fenced(fence):
                 self._faults.enter(world)
                 groups.enter()
                 self._record.grouped()
                 self._losses.meet(place.restarts)
                 self._worlds += 1
-                self._hydrating.enter(world)
+                self._hydrating.enter(world, silent=groups.is_silent)
                 self._record.given(world.hydration is not None)
                 value = self._train(world)
             well = True
@@ -260,7 +266,8 @@ class _Rank(Generic[T]):
         finally:
             self._faults.leave()
             self._steps = max(self._steps, world.completed)
-            self._hydrating.leave(sealed=bool(self._finished) or world.is_sealed)
+            with fenced(fence):
+                self._hydrating.leave(sealed=bool(self._finished) or world.is_sealed)
             world.left()
             watch.follow(None)
             gate.close()

@@ -9,6 +9,7 @@ asking costs no collective.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from elastic.errors import NonFiniteLossError, PolicyError
@@ -48,11 +49,23 @@ class Losses:
         if self._how == "skip":
             self._agreed = frozenset(step for step, count in self.seen.items() if count >= self._tries)
 
-    def check(self, step: int, loss: float | torch.Tensor, what: str = "the loss") -> bool:
-        """Whether the step's gradients are to be used: the same answer at all ranks, or a fault that says ``what``."""
+    def check(
+        self,
+        step: int,
+        loss: float | torch.Tensor,
+        what: str = "the loss",
+        *,
+        ask: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Whether the step's gradients are to be used: the same answer at all ranks, or a fault that says ``what``.
+
+        ``ask`` raises where the world is broken, and what was read of ``loss`` may be anything.
+        """
         if step in self._agreed:
             return False
-        if self._how == "ignore" or _is_finite(loss):
+        is_good = self._how == "ignore" or _is_finite(loss)
+        ask()
+        if is_good:
             return True
         count = self.seen[step] = self.seen.get(step, 0) + 1
         what = f"{what} of step {step} is not finite ({_shown(loss)})"

@@ -194,12 +194,19 @@ class World:
     def check(self, loss: float | torch.Tensor, *, step: int | None = None, what: str = "the loss") -> bool:
         """Whether the gradients of this step may be used; asked after ``backward`` and before the optimizer steps.
 
-        A loss that is not finite is what :class:`elastic.workers.loop.Policy` makes of it: a fault, by which all ranks
-        drop the step and try it again, and in the end the job's, or a step that all ranks leave out: then all of them
-        get False, and go on to the next step. ``step`` is the one of :meth:`steps`, where it is not given. The loss is
-        read from its device, which takes as long as the device does.
+        In a world that is known to be broken by then it raises, as a boundary between two steps does: what an aborted
+        collective left in the gradients is not used. A loss that is not finite is what
+        :class:`elastic.workers.loop.Policy` makes of it: a fault, by which all ranks drop the step and try it again,
+        and in the end the job's, or a step that all ranks leave out: then all of them get False, and go on to the next
+        step. ``step`` is the one of :meth:`steps`, where it is not given. The loss is read from its device, which takes
+        as long as the device does.
         """
-        return self._losses.check(max(0, self.step) if step is None else step, loss, what)
+        return self._losses.check(max(0, self.step) if step is None else step, loss, what, ask=self.refuse_broken)
+
+    def refuse_broken(self) -> None:
+        """Raises :class:`WorldChanged` once this world is known to be broken: before anything of it is aborted."""
+        if self._gate.why_broken is not None:
+            raise WorldChanged(self._gate.why_broken)
 
     def on_leave(self, call: Call) -> Call:
         """Have ``call`` called when this world is left, whichever way; what was added last is called first.

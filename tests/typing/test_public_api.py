@@ -204,7 +204,7 @@ def test_the_environment_is_read_in_one_module_of_each_package():
         "tieredckpt/agent_node.py",
         *("elastic/control/keeping.py", "elastic/control/launching.py"),
         *("elastic/control/supervisor.py", "elastic/control/tasks.py"),
-        *("elastic/workers/launched.py", "elastic/workers/loop.py"),
+        *("elastic/workers/groups.py", "elastic/workers/launched.py", "elastic/workers/loop.py"),
         *("elastic/workers/recording.py", "tieredckpt/recorded.py"),
         *("elastic/inject/arming.py", "elastic/inject/deeds.py"),
     }

@@ -55,6 +55,17 @@ class Stand(msgspec.Struct, frozen=True):
     """By job."""
     reached: Mapping[str, int] = {}
     """The last step of each job that it had completed in that world."""
+    proven: Mapping[str, int] | None = None
+    """The last step of each job that was complete here before this rank aborted anything; ``None`` where an aborted
+    collective raises, and nobody takes what another rank's abort has left for its result."""
+
+
+class Content(msgspec.Struct, frozen=True):
+    """Of the parameters and moments that a rank has of a step."""
+
+    digest: str = ""
+    why: str = ""
+    """They cannot be read."""
 
 
 class Needed(msgspec.Struct, frozen=True):
@@ -94,6 +105,39 @@ def reached(stands: Sequence[Stand]) -> dict[str, int]:
     return found
 
 
+def proven(stands: Sequence[Stand]) -> dict[str, int]:
+    """Up to which step of each job no survivor had aborted anything, where that could be taken for a result.
+
+    A rank that aborts tells the others that there is something to read, and there is not: theirs ends as well. So what
+    one survivor has of a step that another one did not complete may be anything. Who was killed has aborted nothing.
+    """
+    newest = max((stand.left for stand in stands), default=-1)
+    there = [stand.proven for stand in stands if stand.left == newest and stand.proven is not None]
+    jobs = set[str]().union(*there)
+    return {job: min(one.get(job, -1) for one in there) for job in jobs}
+
+
+def compared(holdings: Mapping[int, Holding]) -> dict[int, list[int]]:
+    """By the first of them, ranks that say they have the same of the same step."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for rank in sorted(holdings):
+        found.setdefault((holdings[rank].step, holdings[rank].cover), []).append(rank)
+    return {ranks[0]: ranks for ranks in found.values() if len(ranks) > 1}
+
+
+def different(holdings: Mapping[int, Holding], contents: Mapping[int, Content]) -> dict[int, str]:
+    """Steps of which replicas do not hold the same, and who."""
+    found: dict[int, str] = {}
+    for first, ranks in compared(holdings).items():
+        for rank in ranks:
+            here, there = contents[first], contents[rank]
+            if here.why or there.why:
+                found.setdefault(holdings[rank].step, f"rank {rank if there.why else first}: {there.why or here.why}")
+            elif here.digest != there.digest:
+                found.setdefault(holdings[rank].step, f"ranks {first} and {rank} do not hold the same parameters")
+    return found
+
+
 def tellers(holdings: Mapping[int, Holding]) -> dict[int, str]:
     """For each cover the first rank that has it: it says what it is."""
     found: dict[str, int] = {}
@@ -103,9 +147,17 @@ def tellers(holdings: Mapping[int, Holding]) -> dict[int, str]:
 
 
 def choose(
-    holdings: Collection[Holding], covers: Mapping[str, Cover], needed: Needed | None, *, unknown: str = ""
+    holdings: Collection[Holding],
+    covers: Mapping[str, Cover],
+    needed: Needed | None,
+    *,
+    unknown: str = "",
+    most: int | None = None,
+    wrong: Mapping[int, str] = {},
 ) -> Choice:
     """The newest step that is newer than what is saved, and of which nothing is missing.
+
+    ``most``: no newer one is believed (:func:`proven`); ``wrong``: nor one of these, and why (:func:`different`).
 
     Where no step is whole (or ``unknown``: why that could not be found out) survivors count that know themselves what
     belongs to the state: nothing older is lost with theirs, for all that the last world saved it had reached before.
@@ -124,6 +176,12 @@ def choose(
         if step <= needed.step:
             refused.append(f"step {needed.step} is whole already")
             break
+        if most is not None and step > most:
+            refused.append(f"of step {step} it is not known on all survivors that it was complete before the abort")
+            continue
+        if step in wrong:
+            refused.append(f"of step {step} {wrong[step]}")
+            continue
         there = {holding.cover for holding in holdings if holding.step == step}
         missing = sorted(lacking([covers[name] for name in there if name in covers], needed))
         if not missing:

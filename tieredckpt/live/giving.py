@@ -12,12 +12,13 @@ import dataclasses
 import io
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch
+import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -27,7 +28,22 @@ from peerstore.decode import from_msgpack
 from peerstore.errors import PeerStoreError
 from tieredckpt.checkpointer import Checkpointer
 from tieredckpt.errors import CheckpointDamagedError, TieredCheckpointError
-from tieredckpt.live.choosing import Choice, Cover, Held, Holding, Needed, Stand, choose, holdings_of, reached, tellers
+from tieredckpt.live.choosing import (
+    Choice,
+    Content,
+    Cover,
+    Held,
+    Holding,
+    Needed,
+    Stand,
+    choose,
+    compared,
+    different,
+    holdings_of,
+    proven,
+    reached,
+    tellers,
+)
 from tieredckpt.live.keeping import Hydration, Keeper, Kept
 from tieredckpt.resolve import resolve
 from tieredckpt.settings import Settings, load_settings, override
@@ -42,6 +58,8 @@ _PATIENCE = timedelta(minutes=5)
 _MOST_TRIES = 3
 _MOST_BYTES = 256 << 20
 """Of one message: some hundred thousand tensors."""
+Weigh = Callable[[str, torch.Tensor, tuple[int, ...], tuple[int, ...]], int]
+"""A checksum of a box of the tensor of that name: also its shape, and where the box begins."""
 
 
 class _Asked(msgspec.Struct, frozen=True):
@@ -50,13 +68,16 @@ class _Asked(msgspec.Struct, frozen=True):
     reached: int
     holdings: Mapping[int, Holding]
     """Who has something that may be wanted, by rank."""
+    proven: int | None = None
+    """No step after this one is believed."""
 
 
-def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int) -> list[Hydration]:
+def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int, *, weigh: Weigh) -> list[Hydration]:
     """Before a world's training begins, on all of its ranks: save the newest step that survivors have whole.
 
     What they have is kept until that is done, so that after another fault the next world can try again. Where it
-    cannot be done nothing is lost but these steps: :class:`Hydration` says why.
+    cannot be done nothing is lost but these steps: :class:`Hydration` says why. Who says to have the same as another
+    one is believed when both weigh the same.
     """
     meeting = _Meeting(store, rank, size)
     keeper.tries += 1
@@ -65,7 +86,9 @@ def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int
         keeper.drop()
     covers = {job: _cover_of(kept) for job, kept in keeper.kept.items()}
     asked = _asked(keeper, meeting, covers)
-    found = [_hydrate(meeting, job, asked[job], keeper.kept.get(job), covers.get(job)) for job in sorted(asked)]
+    found = [
+        _hydrate(meeting, job, asked[job], keeper.kept.get(job), covers.get(job), weigh=weigh) for job in sorted(asked)
+    ]
     for hydration in found if rank == 0 else ():
         log.log(logging.WARNING if hydration.failed else logging.INFO, "%s", hydration)
     keeper.hydrations = {one.job: one for one in found}
@@ -75,21 +98,28 @@ def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int
 def _asked(keeper: Keeper, meeting: _Meeting, covers: Mapping[str, Cover]) -> dict[str, _Asked]:
     """Who has what, by job: the first rank hears everybody, and tells all."""
     holdings = {job: Holding(one.step, one.left, covers[job].digest, one.complete) for job, one in keeper.kept.items()}
-    meeting.say(f"stand/{meeting.rank}", Stand(keeper.left, holdings, keeper.reached))
+    proved = keeper.proven if keeper.silent else None
+    meeting.say(f"stand/{meeting.rank}", Stand(keeper.left, holdings, keeper.reached, proved))
     if meeting.rank == 0:
         stands = meeting.hear_all([f"stand/{rank}" for rank in range(meeting.size)], Stand)
-        held = holdings_of(stands)
-        meeting.say("asked", {job: _Asked(step, held.get(job, {})) for job, step in reached(stands).items()})
+        held, most = holdings_of(stands), proven(stands)
+        said = {job: _Asked(step, held.get(job, {}), most.get(job)) for job, step in reached(stands).items()}
+        meeting.say("asked", said)
     return meeting.hear("asked", dict[str, _Asked])
 
 
-def _hydrate(meeting: _Meeting, job: str, asked: _Asked, kept: Kept | None, cover: Cover | None) -> Hydration:
+def _hydrate(
+    meeting: _Meeting, job: str, asked: _Asked, kept: Kept | None, cover: Cover | None, *, weigh: Weigh
+) -> Hydration:
     if not asked.holdings:
         return Hydration(job, "snapshot", -1, asked.reached, "no survivor stood between two steps")
     telling = tellers(asked.holdings)
     chooser = min(telling)  # a survivor: its node knows all tiers
     if meeting.rank in telling:
         meeting.say(f"{job}/{meeting.rank}", cover)
+    replicas = [rank for ranks in compared(asked.holdings).values() for rank in ranks]
+    if meeting.rank in replicas and kept is not None:
+        meeting.say(f"{job}/content/{meeting.rank}", _content_of(kept, weigh))
     if meeting.rank == chooser and kept is not None:
         meeting.say(f"{job}/peer", {**dataclasses.asdict(kept.settings.peer), "secret": ""})
     settings = _settings(kept, meeting.hear(f"{job}/peer", dict[str, Any]))
@@ -98,7 +128,9 @@ def _hydrate(meeting: _Meeting, job: str, asked: _Asked, kept: Kept | None, cove
             ckpt._join(restoring=True)
             if meeting.rank == chooser:
                 covers = meeting.hear_all([f"{job}/{rank}" for rank in telling], Cover)
-                meeting.say(f"{job}/choice", _choice(ckpt, asked.holdings, covers))
+                contents = meeting.hear_all([f"{job}/content/{rank}" for rank in replicas], Content)
+                wrong = different(asked.holdings, dict(zip(replicas, contents, strict=True)))
+                meeting.say(f"{job}/choice", _choice(ckpt, asked, covers, wrong))
             choice = meeting.hear(f"{job}/choice", Choice)
             if choice.why:
                 return Hydration(job, "snapshot", -1, asked.reached, choice.why)
@@ -111,13 +143,14 @@ def _hydrate(meeting: _Meeting, job: str, asked: _Asked, kept: Kept | None, cove
         return Hydration(job, "snapshot", -1, asked.reached, f"it could not be given: {error}", failed=True)
 
 
-def _choice(ckpt: Checkpointer, holdings: Mapping[int, Holding], covers: Sequence[Cover]) -> Choice:
+def _choice(ckpt: Checkpointer, asked: _Asked, covers: Sequence[Cover], wrong: Mapping[int, str]) -> Choice:
     needed, unknown = None, ""
     try:
         needed = _needed(ckpt)
     except (TieredCheckpointError, PeerStoreError) as error:
         unknown = str(error)
-    return choose(holdings.values(), {one.digest: one for one in covers}, needed, unknown=unknown)
+    known = {one.digest: one for one in covers}
+    return choose(asked.holdings.values(), known, needed, unknown=unknown, most=asked.proven, wrong=wrong)
 
 
 def _needed(ckpt: Checkpointer) -> Needed | None:
@@ -151,6 +184,20 @@ def _cover_of(kept: Kept) -> Cover:
         dtype = dtype_name(plan.properties.dtype)
         held.append(Held(item.index.fqn, dtype, (*plan.size,), (*plan.chunk.offsets,), (*plan.chunk.sizes,)))
     return Cover(tuple(held), tuple(objects))
+
+
+def _content_of(kept: Kept, weigh: Weigh) -> Content:
+    """Reads every byte of it once."""
+    weights = []
+    try:
+        for item in kept.plan.items:
+            plan = item.tensor_data
+            if plan is not None and item.index.fqn in kept.compared:
+                name, value = item.index.fqn, kept.values[item.index.fqn]
+                weights.append((name, weigh(name, value, (*plan.size,), (*plan.chunk.offsets,))))
+    except RuntimeError as error:  # of a device that is broken
+        return Content(why=str(error))
+    return Content(xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(weights)))
 
 
 class _Planner(DefaultSavePlanner):

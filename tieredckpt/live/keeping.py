@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import xxhash
 
+from tieredckpt.live.fence import ask, fence
+
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
 
+    from tieredckpt.device import DeviceWork
     from tieredckpt.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -58,6 +61,8 @@ class Kept:
     settings: Settings
     complete: bool = False
     """Its names are known to be those of the whole state."""
+    compared: frozenset[str] = frozenset()
+    """Tensors of which replicas have the same: parameters and moments, not buffers or what else is small."""
 
 
 class Noted(Protocol):
@@ -67,6 +72,9 @@ class Noted(Protocol):
     settings: Settings
     names: str
     """A digest of what the state has, by name."""
+
+    work: DeviceWork
+    """All that devices had to do until it was there."""
 
     def torn(self) -> str:
         """Why the state is not that of the boundary any more; empty while it is."""
@@ -83,6 +91,10 @@ class Keeper:
     kept: dict[str, Kept] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
     """The newest step of each job that was noted in the world that was left last."""
+    proven: dict[str, int] = field(default_factory=dict)
+    """The newest step of each job that was complete here before anything of that world was aborted."""
+    silent: bool = False
+    """In that world collectives may have ended with garbage, without an error, once any of its ranks aborted them."""
     left: int = -1
     """The last world that was trained in."""
     stepped: bool = False
@@ -104,22 +116,34 @@ class Keeper:
         self.reached[job] = noted.step
         self.stepped = False
 
-    def enter(self, epoch: int) -> None:
-        """The world's training begins: what an older one left is not wanted any more."""
+    def enter(self, epoch: int, *, silent: bool = False) -> None:
+        """The world's training begins: what an older one left is not wanted any more.
+
+        ``silent``: its collectives end without an error when they are aborted.
+        """
         self.drop()
         self.tries = 0
         self.reached.clear()
+        self.proven.clear()
         self.complete.clear()
-        self.left = epoch
+        self.left, self.silent = epoch, silent
 
     def completes(self, job: str, names: str) -> None:
         """Nothing belongs to the state of this world but what ``names`` is a digest of."""
         self.complete.setdefault(job, set()).add(names)
 
     def hold(self) -> None:
-        """The world was left by a fault. What is intact is kept, everything else let go of."""
+        """The world was left by a fault. What is intact is kept, everything else let go of.
+
+        Called in its fence, before this thread aborts anything. What another thread has aborted let collectives end
+        with garbage, so only that is believed which had completed before.
+        """
         for job, noted in self.notes.items():
-            why = self._not_seen() or noted.torn()
+            believed = fence().believes(noted.work)
+            if believed:
+                self.proven[job] = noted.step
+            why = "" if believed else "its device work had not completed when the world was aborted"
+            why = why or self._not_seen() or noted.torn()
             if why:
                 log.info("%s: step %d cannot be given from here: %s", job, noted.step, why)
             else:
@@ -136,6 +160,7 @@ class Keeper:
         """The world has ended well: nothing was lost."""
         self.drop()
         self.reached.clear()
+        self.proven.clear()
 
     def drop(self) -> None:
         """Nothing is wanted: also nothing is kept in memory."""
@@ -160,11 +185,14 @@ def keeper() -> Keeper | None:
 @contextmanager
 def watching() -> Iterator[Keeper]:
     """While the block runs step boundaries are noted, and every step of an optimizer is seen."""
+    import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     one = Keeper()
 
     def begun(_optimizer: Any, _args: Any, _named: Any) -> None:
+        if not torch.compiler.is_compiling():  # a compiled step would be compiled anew when the answer changes
+            ask()  # first: a step that is refused leaves the boundary before it as it was
         one.stepped = True  # only written: a compiled step that read it would be compiled anew when it changes
         one.sees = True
 

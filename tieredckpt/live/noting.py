@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
+from tieredckpt.device import accelerator
+from tieredckpt.live import fence
 from tieredckpt.live.keeping import Kept, digest_of_names, keeper
 from tieredckpt.live.parts import Part, address_of, copied, local_of, part_of
 from tieredckpt.settings import Settings
@@ -44,7 +46,8 @@ class Noter:
         self._given_up = not (settings.enabled and settings.memory.live)
 
     def note(self, state: Mapping[str, Any], step: int) -> None:
-        """``state`` is what ``step`` has left. Never worth an error of the training."""
+        """``state`` is what ``step`` has left. Never worth an error of the training, but for that of a broken world."""
+        fence.ask()
         held = keeper()
         if self._given_up or held is None:
             return
@@ -97,6 +100,8 @@ class Boundary:
         self._versions = [watch.versions() for watch in self._watches]
         structure.copy()
         self._objects.update(structure.objects())
+        self.work = fence.fence().record([*structure.placed, *(local_of(one) for one in tensors.values())])
+        """Of the step, and the copies above."""
 
     def torn(self) -> str:
         """The name of something that is not what it was."""
@@ -106,7 +111,8 @@ class Boundary:
     def kept(self, left: int, *, complete: bool) -> Kept:
         values = {name: one for watch in self._watches for name, one in watch.locals().items()}
         values |= self._structure.copies | self._own | self._objects
-        return Kept(self.step, left, values, self._structure.plan, self.settings, complete)
+        compared = frozenset(name for watch in self._watches for name in watch.locals())
+        return Kept(self.step, left, values, self._structure.plan, self.settings, complete, compared)
 
 
 class _Watched(NamedTuple):
@@ -169,6 +175,9 @@ class _Structure:
             watched = {name: one for name, one in part.tensors.items() if name not in small}
             self.watches.append(_Watch(watched, part.owners))
         self._targets = list(self.copies.values())
+        every = [*self._sources, *(one for watch in self.watches for one in watch.locals().values())]
+        self.placed = [*{accelerator().place_of(one): one for one in every}.values()]
+        """A tensor of each device that the state is on."""
 
     def loose(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
         """What is made anew at every boundary; ``None`` where ``state`` is made of other things than before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.inject import Kind, Phase
+from tests.support import nccl_like
 from tests.support.golden_runs import (
     NPROC,
     all_pairs,
@@ -40,6 +41,9 @@ SHORT = {
     "hsdp": "nan@forward sigkill@allreduce oom@save",
 }
 """What every run goes through; the chains are for the night."""
+ALL = [(how, backend) for how in CHAINS for backend in ("gloo", nccl_like.NAME)]
+IN_A_PUSH = [("ddp", "gloo"), ("fsdp", "gloo"), ("hsdp", nccl_like.NAME)]
+"""Every parallelism, and both backends."""
 IN_A_NIGHT = 12
 """Chains that all pairs are spread over."""
 STEPS = 70
@@ -54,8 +58,8 @@ def undisturbed(tmp_path_factory):
     return quiet_run(tmp_path_factory.mktemp("quiet"), STEPS)
 
 
-def go_through(golden, undisturbed, how: str, pairs: list[tuple[Kind, Phase]], within_s: float) -> None:
-    job = golden(how, chained(pairs, 2 * NPROC[how]))
+def go_through(golden, undisturbed, how, pairs: list[tuple[Kind, Phase]], within_s: float) -> None:
+    job = golden(how[0], chained(pairs, 2 * NPROC[how[0]]), backend=how[1])
     job.see_through(job.begin(), within_s)
     assert_all_happened_once(job)
     assert_worlds_hold(job)
@@ -63,16 +67,23 @@ def go_through(golden, undisturbed, how: str, pairs: list[tuple[Kind, Phase]], w
     assert_same_bits(job.committed(), undisturbed)
 
 
-@pytest.mark.parametrize("how", SHORT)
-def test_a_few_faults_leave_no_trace(golden, undisturbed, how: str) -> None:
-    go_through(golden, undisturbed, how, pairs_of(SHORT[how]), 240)
+@pytest.mark.parametrize("how", IN_A_PUSH, ids="-".join)
+def test_a_few_faults_leave_no_trace(golden, undisturbed, how) -> None:
+    go_through(golden, undisturbed, how, pairs_of(SHORT[how[0]]), 240)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("how", CHAINS)
-def test_a_chain_of_faults_leaves_no_trace(golden, undisturbed, how: str) -> None:
-    go_through(golden, undisturbed, how, pairs_of(CHAINS[how]), 360)
+@pytest.mark.parametrize("how", [how for how in ALL if how not in IN_A_PUSH], ids="-".join)
+def test_a_few_faults_leave_no_trace_in_the_others(golden, undisturbed, how) -> None:
+    go_through(golden, undisturbed, how, pairs_of(SHORT[how[0]]), 360)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", ALL, ids="-".join)
+def test_a_chain_of_faults_leaves_no_trace(golden, undisturbed, how) -> None:
+    go_through(golden, undisturbed, how, pairs_of(CHAINS[how[0]]), 360)
 
 
 def test_the_chains_go_through_every_phase_and_the_matrix_through_every_pair() -> None:
@@ -86,6 +97,6 @@ def test_the_chains_go_through_every_phase_and_the_matrix_through_every_pair() -
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", range(IN_A_NIGHT))
-@pytest.mark.parametrize("how", CHAINS)
-def test_every_kind_in_every_phase_leaves_no_trace(golden, undisturbed, how: str, number: int) -> None:
+@pytest.mark.parametrize("how", ALL, ids="-".join)
+def test_every_kind_in_every_phase_leaves_no_trace(golden, undisturbed, how, number: int) -> None:
     go_through(golden, undisturbed, how, all_pairs()[number::IN_A_NIGHT], 1100)

@@ -18,6 +18,7 @@ from elastic.workers.recording import Recording
 from tests.support.planes import PATIENCE_S
 from tieredckpt.device import NoDevice, installed
 from tieredckpt.ledger import NullLedger
+from tieredckpt.live.fence import Fence
 
 QUIET = Policy(backend="none", settle_s=0.0)
 
@@ -187,3 +188,33 @@ def test_a_process_that_cannot_be_warmed_up_ends():
     with pytest.raises(ZeroDivisionError):
         run(lambda _: None, plane=plane.seats[0], policy=QUIET, warm=lambda: 1 / 0)
     assert not plane.seats[0].is_alive
+
+
+def test_what_devices_have_completed_is_asked_before_anything_is_aborted():
+    """Their work ends with the abort, and then it is too late to ask."""
+    aborted = []
+
+    class Work:
+        def has_completed(self):
+            return bool(aborted)
+
+    class Groups:
+        epoch = 0
+
+        def abort_groups(self):
+            aborted.append("groups")
+
+        def cut_connections(self):
+            aborted.append("connections")
+
+    policy = Policy(abort=(lambda: aborted.append("mine"), "groups", "connections"))
+    rank = _Rank(
+        lambda _: None, MemoryPlane(1).seats[0], policy, record=Recording(NullLedger()), hydrating=None, faults=None
+    )
+    work = Work()
+    rank._groups, rank._fence = Groups(), Fence(lambda: None)
+    rank._fence._recorded.add(work)
+    rank._abort(Notice(0, Want.RESTART, "broken"))
+    assert aborted == ["mine", "groups", "connections"]
+    assert work.has_completed()
+    assert not rank._fence.believes(work)

@@ -29,7 +29,7 @@ def one_rank():
 def test_where_nobody_could_be_given_anything_that_is_said(plane, own_groups, why, caplog):
     with Hydrating(plane(), own_groups=own_groups, settle_s=0) as hydrating:
         assert keeper() is None
-        hydrating.enter(None)
+        hydrating.enter(None, silent=False)
         hydrating.leave(sealed=False)
     assert caplog.messages == [f"recovery is from what was saved: {why}"]
 
@@ -42,11 +42,11 @@ def entering(monkeypatch):
     world = World(Assignment(3, 0, 1, 0, 1, 0, 1, "localhost:1"), plane, Gate(plane, 3))
 
     def enter(hydration):
-        monkeypatch.setattr("tieredckpt.live.giving.hydrate", lambda *_args: [hydration] if hydration else [])
+        monkeypatch.setattr("tieredckpt.live.giving.hydrate", lambda *_args, **_named: [hydration] if hydration else [])
         with Hydrating(plane, own_groups=False, settle_s=0) as hydrating:
             keeper().kept["job"] = object()
             try:
-                hydrating.enter(world)
+                hydrating.enter(world, silent=False)
             finally:
                 world.held = dict(keeper().kept)
         return world

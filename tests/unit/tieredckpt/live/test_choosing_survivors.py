@@ -8,13 +8,17 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from tieredckpt.live.choosing import (
+    Content,
     Cover,
     Held,
     Holding,
     Needed,
     Stand,
     choose,
+    compared,
+    different,
     holdings_of,
+    proven,
     reached,
     tellers,
 )
@@ -86,6 +90,42 @@ def test_who_was_not_in_the_last_world_is_of_a_past_that_the_job_left():
 
 def test_of_replicas_one_says_what_it_has():
     assert tellers({3: Holding(7, 0, "a"), 1: Holding(7, 0, "b"), 2: Holding(6, 0, "a")}) == {1: "b", 2: "a"}
+
+
+def test_no_step_is_believed_that_a_survivor_had_not_completed_before_its_abort():
+    def stand(left, step, *, silent=True):
+        return Stand(left, {}, {"job": step}, {"job": step} if silent else None)
+
+    assert proven([stand(2, 8), stand(2, 7), stand(1, 3), Stand()]) == {"job": 7}
+    # One that had completed nothing before it heard of the fault.
+    assert proven([stand(2, 8), Stand(2, {}, {}, {})]) == {"job": -1}
+    # Where an abort raises in everybody who waits nobody takes what it left for a result.
+    assert proven([stand(2, 8, silent=False), stand(2, 7, silent=False)]) == {}
+
+
+def test_steps_that_are_not_believed_are_not_chosen():
+    covers = {WHOLE.digest: WHOLE}
+    holdings = [Holding(step, 0, WHOLE.digest) for step in (7, 8)]
+    assert choose(holdings, covers, NEEDED, most=7).step == 7
+    assert choose(holdings, covers, NEEDED, wrong={8: "ranks 0 and 2 do not hold the same parameters"}).step == 7
+    found = choose(holdings, covers, NEEDED, most=7, wrong={7: "ranks 0 and 2 do not hold the same parameters"})
+    assert found.step == -1
+    assert found.why.split("; ") == [
+        "of step 8 it is not known on all survivors that it was complete before the abort",
+        "of step 7 ranks 0 and 2 do not hold the same parameters",
+    ]
+
+
+def test_replicas_of_which_one_holds_something_else_are_named():
+    holdings = {rank: Holding(7, 0, "upper" if rank in (0, 2, 4) else "lower") for rank in range(4)}
+    holdings[5] = Holding(6, 0, "upper")  # alone at its step
+    assert compared(holdings) == {0: [0, 2], 1: [1, 3]}
+    same = {rank: Content("a") for rank in range(4)}
+    assert different(holdings, same) == {}
+    assert different(holdings, {**same, 3: Content("b")}) == {7: "ranks 1 and 3 do not hold the same parameters"}
+    assert different(holdings, {**same, 2: Content(why="an illegal memory access")}) == {
+        7: "rank 2: an illegal memory access"
+    }
 
 
 @st.composite

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.reshard.weights import seed_of, weighted_sum
 from elastic.workers.forgetting import forget_world
 from tests.support.oldest_torch import worlds_that_end
 from tieredckpt import Checkpointer, SaveFailedError
@@ -19,6 +20,10 @@ from tieredckpt.testing import memory_node
 pytestmark = worlds_that_end
 
 
+def weigh(name, tensor, shape, offsets):
+    return weighted_sum(seed_of(name), tensor, shape, offsets)
+
+
 class Job:
     """A job of one rank that goes from world to world."""
 
@@ -29,7 +34,7 @@ class Job:
         """Into a new world, with a new model; what it says of where its state comes from."""
         self.epoch += 1
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        found = hydrate(self.held, dist.distributed_c10d._get_default_store(), 0, 1)
+        found = hydrate(self.held, dist.distributed_c10d._get_default_store(), 0, 1, weigh=weigh)
         self.held.enter(self.epoch)
         torch.manual_seed(self.epoch)
         self.model = torch.nn.Linear(3, 2)

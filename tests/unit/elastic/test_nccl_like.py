@@ -1,0 +1,187 @@
+"""The backend of the tests does what NCCL does when a world breaks."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.errors import PolicyError
+from elastic.workers.cutting import cut_gloo
+from elastic.workers.groups import Groups, abort_together
+from elastic.workers.nccl_environment import leave_errors_to_us
+from tests.support import nccl_like
+from tests.support.nccl_like import NcclLike
+
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_PATIENCE_S = 60
+
+
+@pytest.fixture(autouse=True)
+def errors_are_left_to_us(monkeypatch):
+    monkeypatch.setenv(_HANDLING, "0")
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "0")
+    with nccl_like.forgotten():
+        yield
+
+
+@pytest.fixture
+def pair():
+    store = dist.HashStore()
+    return [NcclLike(store, rank, 2, timedelta(seconds=_PATIENCE_S)) for rank in range(2)]
+
+
+class Call:
+    """Something that another thread does."""
+
+    def __init__(self, do):
+        self._do, self.error = do, None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        try:
+            self._do()
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def is_over(self):
+        return not self._thread.is_alive()
+
+    def join(self):
+        self._thread.join(_PATIENCE_S)
+        assert self.is_over
+        return self.error
+
+
+def meet(pair):
+    """Both have their communicators."""
+    here = [torch.ones(2), torch.full((2,), 2.0)]
+    both = zip(pair, here, strict=True)
+    calls = [Call(lambda one=one, tensor=tensor: one.allreduce([tensor]).wait()) for one, tensor in both]
+    assert [call.join() for call in calls] == [None, None]
+    assert [tensor.tolist() for tensor in here] == [[3.0, 3.0]] * 2
+
+
+def test_what_is_aborted_returns_with_garbage_and_so_does_all_that_comes_later(pair):
+    meet(pair)
+    sent = torch.full((4,), 7.0)
+    work = pair[0].allreduce([sent])
+    assert not work.is_completed()
+    abort_together(pair[:1])
+    assert work.wait()
+    assert sent.isfinite().all()
+    assert not torch.equal(sent, torch.full((4,), 7.0))
+    later = torch.full((4,), 7.0)
+    assert pair[0].allreduce([later]).wait()
+    assert not torch.equal(later, torch.full((4,), 7.0))
+
+
+def test_a_peer_that_is_lost_is_heard_of_by_the_watchdog_alone(pair, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(nccl_like.os, "kill", lambda *_: ended.set())
+    meet(pair)
+    work = pair[0].allreduce([torch.ones(1)])
+    cut_gloo()
+    assert not work.is_completed()
+    assert not ended.is_set()
+    monkeypatch.setenv(_HANDLING, "3")
+    pair[1].allreduce([torch.ones(1)])
+    assert ended.wait(_PATIENCE_S)
+    assert not work.is_completed()
+
+
+def test_a_watchdog_that_cleans_up_lets_garbage_through_without_a_word(pair, monkeypatch):
+    meet(pair)
+    monkeypatch.setenv(_HANDLING, "2")
+    work = pair[0].allreduce([torch.ones(1)])
+    cut_gloo()
+    assert work.wait()
+
+
+def test_an_abort_does_not_end_the_making_of_a_communicator(pair):
+    tensor = torch.zeros(1)
+    making = Call(lambda: pair[0].allreduce([tensor]).wait())
+    pair[0]._store.get("here/0")
+    pair[0].abort()
+    assert not making.is_over
+    other = Call(lambda: pair[1].allreduce([torch.zeros(1)]))  # it is over when the other rank has come
+    assert making.join() is None
+    other.join()
+
+
+def test_one_that_may_be_made_in_the_background_is_given_up(pair, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
+    making = Call(lambda: pair[0].allreduce([torch.zeros(1)]))
+    pair[0]._store.get("here/0")
+    pair[0].abort()
+    assert isinstance(making.join(), dist.DistBackendError)
+
+
+@pytest.fixture
+def two_groups():
+    nccl_like.register()
+    dist.init_process_group(nccl_like.NAME, store=dist.HashStore(), rank=0, world_size=1)
+    other = dist.new_group()
+    for group in (None, other):
+        dist.all_reduce(torch.ones(1), group=group)
+    yield list(dist.distributed_c10d._world.pg_map)
+    abort_together(list(dist.distributed_c10d._world.pg_map))
+    dist.destroy_process_group()
+
+
+def test_one_of_two_communicators_that_is_aborted_alone_waits_for_ever(two_groups):
+    call = Call(two_groups[0].abort)
+    assert nccl_like.deadlocked.wait(_PATIENCE_S)
+    assert not call.is_over
+    with nccl_like.forgotten():
+        pass
+    assert call.join() is None
+
+
+# -- what the product does about it -----------------------------------------------------------------------------------
+
+
+def groups(backend):
+    from elastic.control.plane import Assignment
+
+    return Groups(Assignment(0, 0, 1, 0, 1, 0, 1, "127.0.0.1:1", reason="test"), backend=backend)
+
+
+def test_all_groups_are_aborted_together(two_groups):
+    call = Call(groups(nccl_like.NAME).abort_groups)
+    assert call.join() is None
+    assert not nccl_like.deadlocked.is_set()
+    assert all(group._aborted.is_set() for group in two_groups)
+
+
+def test_the_watchdog_is_off_before_the_first_group_is_made(monkeypatch):
+    monkeypatch.delenv(_HANDLING)
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING")
+    found = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_a, **_n: found.append(dict(nccl_like.os.environ)))
+    monkeypatch.setattr(Groups, "_store", lambda _self: dist.HashStore())
+    groups(nccl_like.NAME).enter()
+    assert (found[0][_HANDLING], found[0]["TORCH_NCCL_ENABLE_MONITORING"]) == ("0", "0")
+
+
+@pytest.mark.parametrize("name", [_HANDLING, "NCCL_ASYNC_ERROR_HANDLING"])
+@pytest.mark.parametrize("value", ["1", "2", "3"])
+def test_an_environment_that_has_the_watchdog_act_is_refused(name, value):
+    environ = {name: value}
+    with pytest.raises(PolicyError, match=f"{name}={value}: NCCL's watchdog would end this process"):
+        leave_errors_to_us(environ)
+    assert environ == {name: value}
+
+
+def test_only_what_raises_when_it_is_aborted_is_not_silent():
+    assert [groups(name).is_silent for name in ("gloo", "cpu:gloo,cuda:nccl", "nccl", nccl_like.NAME)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
