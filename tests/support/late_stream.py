@@ -183,5 +183,5 @@ def ahead(tensors: Iterable[torch.Tensor]) -> Iterator[LateStream]:
         with installed(device), _Enqueued(device):
             yield stream
     finally:
-        nccl_like.stream = None
         stream.close()
+        nccl_like.stream = None

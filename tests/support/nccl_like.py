@@ -71,16 +71,17 @@ class _Work(dist.Work):
         self.over = threading.Event()
         """Its outputs are there, or garbage is."""
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        if stream is not None:
+        self._is_ahead = stream is not None
+        if self._is_ahead:
             self._future.set_result(self.outputs)  # whoever uses them does that in the stream
 
     def finish(self) -> None:
         self.over.set()
-        if stream is None:
+        if not self._is_ahead:
             self._future.set_result(self.outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if stream is None:
+        if not self._is_ahead:
             self.over.wait()
         return True
 
