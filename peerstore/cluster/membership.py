@@ -73,7 +73,7 @@ class Membership:
     def __init__(self, me: Node, number: int, settings: MembershipSettings | None = None, *, seed: int = 0) -> None:
         self.settings = settings or MembershipSettings()
         self.changes = 0
-        """Rises with every change of who lives, of the roster and of the fence."""
+        """Rises with every change of who lives, in which of its lives, of the roster and of the fence."""
         self.fence: Fence = (0, "")
         self._me = Rumour(me, number, Standing.ALIVE)
         self._random = random.Random(f"{me.id} {number} {seed}")
@@ -413,8 +413,7 @@ class Membership:
             member.patience = min(2 * member.patience, _PATIENCE * self.settings.suspect_after)
         (self._suspects.add if rumour.standing is Standing.SUSPECT else self._suspects.discard)(rumour.node.id)
         self._news.add(rumour.node.id)
-        if before is None or (before.standing, before.node) != (rumour.standing, rumour.node):
-            self.changes += 1
+        self.changes += 1
 
     def _as_hearsay(self, now: float, rumour: Rumour) -> Rumour:
         """Of a node that has just spoken to this one nobody else's word makes more than a suspect: it may refute it,
@@ -429,6 +428,7 @@ class Membership:
         """Whatever is said about this node beyond what it says itself, it says louder."""
         if rumour.number > self._me.number or (rumour.number == self._me.number and rumour != self._me):
             self._me = Rumour(self._me.node, rumour.number + 1, Standing.ALIVE)
+            self.changes += 1  # what it has told others they count no more
 
     def _compare(self, now: float, sender: NodeId, mark: RosterMark) -> None:
         if self._roster is None or self._mark is None:

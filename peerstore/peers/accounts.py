@@ -247,9 +247,9 @@ class Accounts:
         return isinstance(error, ShardDamagedError)
 
     def confirm(self, key: ShardKey, node: str, life: int) -> None:
-        """``node`` has been seen to hold a shard of this node."""
+        """``node`` has been seen, in this one of its lives, to hold a shard of this node."""
         known = self._learning(key)
-        known.confirmed[node] = life
+        known.confirmed[node] = max(life, known.confirmed.get(node, life))
         known.why.pop(node, None)
 
     def _learning(self, key: ShardKey) -> _Known:

@@ -225,7 +225,7 @@ class _Conversation:
     def _commit(self, commit: Commit) -> None:
         key = self._desk.receiving.commit(self._who.node, commit.transfer)
         self._offered.discard(commit.transfer)
-        self._team.protecting.confirm(key, self._who.node)
+        self._team.protecting.confirm(key, self._who.node, self._team.tending.life(self._who.node))
 
     def _abort(self, abort: Abort) -> None:
         self._desk.receiving.abort(self._who.node, abort.transfer)

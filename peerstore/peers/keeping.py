@@ -44,6 +44,8 @@ class _Told:
 
     members: tuple[str, ...]
     parts: dict[int, int]
+    life: int
+    """What it said in an earlier life does not count: it may have lost what it had."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Keeping:
         self._clock = clock
         self._lock = threading.Lock()
         self._told: dict[str, dict[Group, _Told]] = defaultdict(dict)
+        self._lives: dict[str, tuple[int, float]] = {}
+        """The members' lives as they were seen last, and until when what was said in the one before still counts."""
         self._news_at: dict[Group, float] = {}
         self._later: dict[tuple[Group, int], tuple[float, str]] = {}
         self._full: set[tuple[Group, int]] = set()
@@ -100,12 +104,13 @@ class Keeping:
             raise RequestError(f"{sender} is in a group of {len(note.members)} with {len(note.parts)} parts")
         if sender not in note.members:
             raise RequestError(f"{sender} told of a group that it is not in: {', '.join(note.members)}")
+        told = _Told(note.members, dict(note.parts), note.life or self._tending.life(sender))
         with self._lock:
             versions = self._told[sender]
             before = versions.get(note.group)
-            if before is not None and (before.members, before.parts) == (note.members, note.parts):
+            if before is not None and (before == told or before.life > told.life):
                 return False
-            versions[note.group] = _Told(note.members, dict(note.parts))
+            versions[note.group] = told
             for group in sorted(versions)[:-_MOST_VERSIONS]:
                 del versions[group]
             self._news_at[note.group] = self._clock()
@@ -114,15 +119,57 @@ class Keeping:
     def stake(self, sender: str, group: Group, members: tuple[str, ...]) -> Stake:
         """What a member may count on here."""
         kept = [one for one in self.kept() if one.fact.group == group and one.members == members]
+        kept = self._useful(kept)
         with self._lock:
-            told = self._told[sender].get(group)
-            mine = dict(told.parts) if told is not None and told.members == members else {}
+            said = {member: versions[group] for member, versions in self._current().items() if group in versions}
+            mine = dict(said[sender].parts) if sender in said and said[sender].members == members else {}
             full = {number: self._later[group, number][1] for at, number in self._full if at == group}
         # A part that another member has too is safe with either of them.
-        there = {part for one in kept for part in one.fact.parts.values()}
+        there = {
+            part
+            for one in kept
+            for member, part in one.fact.parts.items()
+            if member == sender or (member in said and part in said[member].parts.values())
+        }
         refused = tuple(part for number, part in mine.items() if number in full and part not in there)
         why = next((full[number] for number in mine if number in full), "")
         return Stake(group, members, tuple(part for part in mine.values() if part in there), refused, why)
+
+    def _useful(self, kept: Iterable[Kept]) -> list[Kept]:
+        """Those all of whose shards are where they were. Who lost one may have its part back on another member: two
+        shards in one parity that are on one node are lost with it both.
+        """
+        with self._lock:
+            current = self._current()
+            found = []
+            for one in kept:
+                group = one.fact.group
+                at = {
+                    member: versions[group].parts.values() for member, versions in current.items() if group in versions
+                }
+                told = {member for member, versions in self._told.items() if group in versions}
+                elsewhere = {part for parts in at.values() for part in parts}
+                if all(
+                    part in at[member] if member in at else member not in told and part not in elsewhere
+                    for member, part in one.fact.parts.items()
+                ):
+                    found.append(one)
+        return found
+
+    def _current(self) -> dict[str, dict[Group, _Told]]:
+        """What members said since they started last. The caller has the lock.
+
+        For a moment also what they said before: who only refuted a rumour has a higher number too, and tells all anew.
+        """
+        now, found = self._clock(), dict[str, dict[Group, _Told]]()
+        for member, versions in self._told.items():
+            life = self._tending.life(member)
+            known, until = self._lives.get(member, (life, now))
+            if known != life:
+                until = now + self._patience_s
+            self._lives[member] = life, until
+            found[member] = {group: told for group, told in versions.items() if told.life >= life or now < until}
+        return found
 
     # -- what is kept -------------------------------------------------------------------------------------------------
 
@@ -140,7 +187,7 @@ class Keeping:
 
     def tidy(self, kept: Sequence[Kept]) -> None:
         """Let go of what is of no more use, and of what was told of versions nobody needs."""
-        for key in superseded(kept):
+        for key in superseded(kept, self._useful(kept)):
             self._store.copies.drop_parity(key)
         with self._lock:
             old = {group for told in self._told.values() for group in told}
@@ -157,17 +204,18 @@ class Keeping:
 
     def due(self, members: tuple[str, ...], kept: Iterable[Kept]) -> tuple[list[Due], float]:
         """What is to be made now, the oldest version first; and after how many seconds to look again."""
-        now = self._clock()
+        now, useful = self._clock(), self._useful(kept)
         mine: dict[Group, set[int]] = defaultdict(set)
         parts_of: dict[Group, int] = {}
         for fact in self._store.copies.facts(self._job):
             mine[fact.key.group].add(fact.key.part)
             parts_of[fact.key.group] = fact.parts
         with self._lock:
-            told = {member: dict(versions) for member, versions in self._told.items() if member in members}
+            told = {member: versions for member, versions in self._current().items() if member in members}
             news_at = dict(self._news_at)
             later = {which: until for which, (until, _) in self._later.items() if until > now}
-        found, again = [], min((until - now for until in later.values()), default=float("inf"))
+            ends = [until for _, until in self._lives.values() if until > now]
+        found, again = [], min((until - now for until in (*later.values(), *ends)), default=float("inf"))
         for group in sorted({group for versions in told.values() for group in versions}):
             if not self._store.copies.wanted(self._job, group):
                 continue
@@ -179,7 +227,7 @@ class Keeping:
             heard = mine[group] | {part for parts in numbers.values() for part in parts.values()}
             left_s = news_at.get(group, now) + self._patience_s - now
             complete = left_s <= 0 or len(heard) >= parts_of.get(group, 1 << 62)
-            there = [one.fact.parts for one in kept if one.fact.group == group and one.members == members]
+            there = [one.fact.parts for one in useful if one.fact.group == group and one.members == members]
             me = self._tending.me.id
             for number, parts in stripes_due(me, members, numbers, there, complete=complete).items():
                 if (group, number) not in later:

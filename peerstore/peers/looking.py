@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,6 +22,7 @@ from peerstore.peers.messages import Look, Looked, LookedFor, LookFor
 from peerstore.peers.tending import Tending
 from peerstore.peers.turns import Turns
 from peerstore.peers.unreached import Unreached
+from peerstore.records import ShardKey
 
 LOOK_S = 5.0
 """How long one node has to answer, or to verify what its last agent left."""
@@ -44,6 +46,15 @@ class Sight:
     """This node included."""
     silent: Mapping[str, str]
     """Nodes that could not be asked, and why."""
+
+    @property
+    def sources(self) -> dict[ShardKey, tuple[str, ...]]:
+        """Which nodes hold each shard, this one first."""
+        found: dict[ShardKey, list[str]] = defaultdict(list)
+        for node, looked in self.nodes.items():
+            for fact in looked.facts:
+                found[fact.key].append(node)
+        return {key: tuple(nodes) for key, nodes in found.items()}
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class Looking:
         tending: Tending,
         here: Callable[[], Looked],
         *,
-        seen: Callable[[Mapping[str, Looked]], None] = lambda _others: None,
+        seen: Callable[[Mapping[str, Looked], Mapping[str, int]], None] = lambda _seen, _lives: None,
         split_from: int = SPLIT_FROM,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -129,6 +140,7 @@ class Looking:
 
     def _look_around(self) -> Sight:
         me = self._tending.me.id
+        lives = self._tending.lives  # as of before they were asked: who starts again meanwhile may lose what it said
         beyond = self._districts().beyond(me)
         if beyond:
             near = self._afar.pool.submit(self._near.next)
@@ -140,7 +152,7 @@ class Looking:
         for node, one in nodes.items():
             if one.verifying and node != me:  # what it does not say yet is unknown, not absent
                 silent[node] = f"it still verifies {one.verifying} shards that its last agent left"
-        self._seen({node: one for node, one in nodes.items() if node != me})
+        self._seen({node: one for node, one in nodes.items() if node != me}, lives)
         return Sight(nodes, silent)
 
     def _look_near(self) -> _Near:

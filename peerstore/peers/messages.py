@@ -108,6 +108,8 @@ class Striped(msgspec.Struct, frozen=True):
     members: tuple[str, ...]
     parts: dict[int, int]
     """Number of the stripe -> part."""
+    life: int = 0
+    """Which of its lives the sender is in: one that starts again may have lost them. 0: it does not say."""
 
 
 class Stake(msgspec.Struct, frozen=True):

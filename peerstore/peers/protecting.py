@@ -220,10 +220,10 @@ class Protecting:
                 chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
                 self._tending.peer(duty.to).call("suspect", Suspect(duty.key, (chunks,)), bool)
 
-    def confirm(self, key: ShardKey, node: str) -> None:
-        """``node`` has been seen to hold a shard of this node."""
+    def confirm(self, key: ShardKey, node: str, life: int) -> None:
+        """``node`` has been seen, in this one of its lives, to hold a shard of this node."""
         with self._changed:
-            self._accounts.confirm(key, node, self._tending.life(node))
+            self._accounts.confirm(key, node, life)
             self._changed.notify_all()
 
     # -- what is decided ----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from peerstore.bandwidth import Bandwidth
 from peerstore.cluster.nodes import NodeId
 from peerstore.cluster.parity import ParityRecord
 from peerstore.errors import PeerStoreError, PeerUnreachableError, RequestError, ShardNotFoundError
+from peerstore.peers.looking import Sight
 from peerstore.peers.messages import AskParities
 from peerstore.peers.mixing import rebuild_shard
 from peerstore.peers.pulling import Puller
@@ -33,14 +34,14 @@ class Recovering:
         *,
         pace: Bandwidth,
         streams: int,
-        sources: Callable[[], Mapping[ShardKey, tuple[str, ...]]],
+        sight: Callable[[], Sight],
     ) -> None:
         self._store = store
         self._job = job
         self._tending = tending
         self._pace = pace
         self._puller = Puller(tending.peer, streams=streams)
-        self._sources = sources
+        self._sight = sight
 
     def rebuild(
         self, shard: ShardRecord, nodes: Collection[str], *, holders: tuple[str, ...], stopped: Callable[[], bool]
@@ -48,14 +49,14 @@ class Recovering:
         """Have ``shard`` here again, out of parities on ``nodes``; False when it is here already."""
         began = time.monotonic()
         parities, silent = self._parities(shard.key.group, nodes)
-        rows = rows_with(shard.key, [kept for kept, _ in parities.values()])
+        sources = self._sight().sources
+        rows = rows_with(shard.key, [kept for kept, _ in parities.values()], held=sources.__contains__)
         if not rows and silent:
             raise PeerUnreachableError(
                 f"{shard.key} is not rebuilt while {', '.join(silent)} cannot be asked for parities"
             )
         if not rows:
             raise ShardNotFoundError(f"the parities on {', '.join(sorted(nodes))} do not give {shard.key} back")
-        sources = self._sources()
         problem: PeerStoreError | None = None
         for member, row in rows:
             try:

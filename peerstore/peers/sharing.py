@@ -6,8 +6,10 @@
                                                              the other members' and seals the parity ──> told back:
     protected, when all of them have ──> counted (settling) like a shard that has its copies
 
-    a member is gone ──> the first living one makes its shards again, from the others' shards and parities
-                     ──> the groups are formed anew, and everything is protected in the new ones
+    a member is gone, or starts again ──> who keeps parities with its shards in them looks for those
+                                      ──> the first of the living makes what nobody has again, from the others' shards
+                                          and parities
+    a member is gone ──> the groups are formed anew, and everything is protected in the new ones
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ from peerstore.errors import PeerStoreError
 from peerstore.peers.accounts import Protection
 from peerstore.peers.duties import Duty, Standing
 from peerstore.peers.keeping import AGAIN_S, Due, Keeping
+from peerstore.peers.looking import Sight
 from peerstore.peers.messages import Stake, Striped
 from peerstore.peers.paths import Paths
 from peerstore.peers.recovering import Recovering
 from peerstore.peers.settling import Settlement, Totals
-from peerstore.peers.striping import Kept, lost_shards, numbered
+from peerstore.peers.striping import Kept, Missing, makes_again, missing_shards, numbered
 from peerstore.peers.tending import FAREWELL_S, Tending
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore
@@ -54,6 +57,8 @@ class _Asked:
     parts: dict[int, int]
     life: int
     """Rises when the member starts again: it may have lost what it kept."""
+    mine: int
+    """In which of its lives this node told it."""
     at: float
     kept: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
@@ -75,14 +80,14 @@ class Sharing:
         pace: Bandwidth,
         blobs_of: Callable[[ShardFact], tuple[str, ...]],
         fetch_blob: Callable[[str, tuple[str, ...]], bytes],
-        sources: Callable[[], Mapping[ShardKey, tuple[str, ...]]],
+        sight: Callable[[], Sight],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._job = job
         self._tending = tending
         self.protection = protection
-        self._sources = sources
+        self._sight = sight
         self._clock = clock
         self._changed = threading.Condition()
         self._keeping = Keeping(
@@ -96,13 +101,15 @@ class Sharing:
             patience_s=_PATIENCE_S,
             clock=clock,
         )
-        self._recovering = Recovering(store, job, tending, pace=pace, streams=protection.streams, sources=sources)
+        self._recovering = Recovering(store, job, tending, pace=pace, streams=protection.streams, sight=sight)
         self._numbers: dict[ShardKey, int] = {}
         self._asked: dict[tuple[str, Group], _Asked] = {}
         self._again_s = _LOOK_S
         self._holders: dict[ShardKey, dict[str, int]] = defaultdict(dict)
-        """Who holds it beside this node, and since which of its lives."""
-        self._later: dict[str | ShardKey, float] = {}
+        """Who holds it beside this node, and since which of its lives: what is here, or in a parity that is."""
+        self._later: dict[str, float] = {}
+        self._missed: dict[ShardKey, float] = {}
+        """What is in parities here and nobody is known to hold, and when it is looked for."""
         self._news = True
         self._stop = threading.Event()
         self.totals = Totals()
@@ -199,7 +206,7 @@ class Sharing:
 
     def _holding(self, key: ShardKey) -> list[str]:
         """Who has said that it holds the shard, and has not started again since."""
-        return [node for node, then in self._holders.get(key, {}).items() if self._tending.life(node) == then]
+        return [node for node, then in self._holders.get(key, {}).items() if self._tending.life(node) <= then]
 
     def redundancy(self, key: ShardKey, level: str) -> tuple[int, int]:
         """How many copies a shard is as good as, and in how many domains: what may be lost is one less."""
@@ -225,7 +232,8 @@ class Sharing:
     @property
     def busy(self) -> bool:
         """Whether something is to be protected, or to be made again, that can be."""
-        return any(one.lacking for one in self.standings()) or bool(self._lost(self._keeping.kept()))
+        lost = self._missing(self._keeping.kept(), self._tending.living)
+        return any(one.lacking for one in self.standings()) or any(one.heirs[0] == self._tending.me.id for one in lost)
 
     @property
     def kept(self) -> list[Kept]:
@@ -237,6 +245,11 @@ class Sharing:
     def striped(self, sender: str, note: Striped) -> Stake:
         """A member of the group says what it has; the answer is what it may count on."""
         if self._keeping.told(sender, note):
+            for part in note.parts.values():
+                key = ShardKey(
+                    self._job, note.group.version, note.group.epoch, note.group.incarnation, note.group.attempt, part
+                )
+                self.confirm(key, sender, note.life or self._tending.life(sender))
             self.wake()
         return self._keeping.stake(sender, note.group, note.members)
 
@@ -249,12 +262,16 @@ class Sharing:
                 asked.said += 1
         self.wake()
 
-    def confirm(self, key: ShardKey, node: str) -> None:
-        """``node`` has been seen to hold a shard of this node."""
-        life = self._tending.life(node)
+    def confirm(self, key: ShardKey, node: str, life: int) -> None:
+        """``node`` has been seen, in this one of its lives, to hold a shard that is here or in a parity here."""
         with self._changed:
-            self._holders[key][node] = life
+            self._holders[key][node] = max(life, self._holders[key].get(node, life))
             self._changed.notify_all()
+
+    @property
+    def protected(self) -> set[ShardKey]:
+        """What is in the parities on this node."""
+        return {shard.key for one in self._keeping.kept() for shard in one.shards.values()}
 
     def rebuild(self, shard: ShardRecord, holders: tuple[str, ...] = ()) -> bool:
         """Have a shard here again that nobody has any more, out of parities; False when it is here already."""
@@ -281,9 +298,8 @@ class Sharing:
         living = self._tending.living
         members = self._members(living)
         kept = self._keeping.kept()
-        for shard, of in self._lost(kept):
-            if self._later.get(shard.key, 0.0) <= self._clock() and self._rebuild_lost(shard, of, living):
-                return True
+        if self._make_again(self._missing(kept, living), living):
+            return True
         self._tell(members, living)
         due, self._again_s = self._keeping.due(members, kept)
         made = self._make(due[0]) if due else False
@@ -306,37 +322,75 @@ class Sharing:
             self._later.setdefault(teller, self._clock() + AGAIN_S)
 
     def _rest(self) -> None:
-        now = self._clock()
-        again = min([until - now for until in self._later.values() if until > now] + [self._again_s, _LOOK_S])
         with self._changed:
-            self._changed.wait_for(lambda: self._news or self._stop.is_set(), max(0.01, again))
+            self._changed.wait_for(lambda: self._news or self._stop.is_set(), self._rest_s())
 
-    def _lost(self, kept: Collection[Kept]) -> list[tuple[ShardRecord, Kept]]:
-        wanted = [one for one in kept if self._store.copies.wanted(self._job, one.fact.group)]
+    def _rest_s(self) -> float:
+        """How long there is nothing to do, unless something changes."""
+        now = self._clock()
+        until = [*self._later.values(), *self._missed.values()]
+        return max(0.01, min([at - now for at in until if at > now] + [self._again_s, _LOOK_S]))
+
+    # -- what was lost ------------------------------------------------------------------------------------------------
+
+    def _missing(self, kept: Collection[Kept], living: Collection[str]) -> list[Missing]:
+        """What is in parities here and neither here nor known to be held by somebody who lives."""
         if self._tending.roster is None:  # nobody is known yet: that is not to say that they are gone
             return []
         here = {fact.key for fact in self._store.copies.facts(self._job)}
-        return lost_shards(wanted, me=self._tending.me.id, living=self._tending.living, here=here)
+        wanted = [one for one in kept if self._store.copies.wanted(self._job, one.fact.group)]
+        with self._changed:
+            found = missing_shards(
+                wanted,
+                living=living,
+                held=lambda key: key in here or any(node in living for node in self._holding(key)),
+            )
+        return [one for one in found if self._tending.me.id in one.heirs]
 
-    def _rebuild_lost(self, shard: ShardRecord, of: Kept, living: Mapping[str, Node]) -> bool:
-        key = shard.key
-        self._later[key] = self._clock() + AGAIN_S
-        if self._sources().get(key):  # somebody has it after all
-            self._later[key] = self._clock() + _LOOK_S
+    def _make_again(self, missing: Sequence[Missing], living: Collection[str]) -> bool:
+        """Look for what is missing, and make one of those again that nobody has; whether one was made.
+
+        Whose it is may say so itself, when it lives. Then the first heir looks, and each other one a while after the
+        one before it: most often it is there by then.
+        """
+        now, me = self._clock(), self._tending.me.id
+        before = self._missed
+        self._missed = {}
+        for one in missing:
+            patience_s = _PATIENCE_S if one.member in living else 0.0
+            first = now + patience_s + _LOOK_S * one.heirs.index(me)
+            self._missed[one.shard.key] = before.get(one.shard.key, first)
+        due = [one for one in missing if self._missed[one.shard.key] <= now]
+        if not due:
             return False
-        writer = next(member for member, there in of.shards.items() if there.key == key)
+        sight = self._sight()
+        held = {fact.key for looked in sight.nodes.values() for fact in looked.facts}
+        for one in due:
+            key = one.shard.key
+            self._missed[key] = self._clock() + _LOOK_S
+            with self._changed:
+                owners = {one.member, *self._holders.get(key, {})}
+            if any(node in living and node in sight.silent for node in owners):  # it may have it
+                self._missed[key] = self._clock() + AGAIN_S
+            elif key not in held and makes_again(one, me, sight.nodes) and self._rebuild_lost(one):
+                return True
+        return False
+
+    def _rebuild_lost(self, lost: Missing) -> bool:
+        key = lost.shard.key
         try:
-            self.rebuild(shard, (writer, self._tending.me.id))
+            self.rebuild(lost.shard)
         except (PeerStoreError, OSError) as error:
+            self._missed[key] = self._clock() + AGAIN_S
             self.totals.errors += 1
-            log.warning("job %s: %s, lost with %s, was not rebuilt: %s", self._job, key, writer, error)
+            log.warning("job %s: %s, lost with %s, was not rebuilt: %s", self._job, key, lost.member, error)
             return False
-        self._later.pop(key, None)
         self.rebuilt += 1
-        self._store.take_over(key)
         with self._changed:
             self._changed.notify_all()
         return True
+
+    # -- what is to be protected --------------------------------------------------------------------------------------
 
     def _tell(self, members: tuple[str, ...], living: Mapping[str, Node]) -> None:
         """Say which stripes this node's shards are in, to those of the group who have not confirmed them."""
@@ -350,24 +404,29 @@ class Sharing:
             told[fact.key.group][self._numbers[fact.key]] = fact.key.part
         with self._changed:
             self._asked = {(who, group): asked for (who, group), asked in self._asked.items() if group in told}
-            for key in [key for key in self._holders if key not in here]:
+            for key in [key for key in self._holders if key not in here and not wanted(self._job, key.group)]:
                 del self._holders[key]
         for group in sorted(told):
             for member in members:
                 if member != self._tending.me.id:
-                    self._ask(member, Striped(group, members, told[group]))
+                    self._ask(member, Striped(group, members, told[group], self._tending.life(self._tending.me.id)))
 
     def _ask(self, member: str, note: Striped) -> None:
         now = self._clock()
         asked = self._asked.get((member, note.group))
         life = self._tending.life(member)
-        if asked is not None and (asked.members, asked.parts, asked.life) == (note.members, note.parts, life):
+        if asked is not None and (asked.members, asked.parts, asked.life, asked.mine) == (
+            note.members,
+            note.parts,
+            life,
+            note.life,
+        ):
             settled = asked.kept >= set(note.parts.values())
             if now - asked.at < (_ASK_AGAIN_S if settled else _LOOK_S):
                 return
         if self._later.get(member, 0.0) > now:
             return
-        fresh = _Asked(note.members, note.parts, life, now)
+        fresh = _Asked(note.members, note.parts, life, note.life, now)
         with self._changed:
             before = self._stake(member, note.group, note.members)
             if before is not None:

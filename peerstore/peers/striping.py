@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,7 +20,7 @@ from peerstore.checksum import digest
 from peerstore.cluster.nodes import NodeId
 from peerstore.cluster.parity import ParityRecord, Stripe
 from peerstore.errors import RequestError
-from peerstore.peers.messages import ParityFact
+from peerstore.peers.messages import Looked, ParityFact
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 
 Numbers = Mapping[int, int]
@@ -142,11 +143,11 @@ def chosen_parts(others: Sequence[str], told: Mapping[str, Numbers], number: int
     return chosen
 
 
-def superseded(kept: Collection[Kept]) -> list[ShardKey]:
-    """Parities all of whose shards are in another one of the same stripe: somebody was late."""
+def superseded(kept: Collection[Kept], useful: Collection[Kept]) -> list[ShardKey]:
+    """Parities all of whose shards are in a useful one of the same stripe: somebody was late."""
     found = []
     for one in kept:
-        for other in kept:
+        for other in useful:
             same = one.fact.row == other.fact.row and one.key != other.key
             if same and one.fact.parts.items() < other.fact.parts.items():
                 found.append(one.key)
@@ -157,30 +158,63 @@ def superseded(kept: Collection[Kept]) -> list[ShardKey]:
 # -- what was lost ----------------------------------------------------------------------------------------------------
 
 
-def lost_shards(
-    kept: Iterable[Kept], *, me: str, living: Collection[str], here: Collection[ShardKey]
-) -> list[tuple[ShardRecord, Kept]]:
-    """Shards of nodes that are gone which this node, the first living one of the group, is to make again."""
-    found: dict[ShardKey, tuple[ShardRecord, Kept]] = {}
+class Missing(NamedTuple):
+    """A shard in a parity of this node that nobody is known to hold."""
+
+    shard: ShardRecord
+    member: NodeId
+    """Whose it was when the parity was made."""
+    heirs: tuple[NodeId, ...]
+    """Who could make it again, in the order in which they look for it: the others of that group that live."""
+
+
+def missing_shards(kept: Iterable[Kept], *, living: Collection[str], held: Callable[[ShardKey], bool]) -> list[Missing]:
+    """What is in these parities and was lost, or may have been: its holder is gone, or has started again since."""
+    found: dict[ShardKey, Missing] = {}
     for one in kept:
-        there = [member for member in one.members if member in living]
-        if there and there[0] == me:
-            for member, shard in one.shards.items():
-                if member not in living and shard.key not in here:
-                    found.setdefault(shard.key, (shard, one))
+        for member, shard in one.shards.items():
+            if shard.key not in found and not held(shard.key):
+                heirs = tuple(other for other in one.members if other in living and other != member)
+                found[shard.key] = Missing(shard, member, heirs)
     return [found[key] for key in sorted(found, key=lambda key: (key.group, key.part))]
 
 
-def rows_with(key: ShardKey, parities: Iterable[ParityRecord]) -> list[tuple[NodeId, tuple[ParityRecord, ...]]]:
-    """The parities that give a shard back, in sets of one stripe each, and whose shard it is there. Whole sets only."""
+def makes_again(lost: Missing, me: str, nodes: Mapping[str, Looked]) -> bool:
+    """Whether this node is the first that has a parity with the shard in it, by what all said they hold."""
+    key = lost.shard.key
+    keepers = [
+        node
+        for node in lost.heirs
+        if node == me
+        or any(fact.group == key.group and key.part in fact.parts.values() for fact in _parities(nodes.get(node)))
+    ]
+    return keepers[:1] == [me]
+
+
+def _parities(looked: Looked | None) -> tuple[ParityFact, ...]:
+    return looked.parities if looked is not None else ()
+
+
+def rows_with(
+    key: ShardKey, parities: Iterable[ParityRecord], *, held: Callable[[ShardKey], bool]
+) -> list[tuple[NodeId, tuple[ParityRecord, ...]]]:
+    """The parities that give a shard back, in sets of one stripe each, and whose shard it is there. Whole sets only.
+
+    Of two that one node keeps, the one is taken that needs no other shard which nobody has (``held``), and then the one
+    with more in it: that was made later.
+    """
+
+    def rank(parity: ParityRecord) -> tuple[bool, int]:
+        others = [shard.key for shard in parity.stripe.shards if shard is not None and shard.key != key]
+        return all(map(held, others)), len(others)
+
     rows: dict[tuple[NodeId, int, tuple[NodeId, ...]], dict[NodeId, ParityRecord]] = defaultdict(dict)
     for parity in parities:
         stripe = parity.stripe
         for member, shard in zip(stripe.members, stripe.shards, strict=True):
             if shard is not None and shard.key == key and member != parity.keeper:
-                # of two that one node keeps, the one with more in it was made later
                 before = rows[member, stripe.number, stripe.members].get(parity.keeper)
-                if before is None or _filled(before) < _filled(parity):
+                if before is None or rank(before) < rank(parity):
                     rows[member, stripe.number, stripe.members][parity.keeper] = parity
     found = []
     for (member, _, _), by_keeper in sorted(rows.items()):
@@ -189,10 +223,6 @@ def rows_with(key: ShardKey, parities: Iterable[ParityRecord]) -> list[tuple[Nod
         if needed <= by_keeper.keys():
             found.append((member, tuple(by_keeper[keeper] for keeper in sorted(by_keeper))))
     return found
-
-
-def _filled(parity: ParityRecord) -> int:
-    return sum(shard is not None for shard in parity.stripe.shards)
 
 
 def awaited(
@@ -215,19 +245,37 @@ def rebuildable(facts: Iterable[ParityFact], parts: Mapping[Group, Collection[in
 
     ``parts`` are the ones that somebody has: a parity is worth something only together with all else in it.
     """
-    rows: dict[tuple[Group, int, tuple[str, ...]], dict[str, ParityFact]] = defaultdict(dict)
+    keepers: dict[tuple[Group, int, tuple[str, ...], str, int], set[str]] = defaultdict(set)
     for fact in facts:
-        before = rows[fact.row].get(fact.keeper)
-        if before is None or len(before.parts) < len(fact.parts):
-            rows[fact.row][fact.keeper] = fact
+        there = set(parts.get(fact.group, ()))
+        for member, part in fact.parts.items():
+            others = {part for other, part in fact.parts.items() if other != member}
+            if part not in there and others <= there:
+                row = (*fact.row, member, part)
+                keepers[row].add(fact.keeper)
     found: dict[Group, set[int]] = defaultdict(set)
-    for (group, _, members), keepers in rows.items():
-        for member in members:
-            mine = [keepers[other].parts.get(member) for other in members if other != member and other in keepers]
-            if len(mine) < len(members) - 1 or len(set(mine)) != 1 or mine[0] is None:
-                continue
-            there = parts.get(group, ())
-            beside = {part for fact in keepers.values() for other, part in fact.parts.items() if other != member}
-            if mine[0] not in there and beside <= set(there):
-                found[group].add(mine[0])
+    for (group, _, members, member, part), names in keepers.items():
+        if set(members) - {member} <= names:
+            found[group].add(part)
     return dict(found)
+
+
+def still_coming(nodes: Mapping[str, Looked], silent: Collection[str], living: Collection[str]) -> str:
+    """What may still make a newer version whole, in words; nothing when nothing will."""
+    parts: dict[Group, set[int]] = defaultdict(set)
+    in_all: dict[Group, int] = {}
+    for looked in nodes.values():
+        for fact in looked.facts:
+            parts[fact.key.group].add(fact.key.part)
+            in_all[fact.key.group] = fact.parts
+    newest = max(parts, default=None)
+    if newest is not None and len(parts[newest]) >= in_all[newest]:
+        return ""
+    unheard = [node for node in silent if node in living]
+    if unheard:
+        return f"nothing was heard of {', '.join(sorted(unheard))}"
+    pending = awaited(parts, in_all, [fact for looked in nodes.values() for fact in looked.parities])
+    if not pending:
+        return ""
+    newest = max(pending)
+    return f"parts {sorted(pending[newest])} of version {newest.version}, lost with their node, are being rebuilt"

@@ -50,7 +50,7 @@ from peerstore.peers.protecting import Protecting, Protection
 from peerstore.peers.pulling import Puller
 from peerstore.peers.sharing import Sharing
 from peerstore.peers.spans import Target
-from peerstore.peers.striping import awaited
+from peerstore.peers.striping import still_coming
 from peerstore.peers.tending import Tending
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore
@@ -107,7 +107,7 @@ class Team:
                 pace=self.pace,
                 blobs_of=blobs_of,
                 fetch_blob=self.blob,
-                sources=lambda: self.sources(fresh=True),
+                sight=lambda: self.sight(fresh=True),
                 clock=clock,
             )
         else:
@@ -188,15 +188,20 @@ class Team:
         """What all nodes hold, ``fresh`` as of now. Those that do not answer are named, not left out."""
         return self.looking.sight(fresh=fresh)
 
-    def _heard(self, others: Mapping[str, Looked]) -> None:
-        """Who owns the job, as those say who were looked at, and what they hold of what is here."""
+    def _heard(self, others: Mapping[str, Looked], lives: Mapping[str, int]) -> None:
+        """Who owns the job, as those say who were looked at, and what they hold of what is here, or in parities here.
+
+        ``lives``: which of its lives each was in when it was asked.
+        """
         owner = max(((looked.epoch, looked.incarnation) for looked in others.values()), default=(0, ""))
         self._store.copies.fence(self.job, *owner)
         mine = {fact.key for fact in self._store.copies.facts(self.job)}
+        if self.shares:
+            mine |= self.sharing.protected
         for node, looked in others.items():
             for fact in looked.facts:
                 if fact.key in mine:
-                    self.protecting.confirm(fact.key, node)
+                    self.protecting.confirm(fact.key, node, lives.get(node, 0))
 
     def records(self, node: str, group: Group, parts: tuple[int, ...] = ()) -> list[ShardRecord]:
         """The sealed parts of a version on another node, or only these of them."""
@@ -351,33 +356,12 @@ class Team:
 
     def _awaited(self) -> str:
         """What may still make a newer version whole, in words; nothing when nothing will."""
-        parts: dict[Group, set[int]] = defaultdict(set)
-        in_all: dict[Group, int] = {}
         sight = self.sight(fresh=True)
-        for looked in sight.nodes.values():
-            for fact in looked.facts:
-                parts[fact.key.group].add(fact.key.part)
-                in_all[fact.key.group] = fact.parts
-        newest = max(parts, default=None)
-        if newest is not None and len(parts[newest]) >= in_all[newest]:
-            return ""
-        living = self.tending.living
-        silent = [node for node in sight.silent if node in living]
-        if silent:
-            return f"nothing was heard of {', '.join(sorted(silent))}"
-        pending = awaited(parts, in_all, [fact for looked in sight.nodes.values() for fact in looked.parities])
-        if not pending:
-            return ""
-        newest = max(pending)
-        return f"parts {sorted(pending[newest])} of version {newest.version}, lost with their node, are being rebuilt"
+        return still_coming(sight.nodes, sight.silent, self.tending.living)
 
     def sources(self, *, fresh: bool = False) -> dict[ShardKey, tuple[str, ...]]:
         """Which nodes hold each shard, this one first."""
-        found: dict[ShardKey, list[str]] = defaultdict(list)
-        for node, looked in self.sight(fresh=fresh).nodes.items():
-            for fact in looked.facts:
-                found[fact.key].append(node)
-        return {key: tuple(nodes) for key, nodes in found.items()}
+        return self.sight(fresh=fresh).sources
 
     def agreed(self, records: Mapping[str, ShardRecord]) -> tuple[ShardRecord, tuple[str, ...]]:
         """What several nodes say one shard is. Where they differ each compares its own bytes with what it says."""

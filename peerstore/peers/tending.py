@@ -126,6 +126,13 @@ class Tending:
             return self._members.life(NodeId(node))
 
     @property
+    def lives(self) -> Mapping[str, int]:
+        """The same of all nodes of the job, as of now."""
+        with self._lock:
+            roster = self._members.roster
+            return {node.id: self._members.life(node.id) for node in roster.nodes} if roster is not None else {}
+
+    @property
     def knows(self) -> bool:
         """Whether it has heard of all others, or waited for them long enough, to say who lives and who does not."""
         with self._lock:

@@ -7,7 +7,7 @@ import pytest
 from peerstore.peers.plan import TeamSettings
 from peerstore.records import CHUNK_BYTES, Group
 from tests.support.stores import MIB, content, fill, flip, key, save
-from tests.support.streets import JOB, street, until
+from tests.support.streets import JOB, PATIENT, street, until
 
 NAMES = ("n0", "n16", "n24", "n8")
 SETTINGS = {
@@ -132,6 +132,24 @@ def test_a_node_without_room_stops_nobody(mode):
         assert bool(short) is (mode == "parity")  # another node stands in for a mirror; a group stays as it is
         assert all("n16" in nodes[name].team.protecting.trouble(one.key) for name, one in short.items())
         assert "n16" not in short
+
+
+@pytest.mark.parametrize("empty", ["n0", "n16"])
+def test_a_node_that_comes_back_empty_before_it_was_missed_gets_back_what_it_had(mode, empty):
+    with street(SETTINGS[mode], *NAMES, membership=PATIENT) as nodes:
+        records = save_everywhere(nodes, 1)
+        until(lambda: nodes.settled(1))
+        until(nodes.quiet)
+        nodes[empty].lose()
+        nodes[empty].start()
+        nodes.meet()
+        until(lambda: all(nodes.holders(record.key) for record in records))
+        until(nodes.quiet)
+        until(lambda: beside(nodes[empty]))
+        assert [one.lacking + one.short for node in nodes.living for one in node.team.protecting.standings()] == [0] * (
+            8 if mode == "mirror" else 4
+        )
+        check(nodes, records)
 
 
 @pytest.mark.parametrize("lost", ["n0", "n8"])

@@ -35,7 +35,7 @@ class AgentJob:
     """Nodes, each with an agent of its own, and a job whose nodes they are."""
 
     hosts: dict[str, Host]
-    copies: int = 2
+    settings: TeamSettings = field(default_factory=TeamSettings)
     job: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex[:8]}")
     nodes: dict[str, Node] = field(default_factory=dict)
     rosters: int = 0
@@ -57,7 +57,7 @@ class AgentJob:
                 self.nodes[name] = agent.me()
         self.rosters += 1
         roster = roster_of(self.rosters, [self.nodes[name] for name in self.hosts])
-        plan = TeamPlan(SECRET, TeamSettings(copies=self.copies), roster=roster)
+        plan = TeamPlan(SECRET, self.settings, roster=roster)
 
         def join(host: Host) -> None:
             with host.agent(self.job) as agent:
@@ -163,10 +163,15 @@ class AgentJob:
 
 
 @contextlib.contextmanager
-def agent_job(*names: str, copies: int = 2, crash_at: Mapping[str, str] | None = None) -> Iterator[AgentJob]:
+def agent_job(
+    *names: str,
+    settings: TeamSettings = TeamSettings(),  # noqa: B008 - it is never changed
+    quick: bool = True,
+    crash_at: Mapping[str, str] | None = None,
+) -> Iterator[AgentJob]:
     """Agents that know each other."""
     places = {name: Path("/dev/shm") / (own_name("tieredckpt") + uuid.uuid4().hex[:8]) for name in names}
-    made = AgentJob({name: Host(name, places[name], budget="256MiB") for name in names}, copies)
+    made = AgentJob({name: Host(name, places[name], budget="256MiB", quick=quick) for name in names}, settings)
     everybody = list(made.hosts.values())
     try:
         made.start(crash_at or {})

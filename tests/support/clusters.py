@@ -41,6 +41,8 @@ class Host:
     labels: str = ""
     budget: str = "1GiB"
     transport: str = "tcp"
+    quick: bool = True
+    """An agent that the tests start here notices the loss of others sooner than those of users."""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -64,8 +66,9 @@ class Host:
         return agent_pid(self.directory)
 
     def start(self, *, crash_at: str = "") -> None:
-        """Start its agent now, one that notices the loss of others sooner; it may be one that a test has killed."""
-        command = [part if part != "tieredckpt.agent" else _QUICK for part in agent_command(self.settings)]
+        """Start its agent now; it may be one that a test has killed."""
+        module = _QUICK if self.quick else "tieredckpt.agent"
+        command = [part if part != "tieredckpt.agent" else module for part in agent_command(self.settings)]
         environ = {**os.environ, "PYTHONPATH": str(_ROOT), **crashes.crash_at(crash_at)}
         died = (AgentUnreachableError,) if crash_at else ()
         with contextlib.suppress(*died):

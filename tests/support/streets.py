@@ -32,6 +32,8 @@ from tieredckpt.agent.others import SHARED
 
 JOB = "job"
 QUICK = MembershipSettings(heartbeat_s=0.2, ping_timeout_s=1.0, suspect_after=2, dead_after_s=0.3)
+PATIENT = MembershipSettings(heartbeat_s=0.2, ping_timeout_s=1.0, dead_after_s=600.0)
+"""Nobody who is away for as long as a test takes is taken for dead."""
 SECRET = b"0123456789abcdef0123456789abcdef"
 
 
@@ -43,12 +45,15 @@ class Neighbour:
     network: MemoryNetwork
     budget: str = "64MiB"
     labels: str = ""
+    membership: MembershipSettings = QUICK
     directory: Path = field(default_factory=lambda: Path("/dev/shm") / (own_name("peerstore") + uuid.uuid4().hex[:8]))
     up: bool = False
 
     def start(self) -> None:
         self.store = NodeStore(TmpfsArena(self.directory), StoreSettings(budget=self.budget))
-        identity = Identity(NodeId(self.name), f"{self.name}:7070", parse_labels(self.labels), membership=QUICK)
+        identity = Identity(
+            NodeId(self.name), f"{self.name}:7070", parse_labels(self.labels), membership=self.membership
+        )
         self.hood = Neighbourhood(self.store, identity, self.network.transport(self.name, timeout_s=5.0), shared=SHARED)
         self.up = True
         self.hood.start()
@@ -79,11 +84,19 @@ class Neighbour:
 class Street:
     """A job's nodes."""
 
-    def __init__(self, settings: TeamSettings, *names: str, labels: Callable[[str], str], budgets: dict[str, str]):
+    def __init__(
+        self,
+        settings: TeamSettings,
+        *names: str,
+        labels: Callable[[str], str],
+        budgets: dict[str, str],
+        membership: MembershipSettings,
+    ):
         self.settings = settings
         self.network = MemoryNetwork()
         self.all = {
-            name: Neighbour(name, self.network, budgets.get(name, "64MiB"), labels(name)) for name in sorted(names)
+            name: Neighbour(name, self.network, budgets.get(name, "64MiB"), labels(name), membership)
+            for name in sorted(names)
         }
         for node in self.all.values():
             node.start()
@@ -168,8 +181,9 @@ def street(
     *names: str,
     labels: Callable[[str], str] = lambda name: f"rack=r-{name}",
     budgets: dict[str, str] | None = None,
+    membership: MembershipSettings = QUICK,
 ) -> Iterator[Street]:
-    made = Street(settings, *names, labels=labels, budgets=budgets or {})
+    made = Street(settings, *names, labels=labels, budgets=budgets or {}, membership=membership)
     try:
         yield made
     finally:

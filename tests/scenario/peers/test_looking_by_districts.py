@@ -90,7 +90,7 @@ def test_holders_are_confirmed_by_what_lookouts_say(nodes):
     writer = nodes[ASKER]
     partner = writer.team.protecting.partners[0]
     confirmed = []
-    nodes.monkeypatch.setattr(writer.team.protecting, "confirm", lambda of, by: confirmed.append((of, by)))
+    nodes.monkeypatch.setattr(writer.team.protecting, "confirm", lambda of, by, _life: confirmed.append((of, by)))
     writer.team.sight(fresh=True)
     mine = next(of for of, fact in writer.facts().items() if not fact.holders)
     assert (mine, partner) in confirmed

@@ -28,6 +28,10 @@ class Watched:
     def clock(self):
         return self.now
 
+    @property
+    def lives(self):
+        return {}
+
     def standing(self, name):
         return "dead" if name in self.dead else "alive"
 

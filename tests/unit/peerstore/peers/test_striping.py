@@ -9,11 +9,12 @@ from peerstore import checksum
 from peerstore.cluster.nodes import NodeId
 from peerstore.cluster.parity import Stripe
 from peerstore.errors import RequestError
-from peerstore.peers.messages import ParityFact
+from peerstore.peers.messages import Looked, ParityFact
 from peerstore.peers.striping import (
     awaited,
     kept_parity,
-    lost_shards,
+    makes_again,
+    missing_shards,
     numbered,
     parity_key,
     rebuildable,
@@ -104,8 +105,9 @@ def test_stripes_due(told, done, complete, due):
 def test_a_parity_goes_when_another_one_has_everything_that_is_in_it():
     early, late = kept("n0", n16=1), kept("n0", n16=1, n8=2)
     other_group = kept("n0", members=("n0", "n16"), n16=1)
-    assert superseded([early, late, other_group]) == [early.key]
-    assert superseded([late, other_group]) == []
+    assert superseded([early, late, other_group], [early, late, other_group]) == [early.key]
+    assert superseded([late, other_group], [late, other_group]) == []
+    assert superseded([early, late], [early]) == [], "what is in the later one is not where it was"
 
 
 # -- how it is kept ---------------------------------------------------------------------------------------------------
@@ -147,30 +149,53 @@ def test_old_keys_are_read_and_written_as_before():
 # -- what was lost ----------------------------------------------------------------------------------------------------
 
 
-def test_the_first_living_member_makes_lost_shards_again():
+def missing(one, living, held=()):
+    return [
+        (lost.shard.key.part, lost.heirs) for lost in missing_shards([one], living=living, held=set(held).__contains__)
+    ]
+
+
+def test_what_nobody_is_known_to_hold_is_missing():
     mine = kept("n0", n16=1, n8=2)
-    there = mine.shards[NodeId("n8")].key
-    assert [shard.key.part for shard, _ in lost_shards([mine], me="n0", living={"n0", "n16"}, here=set())] == [2]
-    assert lost_shards([mine], me="n0", living={"n0", "n16"}, here={there}) == []
-    assert lost_shards([mine], me="n0", living={"n0", "n16", "n8"}, here=set()) == []
-    second = kept("n16", n0=0, n8=2)
-    assert lost_shards([second], me="n16", living={"n0", "n16"}, here=set()) == []
-    assert [s.key.part for s, _ in lost_shards([second], me="n16", living={"n16", "n8"}, here=set())] == [0]
+    first, second = (mine.shards[NodeId(node)].key for node in ("n16", "n8"))
+    assert missing(mine, MEMBERS) == [(1, ("n0", "n8")), (2, ("n0", "n16"))]
+    assert missing(mine, ("n0", "n16"), [first]) == [(2, ("n0", "n16"))]
+    assert missing(mine, ("n0", "n8"), [first]) == [(2, ("n0",))], "it lives, and has started again"
+    assert missing(mine, MEMBERS, [first, second]) == []
+
+
+def looked(*parities):
+    return Looked((), 1, "a", None, 0, tuple(one.fact for one in parities))
+
+
+def test_the_first_that_has_a_parity_makes_a_shard_again():
+    third = kept("n8", n0=0, n16=1)
+    (_, lost) = missing_shards([third], living=MEMBERS, held=lambda _: False)
+    assert lost.heirs == ("n0", "n8")
+    assert not makes_again(lost, "n8", {"n0": looked(kept("n0", n16=1, n8=2))})
+    assert makes_again(lost, "n8", {"n0": looked()}), "the first one has started again with nothing"
+    assert makes_again(lost, "n8", {})
+    assert makes_again(lost, "n8", {"n0": looked(kept("n0", version=4, n16=1, n8=2))})
 
 
 def test_only_whole_sets_of_parities_give_a_shard_back():
     first, third = kept("n0", n16=1, n8=2), kept("n8", n0=0, n16=1)
     lost = first.shards[NodeId("n16")].key
     parities = [first.parity, third.parity]
-    assert [(member, len(row)) for member, row in rows_with(lost, parities)] == [("n16", 2)]
-    assert rows_with(lost, parities[:1]) == []
+    assert [(member, len(row)) for member, row in rows_with(lost, parities, held=lambda _: True)] == [("n16", 2)]
+    assert rows_with(lost, parities[:1], held=lambda _: True) == []
     other = kept("n8", members=("n0", "n16", "n24", "n8"), n0=0, n16=1)
-    assert rows_with(lost, [first.parity, other.parity]) == []
+    assert rows_with(lost, [first.parity, other.parity], held=lambda _: True) == []
     fuller = kept("n8", n0=0, n16=1)
     emptier = kept("n8", n16=1)
-    ((_, row),) = rows_with(lost, [first.parity, fuller.parity, emptier.parity])
+    ((_, row),) = rows_with(lost, [first.parity, fuller.parity, emptier.parity], held=lambda _: True)
     assert fuller.parity in row
     assert emptier.parity not in row
+    gone = fuller.shards[NodeId("n0")].key
+    ((_, row),) = rows_with(
+        lost, [first.parity, fuller.parity, emptier.parity], held=lambda key: key not in (lost, gone)
+    )
+    assert emptier.parity in row, "the other one is of no use without what nobody has"
 
 
 G1, G2, G3 = (Group(1, version, 0, "a") for version in (1, 2, 3))
@@ -189,6 +214,8 @@ def test_what_parities_give_back():
     assert rebuildable(found[:1], {G1: {0, 2}}) == {}
     assert rebuildable(found, {G1: {0}}) == {}
     assert rebuildable(found, {G1: {0, 1, 2}}) == {}
+    emptier = facts_of(G1, "n0", "n8", parts={"n16": 1})
+    assert rebuildable([*found, *emptier], {G1: {0}}) == {G1: {1}}, "without the part that nobody has"
 
 
 def test_only_a_version_newer_than_the_newest_whole_one_is_waited_for():
