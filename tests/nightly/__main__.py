@@ -25,7 +25,7 @@ from tests.nightly.record import Outcome, Record, Result, Task, judged, page, re
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build/nightly"
 MARKED = "nightly and not system"
-_SCHEDULES, _FIRST, _AT_ONCE = 200_000, 2_000, 20_000
+_SCHEDULES, _FIRST, _AT_ONCE = {"simulation": 240_000, "worlds": 200_000}, 2_000, 20_000
 _TORCH, _PYTHON = ("2.7", "2.13", "2.14"), ("py310", "py311", "py312", "py313")
 _NOT_HERE = "could not find python interpreter|No matching distribution found for torch=="
 
@@ -35,8 +35,8 @@ def tasks() -> list[Task]:
     pytest = (python, "-m", "pytest", "--hypothesis-profile", "patient")
     found = [Task(f"tests: {file}", (*pytest, "-m", MARKED, "--durations", "5", file), 6 * 3600.0) for file in _files()]
     found.append(Task("properties: all examples", (*pytest, "-m", "hypothesis and not nightly and not system")))
-    for what in ("simulation", "worlds"):
-        for first in range(_FIRST, _FIRST + _SCHEDULES, _AT_ONCE):
+    for what, count in _SCHEDULES.items():
+        for first in range(_FIRST, _FIRST + count, _AT_ONCE):
             command = (python, "-m", f"tests.{what}", "--seeds", str(first), str(first + _AT_ONCE))
             found.append(Task(f"{what}: schedules {first:,} to {first + _AT_ONCE:,}", command))
     found += [Task(f"demo: {name}", (python, "-m", name, "demo"), 1800.0) for name in ("tieredckpt", "elastic")]

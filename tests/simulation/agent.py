@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from peerstore.cluster.gossip import Standing
 from peerstore.cluster.lookouts import Districts, Errand
 from peerstore.cluster.membership import Membership
 from peerstore.cluster.roster import Roster
-from peerstore.commit import Decided, Settling, told_at_once
+from peerstore.commit import Decided, Reports, Settling, told_at_once
 from peerstore.copies import Copies
 from peerstore.errors import NoQuorumError, PeerStoreError, PeerUnreachableError, ShardNotFoundError
 from peerstore.jobs import Jobs
@@ -29,6 +29,7 @@ from peerstore.peers.newcomers import Newcomers
 from peerstore.records import Group, ShardKey, ShardRecord
 from peerstore.shelf import Shelf
 from tests.simulation.memory import BURST, SLOTS, SimulatedSealing, damaged_chunks
+from tests.simulation.parity import SimulatedSharing
 from tests.simulation.transfers import Incoming, Outgoing
 
 if TYPE_CHECKING:
@@ -67,8 +68,10 @@ class Agent:
         self.members = Membership(machine.node, int((1e9 + self.clock()) * 1e6), world.membership, seed=world.seed)
         self.newcomers = Newcomers(world.membership)
         self.accounts = Accounts(machine.node.id, Protection(world.copies, ("zone", "rack")))
+        self.sharing = SimulatedSharing(self) if world.shape.parity else None
+        """In the place of the accounts, where parities are kept."""
         self.incoming, self.outgoing = Incoming(self), Outgoing(self)
-        self.copies.guard(JOB, guarded=world.copies > 1, permit=self.permit)
+        self.copies.guard(JOB, guarded=world.redundant, permit=self.permit)
         self._districts: tuple[Roster | None, Districts] = (None, Districts(()))
         self._looking = False
         """At this node's district, for others."""
@@ -87,6 +90,7 @@ class Agent:
             "read": lambda _, key: self.read(key),
             "suspect": lambda _, key: self.verify(key),
             **self.incoming.handlers,
+            **(self.sharing.handlers if self.sharing is not None else {}),
         }
 
     def start(self) -> None:
@@ -242,6 +246,9 @@ class Agent:
 
     def pump(self) -> None:
         """The next copy to be sent, if none is on its way, and what the scribe is to know."""
+        if self.sharing is not None:
+            self.sharing.work()
+            return
         if self.outgoing.busy:
             return
         look = self.outlook()
@@ -252,27 +259,33 @@ class Agent:
         self.wake(max(found, 0.01))
         if not self.newcomers.met(self.world.now, self.members.living):
             return
-        teller, notes = self.accounts.unreported(look)
+        self.tell(*self.accounts.unreported(look), self.accounts.reports)
+
+    def tell(self, teller: str, notes: Iterable[Settling], reports: Reports) -> None:
         for note in notes:
             if teller == self.name:
-                self.accounts.reports.count(note)
-                self.accounts.reports.reported(teller, note)
+                reports.count(note)
+                reports.reported(teller, note)
             else:
                 self.call(
                     teller,
                     "settling",
                     note,
-                    lambda _, note=note: self.accounts.reports.reported(teller, note),
+                    lambda _, note=note: reports.reported(teller, note),
                     lambda _: self.accounts.unreached(teller, self.world.now),
                 )
         self._tally()
 
+    @property
+    def reports(self) -> Reports:
+        return self.accounts.reports if self.sharing is None else self.sharing.reports
+
     def settling(self, note: Settling) -> None:
-        self.accounts.reports.count(note)
+        self.reports.count(note)
         self._tally()
 
     def _tally(self) -> None:
-        found = self.accounts.reports.complete(
+        found = self.reports.complete(
             living=self.living,
             life=self.members.life,
             settled=self.copies.settled(JOB),
@@ -322,7 +335,8 @@ class Agent:
     def look(self) -> Looked:
         epoch, incarnation = self.copies.owner_of(JOB)
         facts = tuple(self.copies.facts(JOB))
-        return Looked(facts, epoch, incarnation, self.copies.settled(JOB), self.adoption.left())
+        parities = tuple(one.fact for one in self.sharing.kept) if self.sharing is not None else ()
+        return Looked(facts, epoch, incarnation, self.copies.settled(JOB), self.adoption.left(), parities)
 
     def read(self, key: ShardKey) -> tuple[ShardRecord, bytes]:
         slot, record = self.shelf.sealed(key)
@@ -336,20 +350,28 @@ class Agent:
             return False
         if not damaged_chunks(data, record):
             return False
-        self._damaged(key, "changed after it was sealed")
+        self.damaged(key, "changed after it was sealed")
         return True
 
-    def _damaged(self, key: ShardKey, reason: str) -> None:
+    def verify_all(self) -> None:
+        keys = [fact.key for fact in self.copies.facts(JOB)]
+        for key in keys + [record.key for record in self.copies.parities(JOB)]:
+            self.verify(key)
+
+    def damaged(self, key: ShardKey, reason: str) -> None:
         record = self.keeping.damaged(key, reason)
         if record is not None:
             self.world.say(f"{self.name} drops its damaged {self.world.short(key)}")
-            self.mend(record)
+            if key.kind:
+                self.wake()
+            else:
+                self.mend(record)
 
     def _adopt(self) -> None:
         self.adoption.verify(
             lambda record, path, _: damaged_chunks(self.machine.arena.bytes[path], record),
             lambda *_: self.wake(),
-            self._damaged,
+            self.damaged,
         )
 
     # -- other nodes' shards, as in peers/team.py ---------------------------------------------------------------------
@@ -363,7 +385,7 @@ class Agent:
         beyond = districts.beyond(self.name)
         nodes: dict[str, Looked] = {}
         silent: dict[str, str] = {}
-        waiting = 1 + len(beyond)
+        waiting, lives = 1 + len(beyond), self._lives(name for members in beyond for name in members)
 
         def seen(found: Mapping[str, Looked], unknown: Mapping[str, str]) -> None:
             nonlocal waiting
@@ -378,7 +400,7 @@ class Agent:
             told = {node: answer[0][node] for node in members if node in answer[0]}
             for one in told.values():
                 self.copies.fence(JOB, one.epoch, one.incarnation)
-            self._note_holders(told)
+            self._note_holders(told, lives)
             left = [node for node in members if node not in told]
             dead = {node: answer[1].get(node, "") for node in left if node not in self.living}
             left = [node for node in left if node not in dead]
@@ -425,7 +447,7 @@ class Agent:
         """What these hold, as they say themselves."""
         nodes: dict[str, Looked] = {}
         silent: dict[str, str] = {}
-        waiting, living = set(names), self.living
+        waiting, living, lives = set(names), self.living, self._lives(names)
         began = self.world.now
 
         def got(node: str, found: Looked | PeerStoreError) -> None:
@@ -435,7 +457,7 @@ class Agent:
                     return
                 nodes[node] = found
                 self.copies.fence(JOB, found.epoch, found.incarnation)
-                self._note_holders({node: found})
+                self._note_holders({node: found}, lives)
                 if found.verifying:
                     silent[node] = f"it still verifies {found.verifying} shards"
             else:
@@ -454,14 +476,20 @@ class Agent:
         for node in names:
             ask(node)
 
-    def _note_holders(self, found: Mapping[str, Looked]) -> None:
+    def _lives(self, names: Iterable[str]) -> dict[str, int]:
+        """In which of its lives each node is asked."""
+        return {name: self.members.life(name) for name in names}  # type: ignore[arg-type]
+
+    def _note_holders(self, found: Mapping[str, Looked], lives: Mapping[str, int]) -> None:
         mine = {fact.key for fact in self.copies.facts(JOB)}
+        if self.sharing is not None:
+            mine |= self.sharing.protected
         for node, looked in found.items():
-            shared = self.world.keys_of(looked) & mine
+            shared = self.world.keys_of(looked) & mine if node != self.name else ()
             if shared:
-                life = self.members.life(node)  # type: ignore[arg-type]
+                confirm = self.accounts.confirm if self.sharing is None else self.sharing.confirm
                 for key in [fact.key for fact in looked.facts if fact.key in shared]:
-                    self.accounts.confirm(key, node, life)
+                    confirm(key, node, lives.get(node, 0))
 
     def mend(self, record: ShardRecord, wait_s: float = 1.0) -> None:
         """Fetch a shard that was dropped from a node that has it."""
@@ -483,6 +511,9 @@ class Agent:
             self.later(wait_s, partial(self.mend, record, min(60.0, 2 * wait_s)))
 
     def _fetch(self, record: ShardRecord, said: dict[str, tuple[str, ...]], sources: list[str], wait_s: float) -> None:
+        if not sources and self.sharing is not None:
+            self.world.turns.begin(partial(self._rebuild, record, remembered(self.name, said), wait_s))
+            return
         if not sources:
             self._put_off(record, PeerUnreachableError("nobody who is reached has it"), wait_s)
             return
@@ -495,6 +526,13 @@ class Agent:
                 self._put(record, found[1], remembered(self.name, said), wait_s)
 
         self.call(sources[0], "read", record.key, got, lambda _: self._fetch(record, said, sources[1:], wait_s))
+
+    def _rebuild(self, record: ShardRecord, holders: tuple[str, ...], wait_s: float) -> None:
+        try:
+            if self.sharing is not None:
+                self.sharing.rebuild(record, holders)
+        except PeerStoreError as error:
+            self._put_off(record, error, wait_s)
 
     def _put(self, record: ShardRecord, data: bytes, holders: tuple[str, ...], wait_s: float) -> None:
         try:

@@ -21,6 +21,8 @@ from peerstore.jobs import Jobs
 from peerstore.peers import duties
 from peerstore.peers.accounts import Accounts
 from peerstore.peers.duties import Held
+from peerstore.peers.keeping import Keeping
+from peerstore.peers.sharing import Sharing
 from peerstore.records import Group, ShardKey
 from tests.simulation import agent, memory, restoring, transfers
 from tests.simulation.schedule import Schedule, schedule_of
@@ -29,6 +31,7 @@ from tieredckpt import resolve
 
 _FEW_RANKS = Shape(nodes=4, copies=3, parts=2)
 """Either half of the machines may have a whole version: the job may go on in one, and the other not know of it."""
+_PARITY = Shape(nodes=4, copies=1, parts=4, parity=3)
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,22 @@ BROKEN = {
         agent, "worth_mending", lambda *_: False, "its copies again", ("save", "wait", "part", *["corrupt"] * 2, "heal")
     ),
     "believe who started again": Broken(Membership, "life", lambda *_: 1, "its copies again"),
+    "believe parity's members who started again": Broken(
+        Sharing,
+        "_holding",
+        lambda sharing, key: list(sharing._holders.get(key, ())),
+        "is not made again from parity",
+        ("save", "wait", "crash and return"),
+        _PARITY,
+    ),
+    "count on two parts of one node": Broken(
+        Keeping,
+        "_useful",
+        lambda _, kept: list(kept),
+        "does not get its copies again",
+        ("save", "wait", "crash and return"),
+        _PARITY,
+    ),
     "ask for ever": Broken(Accounts, "done", lambda *_: None, "and no end"),
     "choose what is torn": Broken(resolve.Candidate, "whole", True, "never was whole"),
     "choose alone": Broken(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from peerstore.notes import SealNote
+from peerstore.peers.striping import Kept, kept_parity
 from peerstore.records import Group, ShardKey
 from tests.simulation.memory import content
 
@@ -20,6 +22,19 @@ class Violation(AssertionError):
     """Something happened that must never happen."""
 
 
+def mixed(kept: Kept) -> bytes:
+    """What a parity of what the trainers have is to be."""
+    stripe = kept.parity.stripe
+    parity = stripe.parity(kept.parity.keeper)
+    whole = bytearray(parity.size_bytes)
+    for segment in parity.segments:
+        shard = stripe.shard(segment.member)
+        assert shard is not None
+        for at, byte in enumerate(content(shard.key)[segment.start : segment.stop]):
+            whole[at] ^= byte
+    return bytes(whole)
+
+
 class Holdings:
     """Who holds what, as the arenas say, and what faults took."""
 
@@ -28,8 +43,9 @@ class Holdings:
         self._held: dict[ShardKey, dict[str, str]] = {}
         """The slots of undamaged copies, by machine."""
         self._keys: dict[tuple[str, str], ShardKey] = {}
+        self._parities: dict[tuple[str, str], Kept] = {}
         self._hidden: set[tuple[str, str]] = set()
-        """Damaged copies that nobody has noticed."""
+        """Damaged copies and parities that nobody has noticed."""
         self._parts: dict[Group, int] = {}
         """Of versions that were saved by another number of ranks than the first ones."""
         self._whole_at: dict[Group, float] = {}
@@ -45,18 +61,25 @@ class Holdings:
         machine.arena.unsealed = partial(self._unsealed, machine.name)
 
     def _sealed(self, machine: str, slot: str, note: bytes) -> None:
-        key = msgspec.msgpack.decode(note, type=SealNote).record.key
-        self._sealed_once.setdefault(key.group, set()).add(key.part)
+        record = msgspec.msgpack.decode(note, type=SealNote).record
+        key, data = record.key, self._world.machines[machine].arena.bytes[slot]
+        if key.kind:
+            self._parities[machine, slot] = kept_parity(record)
+        else:
+            self._sealed_once.setdefault(key.group, set()).add(key.part)
         if (machine, slot) in self._hidden:
             return  # the note says more about it now; it is as bad as before
-        if self._world.machines[machine].arena.bytes[slot] != content(key):
+        if data[: record.size_bytes] != (mixed(self._parities[machine, slot]) if key.kind else content(key)):
             raise Violation(f"{machine} counts a copy of {self._world.short(key)} that has bytes nobody wrote")
+        if key.kind:
+            return
         self._held.setdefault(key, {})[machine] = slot
         self._keys[machine, slot] = key
         if key.group not in self._whole_at and self.whole(key.group):
             self._whole_at[key.group] = self._world.now
 
     def _unsealed(self, machine: str, slot: str) -> None:
+        self._parities.pop((machine, slot), None)
         key = self._keys.pop((machine, slot), None)
         self._hidden.discard((machine, slot))
         if key is not None and self._held[key].get(machine) == slot:
@@ -68,6 +91,7 @@ class Holdings:
         for key in self._held:
             self._take(key, machine)
         self._keys = {where: key for where, key in self._keys.items() if where[0] != machine}
+        self._parities = {where: kept for where, kept in self._parities.items() if where[0] != machine}
         self._hidden = {where for where in self._hidden if where[0] != machine}
 
     def _take(self, key: ShardKey, machine: str) -> None:
@@ -92,6 +116,34 @@ class Holdings:
             return all(self.holders(group, part) for part in parts)
         names = set(among)
         return all(self.holders(group, part) & names for part in parts)
+
+    def there(self, group: Group, among: Collection[str] | None = None) -> bool:
+        """Whether every part is held there, or can be made again of what is held there."""
+        names = set(self._world.machines if among is None else among)
+        return all(self._part_there(group, part, names) for part in range(self.parts_of(group)))
+
+    def _part_there(self, group: Group, part: int, among: set[str]) -> bool:
+        return bool(self.holders(group, part) & among) or self._given_back(group, part, among)
+
+    def _given_back(self, group: Group, part: int, among: set[str]) -> bool:
+        """Whether undamaged parities on these machines give a part back, with what else is held there."""
+        rows: dict[tuple[object, int, str], dict[str, list[Kept]]] = defaultdict(lambda: defaultdict(list))
+        for (machine, slot), kept in self._parities.items():
+            if machine in among and (machine, slot) not in self._hidden and kept.key.group == group:
+                for member, shard in kept.shards.items():
+                    if shard.key.part == part:
+                        rows[kept.members, kept.parity.stripe.number, member][machine].append(kept)
+
+        def useful(kept: Kept, member: str) -> bool:
+            others = [shard.key for other, shard in kept.shards.items() if other != member]
+            return all(self.holders(group, key.part) & among for key in others)
+
+        for (_, _, member), keepers in rows.items():
+            one = next(iter(keepers.values()))[0].parity.stripe
+            needed = {segment.keeper for segment in one.segments(member) if segment.size_bytes}  # type: ignore[arg-type]
+            if all(any(useful(kept, member) for kept in keepers.get(keeper, ())) for keeper in needed):
+                return True
+        return False
 
     def groups(self, among: Collection[str] | None = None) -> list[Group]:
         return [group for group in self._whole_at if self.whole(group, among)]

@@ -13,7 +13,7 @@ from peerstore.commit import Decided
 from peerstore.notes import CLAIM, ClaimNote
 from peerstore.records import Group, ShardKey
 from tests.simulation.holdings import Holdings, Violation
-from tests.simulation.memory import BURST, SLOTS
+from tests.simulation.memory import BURST, SHARD_BYTES, SLOTS
 
 if TYPE_CHECKING:
     from tests.simulation.agent import Agent
@@ -104,9 +104,10 @@ class Truth(Holdings):
 
     def corrupt(self, machine: Machine, number: int) -> bool:
         """Flip a bit of a sealed shard of this machine."""
+        parities = {where: kept.key for where, kept in self._parities.items() if kept.parity.size_bytes}
         slots = sorted(
             (key, slot)
-            for (name, slot), key in self._keys.items()
+            for (name, slot), key in [*self._keys.items(), *parities.items()]
             if name == machine.name
             if (name, slot) not in self._hidden  # the same bit twice would mend it
         )
@@ -115,18 +116,20 @@ class Truth(Holdings):
         was_calm = self.calm
         key, slot = slots[number % len(slots)]
         self._world.say(f"a bit of {self._world.short(key)} flips at {machine.name}")
-        machine.arena.bytes[slot][number % len(machine.arena.bytes[slot])] ^= 1
-        self._take(key, machine.name)
+        size = SHARD_BYTES if not key.kind else self._parities[machine.name, slot].parity.size_bytes
+        machine.arena.bytes[slot][number % size] ^= 1
+        if not key.kind:
+            self._take(key, machine.name)
         self._hidden.add((machine.name, slot))
         self._fault(f"one flipped bit at {machine.name}", excused=not was_calm)
         return True
 
     def _fault(self, what: str, *, excused: bool) -> None:
         self.trouble()
-        if self.floor is None or self._floor_lost or self.whole(self.floor):
+        if self.floor is None or self._floor_lost or self.there(self.floor):
             return
         self._floor_lost = True
-        enough = self._world.copies > 1 and bool(self.living()) and not self._hidden
+        enough = self._world.redundant and bool(self.living()) and not self._hidden
         if not excused and enough and self._world.now - self._floor_at > CALM_S and self._roomy:
             raise Violation(
                 f"{what} took the last copy of a part of {self._world.short(self.floor)}, which was to have "
@@ -144,9 +147,22 @@ class Truth(Holdings):
         if self.floor is None or self._floor_lost:
             return True
         living = self.living()
-        if not self.whole(self.floor, living):
+        if not self.there(self.floor, living):
             return True  # what it needs is on machines that are away
+        if self._world.shape.parity:
+            return all(self._survives_one(self.floor, part, living) for part in range(self.parts_of(self.floor)))
         return all(self._kept_well(self.floor, part, living) for part in range(self.parts_of(self.floor)))
+
+    def made_again(self) -> bool:
+        """Whether all of the version to go back to is there that parity can make again."""
+        if self.floor is None or self._floor_lost or not self._world.shape.parity:
+            return True
+        living = self.living()
+        return self.whole(self.floor, living) or not self.there(self.floor, living)
+
+    def _survives_one(self, group: Group, part: int, living: set[str]) -> bool:
+        """Whether any one machine may be lost, as far as another one is there."""
+        return len(living) < 2 or all(self._part_there(group, part, living - {one}) for one in living)
 
     def _kept_well(self, group: Group, part: int, living: set[str]) -> bool:
         """Whether a part has all the copies it can have: of no part more than a few versions are kept on one machine,
@@ -235,7 +251,9 @@ class Truth(Holdings):
         if self.calm and self._roomy:
             wanted = min(world.copies, len(living))
             for part in range(self.parts_of(group)):
-                if len(self.holders(group, part)) < wanted:
+                if len(self.holders(group, part)) < wanted or (
+                    world.shape.parity and not self._survives_one(group, part, living)
+                ):
                     raise Violation(
                         f"{agent.name} says that {world.short(group)} is settled, but {self.describe(group)}"
                     )
@@ -245,11 +263,11 @@ class Truth(Holdings):
                         f"rack: {self.describe(group)}"
                     )
         unnoticed = any(self._keys[where].group == group for where in self._hidden if where in self._keys)
-        if not self.whole(group) and (unnoticed or world.now - self._troubled_at < NOTICED_S):
+        if not self.there(group) and (unnoticed or world.now - self._troubled_at < NOTICED_S):
             self._floor_lost = True  # what was lost could not be known yet, and is more than the copies allow for
         elif (
-            world.copies > 1  # with one copy of each, what is whole counts
-            and self.whole(group)
+            world.redundant  # with one copy of each, what is whole counts
+            and self.there(group)
             and not self._left(group)
             and (self.floor is None or self._floor_lost or group > self.floor)
         ):
@@ -356,7 +374,7 @@ class Truth(Holdings):
         A fault that takes it before its version is committed takes as much as one does that comes right after that,
         and nobody has promised that one fault is survived.
         """
-        if self._world.copies > 1:
+        if self._world.redundant:
             return
         if self.whole(group) and not self._left(group) and (self.floor is None or group > self.floor):
             self._set_floor(group)

@@ -13,10 +13,11 @@ import xxhash
 
 from peerstore import adoption, leasing, notes, shelf
 from peerstore.checksum import checksums, mismatches
+from peerstore.cluster.grouping import groups
 from peerstore.cluster.nodes import Node, NodeId
 from peerstore.cluster.placement import Placement, place
 from peerstore.errors import ArenaFullError
-from peerstore.peers import accounts
+from peerstore.peers import accounts, keeping, mixing, recovering, sharing
 from peerstore.peers.duties import stand_ins
 from peerstore.records import Lease, ShardKey, ShardRecord
 from peerstore.sealing import Sealing
@@ -116,6 +117,11 @@ def _placed(nodes: tuple[Node, ...], copies: int, levels: tuple[str, ...]) -> Pl
 
 
 @functools.lru_cache(maxsize=10_000)
+def _grouped(nodes: tuple[Node, ...], size: int, levels: tuple[str, ...]) -> tuple[tuple[NodeId, ...], ...]:
+    return groups(nodes, size, levels=levels)
+
+
+@functools.lru_cache(maxsize=10_000)
 def _standing_in(me: NodeId, nodes: tuple[Node, ...], partners: tuple[str, ...], levels: tuple[str, ...]) -> Any:
     return stand_ins(me, nodes, partners, levels)
 
@@ -126,11 +132,18 @@ def predictable(rng: random.Random) -> Iterator[None]:
 
     What is pure and asked by every node of every schedule, placement, is worked out once for each set of nodes.
     """
+    from tests.simulation import parity
+
     fake = SimpleNamespace(
         randbits=rng.getrandbits, token_hex=lambda count: f"{rng.getrandbits(8 * count):0{2 * count}x}"
     )
     instead: list[tuple[Any, str, Any]] = [(module, "secrets", fake) for module in (shelf, leasing, notes, adoption)]
     instead += [
+        (mixing, "_written", parity.write),
+        (mixing, "time", SimpleNamespace(time_ns=lambda: 0)),
+        (keeping, "Ranges", parity.SimulatedRanges),
+        (recovering, "Ranges", parity.SimulatedRanges),
+        (sharing, "groups", lambda nodes, size, *, levels: _grouped(tuple(nodes), size, tuple(levels))),
         (accounts, "place", lambda nodes, *, copies, levels: _placed(tuple(nodes), copies, tuple(levels))),
         (accounts, "stand_ins", lambda me, *given: _standing_in(me, *map(tuple, given))),
     ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from peerstore.errors import PeerStoreError
 from peerstore.peers.messages import Looked
+from peerstore.peers.striping import still_coming
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from tests.simulation.agent import JOB, Agent
 from tests.simulation.memory import content, damaged_chunks
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _MOST_TRIES = 4
+_PATIENCE_S = 15.0
+_REBUILT_S = 0.3
 
 
 def candidates_of(here: Looked, others: dict[str, Looked]) -> list[Candidate]:
@@ -99,8 +102,23 @@ class Restore:
         self._resolutions[name] = resolve(
             candidates_of(nodes[name], others), quarantined=self.refused, unreachable=unreachable
         )
-        if len(self._sights) == len(self.agents):
+        if len(self._sights) < len(self.agents):
+            return
+        if self._may_come_to_more():
+            self.world.events.after(_REBUILT_S, partial(self._look_again, self._tries))
+        else:
             self._vote()
+
+    def _may_come_to_more(self) -> bool:
+        """With parity, whether a newer version may become whole; for so long it is waited for that."""
+        if not self.world.shape.parity or self.world.now - self.began >= _PATIENCE_S:
+            return False
+        return any(still_coming(*self._sights[name], agent.living) for name, agent in self.agents.items())
+
+    def _look_again(self, attempt: int) -> None:
+        if not self.outcome and attempt == self._tries:
+            self._tries -= 1  # nothing was tried yet
+            self._look()
 
     def _vote(self) -> None:
         votes = {

@@ -14,7 +14,7 @@ import pytest
 from tests.simulation.schedule import schedule_of
 
 IN_A_TEST_RUN = 2_000
-"""``make nightly`` goes on from there: a hundred times as many."""
+"""One in eight with parities. ``make nightly`` goes on from there: more than a hundred times as many."""
 AT_ONCE = 2
 
 

@@ -17,6 +17,7 @@ from peerstore.ledger import Limits
 from peerstore.peers.messages import Looked
 from peerstore.records import Group, ShardKey
 from tests.simulation.agent import Agent, Later
+from tests.simulation.blocking import Turns
 from tests.simulation.holdings import Violation
 from tests.simulation.invariants import NOTICED_S, Truth
 from tests.simulation.memory import BURST, SHARD_BYTES, SLOTS, DictArena
@@ -39,6 +40,13 @@ class Shape:
     copies: int = 2
     parts: int = 4
     budget_shards: int = 64
+    parity: int = 0
+    """Nodes of a group that keeps parities, beside each one; 0: copies are kept."""
+
+    @property
+    def redundant(self) -> bool:
+        """Whether one machine may be lost with nothing on it."""
+        return self.copies > 1 or self.parity > 0
 
 
 @dataclass
@@ -68,10 +76,12 @@ class World:
     ) -> None:
         self.seed, self.shape = seed, shape
         self.copies = shape.copies
+        self.redundant = shape.redundant
         self.membership = membership
         self.random = random.Random(f"world {seed}")
         self.events = Events()
         self.network = Network(self.events, self.random)
+        self.turns = Turns()
         self.machines: dict[str, Machine] = {}
         self.wire_damage = 0.0
         self.window_s = NOTICED_S

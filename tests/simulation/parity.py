@@ -1,0 +1,245 @@
+"""The parity mode of one agent: production's threads over simulated messages, time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from peerstore import checksum
+from peerstore.bandwidth import Bandwidth
+from peerstore.commit import Settling
+from peerstore.errors import LeaseLostError, PeerStoreError, PeerUnreachableError, ShardDamagedError, ShardNotFoundError
+from peerstore.peers.accounts import Protection
+from peerstore.peers.looking import Sight
+from peerstore.peers.messages import AskParities, AskRecords
+from peerstore.peers.sharing import Sharing
+from peerstore.records import Lease, ShardKey, ShardRecord
+from tests.simulation.memory import damaged_chunks
+
+if TYPE_CHECKING:
+    from tests.simulation.agent import Agent
+
+
+class SimulatedStore:
+    """What :class:`peerstore.store.NodeStore` is for whoever keeps parities."""
+
+    def __init__(self, agent: Agent) -> None:
+        from tests.simulation.agent import COPIER
+
+        self.agent, self.copies, self._owner = agent, agent.copies, COPIER
+
+    def blobs(self, _job: str) -> list[str]:
+        return []
+
+    def report(self, key: ShardKey, reason: str) -> None:
+        self.agent.damaged(key, reason)
+
+    def begin_copy(self, record: ShardRecord, *, whole: bool) -> Lease | None:
+        return self.copies.begin(record, whole=whole, owner=self._owner)
+
+    def seal_copy(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
+        self.copies.seal(lease_id, record, holders)
+        self.agent.wake()
+
+    def begin_parity(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool) -> Lease | None:
+        return self.copies.begin_parity(key, size_bytes, parts, whole=whole, owner=self._owner)
+
+    def seal_parity(self, lease_id: str, record: ShardRecord) -> None:
+        self.copies.seal(lease_id, record, ())
+
+    def abandon(self, lease_id: str) -> None:
+        self.agent.leasing.abandon(lease_id)
+
+    def write(
+        self,
+        lease: Lease,
+        _size_bytes: int,
+        chunk_bytes: int,
+        chunks: Iterator[tuple[int, bytearray]],
+        *,
+        stopped: Callable[[], bool],
+    ) -> bytes:
+        """Chunk by chunk into the slot, as in peers/mixing.py."""
+        sums = bytearray()
+        for number, data in chunks:
+            slot = self.agent.machine.arena.bytes.get(lease.slot)
+            if slot is None or stopped():
+                raise LeaseLostError(f"the lease of {lease.key} was taken back")
+            slot[number * chunk_bytes : number * chunk_bytes + len(data)] = data
+            sums += checksum.digest(data).to_bytes(8, "little")
+        return bytes(sums)
+
+
+class SimulatedTending:
+    """What :class:`peerstore.peers.tending.Tending` knows, and whom it calls."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.me = agent.machine.node
+
+    @property
+    def living(self) -> Mapping[str, Any]:
+        return self._agent.living
+
+    @property
+    def roster(self) -> Any:
+        return self._agent.members.roster
+
+    def life(self, node: Any) -> int:
+        return self._agent.members.life(node)
+
+    def peer(self, node: str) -> SimulatedPeer:
+        return SimulatedPeer(self._agent, node)
+
+
+class SimulatedPeer:
+    """Another node's agent, whose answers are waited for."""
+
+    def __init__(self, agent: Agent, node: str) -> None:
+        self._agent, self._node = agent, node
+
+    def call(self, op: str, body: Any, _result: object, *, timeout_s: float = 5.0) -> Any:
+        def begin(answered: Callable[[Any], None]) -> None:
+            self._agent.call(
+                self._node, op, body, lambda found: answered((found, None)), partial(no, answered), timeout_s
+            )
+
+        def no(answered: Callable[[Any], None], error: PeerStoreError) -> None:
+            answered((None, error))
+
+        found, error = self._agent.world.turns.wait(begin)
+        if error is not None:
+            raise error
+        return found
+
+
+class SimulatedRanges:
+    """Shards and parities, read whole from the first that has them undamaged, as in peers/ranges.py."""
+
+    def __init__(self, store: SimulatedStore, _puller: object, _pace: Bandwidth, *, me: str, sources: int) -> None:
+        self._agent = store.agent
+        self.bytes_read = 0
+
+    def reader(
+        self, record: ShardRecord, nodes: Sequence[str], *, stop: int | None = None
+    ) -> Callable[[int, int], bytes]:
+        found: list[bytes] = []
+
+        def read(start: int, end: int) -> bytes:
+            if not found:
+                found.append(self._fetch(record, nodes))
+            return found[0][start:end]
+
+        return read
+
+    def _fetch(self, record: ShardRecord, nodes: Sequence[str]) -> bytes:
+        agent = self._agent
+        problem: PeerStoreError = PeerUnreachableError(f"no node that is reached holds {record.key}")
+        for node in nodes:
+            try:
+                said, data = agent.read(record.key) if node == agent.name else self._ask(node, "read", record.key)
+            except PeerStoreError as error:
+                problem = error
+                continue
+            if said.checksums == record.checksums and not damaged_chunks(data, record):
+                self.bytes_read += len(data)
+                return agent.world.on_the_wire(data) if node != agent.name else data
+            problem = ShardDamagedError(f"{record.key} on {node} is damaged")
+            if node == agent.name:
+                agent.verify(record.key)
+            else:
+                agent.call(node, "suspect", record.key)
+        raise problem
+
+    def _ask(self, node: str, op: str, body: Any) -> Any:
+        return SimulatedPeer(self._agent, node).call(op, body, object)
+
+    def __enter__(self) -> SimulatedRanges:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class SimulatedSettlement:
+    """The scribe is told by messages that nobody waits for, as with copies."""
+
+    def __init__(self, agent: Agent, sharing: Sharing) -> None:
+        self._agent, self._reports = agent, sharing._reports
+
+    def tell(self, teller: str, notes: Iterable[Settling]) -> bool:
+        self._agent.tell(teller, notes, self._reports)
+        return True
+
+
+class SimulatedSharing(Sharing):
+    """One agent's parities. What its thread would do is done whenever the agent is woken."""
+
+    def __init__(self, agent: Agent) -> None:
+        world = agent.world
+        store: Any = SimulatedStore(agent)
+        tending: Any = SimulatedTending(agent)
+        super().__init__(
+            store,
+            "job",
+            tending,
+            Protection(1, ("zone", "rack"), group=world.shape.parity),
+            pace=Bandwidth(0),
+            blobs_of=lambda _: (),
+            fetch_blob=_no_blob,
+            sight=self._looked,
+            clock=lambda: world.now,
+        )
+        self._agent = agent
+        settlement: Any = SimulatedSettlement(agent, self)
+        self.settlement = settlement
+        self._steps = False
+        self.handlers: dict[str, Callable[[str, Any], Any]] = {
+            "striped": self.striped,
+            "stake": self.staked,
+            "records": lambda _, asked: self._records(asked),
+            "parities": lambda _, asked: self._parities(asked),
+        }
+
+    def wake(self) -> None:
+        self._agent.wake()
+
+    @property
+    def reports(self) -> Any:
+        return self._reports
+
+    def work(self) -> None:
+        """A step, and as many as there are after it."""
+        self._news = True
+        if not self._steps:
+            self._steps = True
+            self._agent.world.turns.begin(self._work)
+
+    def _work(self) -> None:
+        try:
+            while self._step() or self._news:
+                pass
+        finally:
+            self._steps = False
+        self._agent.wake(self._rest_s())
+
+    def _looked(self) -> Sight:
+        nodes, silent = self._agent.world.turns.wait(
+            lambda answered: self._agent.sight(lambda nodes, silent: answered((nodes, silent)))
+        )
+        return Sight(dict(sorted(nodes.items(), key=lambda one: one[0] != self._agent.name)), silent)
+
+    def _records(self, asked: AskRecords) -> list[ShardRecord]:
+        return [record for _, record in self._agent.shelf.offered("job") if record.key.group == asked.group]
+
+    def _parities(self, asked: AskParities) -> list[ShardRecord]:
+        return [record for record in self._agent.copies.parities("job") if record.key.group == asked.group]
+
+
+def write(store: SimulatedStore, *args: Any, **options: Any) -> bytes:
+    return store.write(*args, **options)
+
+
+def _no_blob(name: str, _nodes: tuple[str, ...]) -> bytes:
+    raise ShardNotFoundError(f"there is no {name} here")
