@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from elastic.control.messages import MAX_NODES
 from elastic.control.movement import HangLimits
 from elastic.errors import PolicyError
 from elastic.world import foreign
@@ -51,6 +52,13 @@ def _limit(option: str, text: str) -> float | None:
 
 def policy_from(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:
     """What the file says, with what the command line says on top; ``None`` is not said."""
+    policy = _policy_from(nnodes, file, **options)
+    if policy.max_replicas > MAX_NODES:
+        raise PolicyError(f"{policy.max_replicas} nodes at the most: a job has {MAX_NODES} or fewer; write less")
+    return policy
+
+
+def _policy_from(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:
     least, most = node_range(nnodes)
     said = {name: value for name, value in options.items() if value is not None}
     tree = _read(file) if file is not None else {}

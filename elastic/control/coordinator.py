@@ -5,12 +5,14 @@ It keeps nothing that it cannot learn again from the supervisors. While it is aw
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -18,17 +20,30 @@ from pathlib import Path
 import msgspec
 
 from elastic.control import showing
+from elastic.control.changes import CoordinatorEnd
+from elastic.control.connections import PATIENCE_S, Connection, Connections
 from elastic.control.desk import Desk, DeskSettings
 from elastic.control.link import COORDINATOR
-from elastic.control.messages import MAX_NODE_BYTES, Answer, NodeHears, NodeSays, Over, Question, Said
+from elastic.control.messages import (
+    MAX_NODE_BYTES,
+    MAX_NODES,
+    Answer,
+    Formed,
+    NodeHears,
+    NodeSays,
+    Over,
+    Question,
+    Said,
+)
 from elastic.control.ordering import for_node, refusal
 from elastic.control.recording import Recorder
 from elastic.control.runs import write_private
-from peerstore.errors import PeerRefusedError, PeerStoreError, ProtocolError
+from elastic.errors import PolicyError
+from peerstore.errors import PeerStoreError, ProtocolError, RequestError
 from peerstore.frames import decode
 from peerstore.transport.handshake import admit
 from peerstore.transport.seam import Channel
-from peerstore.transport.tcp import TcpTransport
+from peerstore.transport.tcp import TcpChannel, TcpTransport
 from tieredckpt.ledger import Ledger, NullLedger
 
 log = logging.getLogger(__name__)
@@ -55,6 +70,10 @@ class Coordinator:
         ledger: Ledger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if settings.policy.max_replicas > MAX_NODES:
+            raise PolicyError(
+                f"max_replicas is {settings.policy.max_replicas}: a job has {MAX_NODES} nodes at the most"
+            )
         floor = -1 if fresh else _epoch_in(epoch_file)
         self._recorder = Recorder(ledger or NullLedger(), settings.job, again=not fresh)
         self.desk = Desk(
@@ -68,9 +87,14 @@ class Coordinator:
         self._epoch_file, self._epoch, self._silent = epoch_file, floor, False
         self._secret, self._clock, self._farewell_s = secret, clock, farewell_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wires: dict[str, _Wire] = {}
+        self._connections = Connections()
+        self._nodes: dict[str, Connection] = {}
+        """The newest connection of each."""
+        self._untold: set[str] = set()
+        """Nodes for which there is something, but that have not taken yet what they were told before."""
+        self._packed: tuple[Formed, msgspec.Raw] | None = None
         self._ending = threading.Event()
-        self._listener = TcpTransport(timeout_s=_SEND_S, most=16_384).listen(listen, self._serve)
+        self._listener = TcpTransport(timeout_s=_SEND_S, most=MAX_NODES).listen(listen, self._serve)
         self.address = self._listener.address
 
     def run(self) -> tuple[Over, str]:
@@ -79,7 +103,7 @@ class Coordinator:
             self._turn()
             if self.desk.over is not None:
                 over_at = self._clock() if over_at is None else over_at
-                if not self._wires or self._clock() - over_at > self._farewell_s:
+                if not self._nodes or self._clock() - over_at > self._farewell_s:
                     break
         self.close()
         over, reason = self.desk.over or Over.STOPPED, self.desk.reason
@@ -91,29 +115,61 @@ class Coordinator:
     def end(self) -> None:
         """Have ``run`` return at once, whatever becomes of the job; from any thread."""
         self._ending.set()
-        self._inbox.put(lambda: None)  # its wait has no end when a signal comes just as its time is over
+        self._post(lambda: None)
 
     def close(self) -> None:
         self._ending.set()
-        for wire in list(self._wires.values()):
-            wire.end()
         self._listener.close()
+        self._drain()
+        self._connections.close(self._clock())
+        self._nodes.clear()
 
     def _turn(self) -> None:
-        try:
-            call = self._inbox.get(timeout=_TURN_S)
-            while True:
-                call()
-                call = self._inbox.get_nowait()
-        except queue.Empty:
-            pass
+        """Whatever has arrived by now is heard, then decided on together, then everybody is told."""
+        ready = self._connections.wait(_TURN_S)
+        self._drain()
         now = self._clock()
+        for connection, has_said in ready:
+            self._serve_ready(connection, now, reads=has_said)
+        for connection in self._connections.stuck(now):
+            log.info("%s has not gone on for %g s", connection.peer, PATIENCE_S)
+            self._gone(connection)
+        self.desk.conclude(now)
         self.desk.tick(now)
         if not self._epoch_is_noted():
             return
-        for node in self.desk.due():
-            if node in self._wires:
-                self._wires[node].say(for_node(self.desk, node, now))
+        self._tell({*self.desk.due(), *self._untold}, now)
+
+    def _tell(self, nodes: Iterable[str], now: float) -> None:
+        self._untold = set()
+        for node in sorted(nodes):
+            connection = self._nodes.get(node)
+            if connection is None or node not in self.desk.nodes:
+                continue
+            if connection.is_sending:
+                self._untold.add(node)
+            else:
+                self._say(connection, for_node(self.desk, node, now), now)
+
+    def _say(self, connection: Connection, hears: NodeHears, now: float) -> None:
+        try:
+            connection.say(hears, now)
+        except PeerStoreError as error:
+            log.info("a node did not take a message: %s", error)
+            self._gone(connection)
+        except Exception:  # who is told nothing any more is to know it, and comes again
+            log.exception("a message to a node could not be sent")
+            self._gone(connection)
+        self._connections.look(connection)
+
+    def _post(self, call: Callable[[], None]) -> None:
+        self._inbox.put(call)
+        self._connections.wake()
+
+    def _drain(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()()
 
     def _epoch_is_noted(self) -> bool:
         """Before anybody hears of it: whatever happens to everybody, no two worlds have the same number."""
@@ -141,7 +197,7 @@ class Coordinator:
             return
         said: Said = decode(incoming.header, Said)  # type: ignore[arg-type]  # a union is a type to msgspec
         if isinstance(said, NodeSays):
-            self._serve_node(channel, who.node, said)
+            self._hand_over(channel, who.node, said)
         else:
             channel.send(_encode(self._answer(said)))
             channel.receive(within_s=_GREETING_S)  # until the other side has read it and closes
@@ -155,53 +211,68 @@ class Coordinator:
                 self.desk.asked(question, now)
             future.set_result(showing.answer(self.desk, now, refused=refused))
 
-        self._inbox.put(answer)
+        self._post(answer)
         return future.result(_ANSWER_S)
 
-    def _serve_node(self, channel: Channel, node: str, said: NodeSays) -> None:
-        wire = _Wire(channel)
-        life = said.life
-        try:
-            while True:
-                if said.node != node:
-                    raise ProtocolError(f"node {node} reports as {said.node}")
-                life = said.life
-                self._inbox.put(partial(self._said, wire, said))
-                incoming = channel.receive()
-                if incoming is None:
-                    return
-                said = decode(incoming.header, NodeSays)
-        finally:
-            wire.end()
-            self._inbox.put(partial(self._gone, wire, node, life))
+    def _hand_over(self, channel: Channel, node: str, said: NodeSays) -> None:
+        """From here on the coordinator's thread hears this node."""
+        if said.node != node:
+            raise ProtocolError(f"node {node} reports as {said.node}")
+        if not isinstance(channel, TcpChannel):
+            raise RequestError(f"{channel.peer} came over something that many cannot be waited for on")
+        sock = channel.detach()
+        self._post(partial(self._came, sock, channel.peer, said))
 
     # -- on the coordinator's thread ------------------------------------------------------------------------------
 
-    def _said(self, wire: _Wire, says: NodeSays) -> None:
-        refused = self.desk.said(says, self._clock())
+    def _came(self, sock: socket.socket, peer: str, said: NodeSays) -> None:
+        if self._ending.is_set() or len(self._connections) >= MAX_NODES:
+            sock.close()
+            return
+        connection = Connection(sock, peer, said.node, CoordinatorEnd(said, self._pack, self.desk.shared))
+        self._connections.add(connection)
+        now = self._clock()
+        self._said(connection, connection.end.said, now)
+        self._serve_ready(connection, now, reads=True)  # what came right behind it
+
+    def _serve_ready(self, connection: Connection, now: float, *, reads: bool) -> None:
+        try:
+            if not reads:
+                connection.flush(now)
+            for said in connection.read(now) if reads else ():
+                if said.node != connection.node:
+                    raise ProtocolError(f"node {connection.node} reports as {said.node}")
+                self._said(connection, said, now)
+            self._connections.look(connection)
+        except PeerStoreError as error:
+            log.info("the connection of node %s ended: %s", connection.node, error)
+            self._gone(connection)
+
+    def _said(self, connection: Connection, says: NodeSays, now: float) -> None:
+        refused = self.desk.hear(says, now)
         if refused:
             log.warning("a supervisor was refused: %s", refused)
-            wire.say(NodeHears(self.desk.incarnation, says.life, over=Over.REFUSED, reason=refused))
+            hears = NodeHears(self.desk.incarnation, says.life, over=Over.REFUSED, reason=refused)
+            self._say(connection, hears, now)
             return
-        before = self._wires.get(says.node)
-        if before is not None and before is not wire:
-            before.say(
-                NodeHears(
-                    self.desk.incarnation,
-                    before.life,
-                    over=Over.REFUSED,
-                    reason=f"a newer supervisor runs as node {says.node}",
-                )
-                if before.life != says.life
-                else NodeHears(self.desk.incarnation, says.life)
-            )
-        wire.life = says.life
-        self._wires[says.node] = wire
+        before = self._nodes.get(says.node)
+        if before is not None and before is not connection and before.life != says.life:
+            reason = f"a newer supervisor runs as node {says.node}"
+            self._say(before, NodeHears(self.desk.incarnation, before.life, over=Over.REFUSED, reason=reason), now)
+        connection.life = says.life
+        self._nodes[says.node] = connection
 
-    def _gone(self, wire: _Wire, node: str, life: int) -> None:
-        if self._wires.get(node) is wire:
-            del self._wires[node]
-            self.desk.gone(node, life, self._clock())
+    def _gone(self, connection: Connection) -> None:
+        self._connections.end(connection)
+        if self._nodes.get(connection.node) is connection:
+            del self._nodes[connection.node]
+            self.desk.gone(connection.node, connection.life, self._clock())
+
+    def _pack(self, formed: Formed) -> msgspec.Raw:
+        """The newest world goes to all nodes, and is encoded once."""
+        if self._packed is None or self._packed[0] is not formed:
+            self._packed = formed, msgspec.Raw(_encode(formed))
+        return self._packed[1]
 
 
 def _epoch_in(file: Path | None) -> int:
@@ -209,46 +280,3 @@ def _epoch_in(file: Path | None) -> int:
         return -1 if file is None else int(file.read_text())
     except (OSError, ValueError):
         return -1
-
-
-class _Wire:
-    """What a node is to hear, newest only: one that reads slowly misses what is of the past by then."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.life = -1
-        self._channel = channel
-        self._changed = threading.Condition()
-        self._latest: NodeHears | None = None
-        self._ended = False
-        self._thread = threading.Thread(target=self._write, name="elastic-wire", daemon=True)
-        self._thread.start()
-
-    def say(self, hears: NodeHears) -> None:
-        with self._changed:
-            self._latest = hears
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-        self._thread.join(_SEND_S)
-        self._channel.close()
-
-    def _write(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._ended or self._latest is not None)
-                hears, self._latest = self._latest, None
-            if hears is None:
-                return
-            try:
-                self._channel.send(_encode(hears))
-            except (PeerStoreError, PeerRefusedError) as error:
-                log.info("a node did not take a message: %s", error)
-                self._channel.close()
-                return
-            except Exception:  # who is told nothing any more is to know it, and comes again
-                log.exception("a message to a node could not be sent")
-                self._channel.close()
-                return

@@ -7,7 +7,8 @@ is to hear. All of it is derived: a desk that is opened while the job runs hears
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,6 +31,7 @@ from elastic.control.messages import (
 )
 from elastic.control.movement import HangLimits, Movement, Pace
 from elastic.control.wholeness import Wholeness
+from elastic.control.world_state import WorldState
 from elastic.inject.plan import OUTSIDE, Injection
 from elastic.rootless.placement import ROOTLESS, members_of
 from elastic.world import actions as act
@@ -111,6 +113,16 @@ class Desk:
         self._gather_by: float | None = None
         self._due: set[str] = set()
         self._numbers = 0
+        self.state: WorldState | None = None
+        """What the nodes of :attr:`formed` have said in all."""
+        self._undecided: list[happen.Event] = []
+        self._undecided_of: set[str] = set()
+        self._is_concluded = True
+        self._reported: Formed | None = None
+        self._connected: OrderedDict[str, None] = OrderedDict()
+        """Nodes whose connection is there, who was heard of longest ago first."""
+        self._cut_off: set[str] = set()
+        """The others."""
         self.pace = Pace()
         self.movement = Movement(pace=self.pace)
         self.whole = Wholeness()
@@ -118,39 +130,75 @@ class Desk:
     # -- what comes in ------------------------------------------------------------------------------------------------
 
     def said(self, says: NodeSays, now: float) -> str:
-        """A node's report. The answer is why it is refused, or ""."""
+        """A node's report, and what follows from it. The answer is why it is refused, or ""."""
+        refused = self.hear(says, now)
+        self.conclude(now)
+        return refused
+
+    def hear(self, says: NodeSays, now: float) -> str:
+        """A node's report; what came in together is decided on together, by ``conclude``."""
         if self._epoch_of(says) > max(self.world.epoch, 0) + AHEAD:
             return f"it speaks of world {self._epoch_of(says)}, and this job is in world {self.world.epoch}"
         seen = self.nodes.get(says.node)
         if seen is not None and seen.says.life > says.life:
             return f"a newer supervisor runs as node {says.node}"
+        if says.node in self._undecided_of:
+            self.conclude(now)
         before = seen.says if seen is not None and seen.says.life == says.life else None
         if seen is None or before is None:
             seen = self.nodes[says.node] = _begun_again(seen, says, now)
         seen.says, seen.heard_at, seen.connected = says, now, True
-        if says.coordinator == self.incarnation:
+        self._connected[says.node] = None
+        self._connected.move_to_end(says.node)
+        self._cut_off.discard(says.node)
+        if says.coordinator == self.incarnation and seen.commands:
             seen.commands = [command for command in seen.commands if command.number > says.done]
         self._due.add(says.node)
+        self._is_concluded = False
         if self.gathering:
-            self._gather(now)
             return ""
+        if self.state is not None:
+            self.state.said(says)
         if not self.is_past(says):
             self._surpass(self._epoch_of(says), now)
-            self._take(list(happened.between(before if self._is_member(says) else None, says, now)), now)
+            events = list(happened.between(before if self._is_member(says) else None, says, now))
+            if events:
+                self._undecided += events
+                self._undecided_of.add(says.node)
             self._count_spares(seen)
             self._hear_requests(seen, now)
+        self.movement.said(before, says, now)
+        return ""
+
+    def conclude(self, now: float) -> None:
+        """Decide on what was heard since the last time."""
+        if self._is_concluded:
+            return
+        self._is_concluded = True
+        if self.gathering:
+            self._gather(now)
+            return
+        self._settle_undecided(now)
         self._keep_store(now)
         self._agree()
-        self.movement.said(before, says, now)
-        if self.formed is not None:
-            self.whole.said(self.formed, self._said_in(self.formed))
-        return ""
+        if self.state is not None:
+            self.whole.said(self.state)
+
+    def shared(self, formed: Formed) -> Formed:
+        """The one to keep of equal worlds: a coordinator that starts again hears the same one from all its nodes."""
+        if self.formed is not None and formed == self.formed:
+            return self.formed
+        if self._reported != formed:
+            self._reported = formed
+        return self._reported
 
     def gone(self, node: str, life: int, now: float) -> None:
         """A node's connection has ended; it may come back."""
         seen = self.nodes.get(node)
         if seen is not None and seen.says.life == life:
             seen.connected, seen.heard_at = False, now
+            self._connected.pop(node, None)
+            self._cut_off.add(node)
 
     def asked(self, question: Question, now: float) -> None:
         """What a person wants, and :func:`elastic.control.ordering.refusal` has nothing against."""
@@ -175,18 +223,25 @@ class Desk:
         if self.gathering:
             self._gather(now)
             return
-        events: list[happen.Event] = [
-            self._lost(seen, now) for seen in self.nodes.values() if self._is_silent(seen, now)
-        ]
-        if self.formed is not None and self.world.phase is Phase.RUNNING:
+        events: list[happen.Event] = [self._lost(seen, now) for seen in self._silent(now)]
+        runs = self.formed is not None and self.world.phase is Phase.RUNNING
+        if self.formed is not None and runs and self.movement.is_to_be_looked_at(self.settings.hang, now):
             reports = {node: seen.says for node, seen in self.nodes.items()}
             events += self.movement.hangs(self.formed, reports, self.settings.hang, now)
         tick_s = self.world.tick_s
         if events or (tick_s is not None and tick_s <= now) or self._late(now):
             self._take([*events, happen.Tick()], now)
         self._keep_store(now)
-        for node in [node for node, seen in self.nodes.items() if self._is_forgotten(seen, now)]:
+        for node in [node for node in self._cut_off if self._is_forgotten(self.nodes[node], now)]:
             del self.nodes[node]
+            self._cut_off.remove(node)
+            if self.state is not None:
+                self.state.forget(node)
+
+    def _settle_undecided(self, now: float) -> None:
+        events, self._undecided = self._undecided, []
+        self._undecided_of.clear()
+        self._take(events, now)
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
@@ -201,7 +256,7 @@ class Desk:
         if self._witness is not None:
             self._witness(self, before, event, actions, now)
 
-    def _do(self, actions: Iterable[act.Action], now: float) -> None:
+    def _do(self, actions: Sequence[act.Action], now: float) -> None:
         for action in actions:
             log.info("%s", action)
             if isinstance(action, act.Form):
@@ -226,13 +281,23 @@ class Desk:
                 self.over, self.reason = Over.STOPPED, action.reason
             else:
                 self.over, self.reason = Over.GAVE_UP, action.reason
+        if actions:
             self._due.update(self.nodes)
 
     def _form(self, form: act.Form, now: float) -> None:
         self.movement = Movement(now, self.pace)
         self.formed = self._met(Formed(form.epoch, form.nodes, form.restarts, form.reason))
+        self._count_reports()
         self.broken = self.pause = self.target = None
         self.wanted = 0
+
+    def _count_reports(self) -> None:
+        """Of a world that is new here, from what was heard so far."""
+        if self.formed is not None:
+            self.state = WorldState(self.formed)
+            for node in self.formed.places:
+                if (seen := self.nodes.get(node)) is not None:
+                    self.state.said(seen.says)
 
     def _count_spares(self, seen: Seen) -> None:
         """Spares get warm while a world runs, too, and nothing follows from that but what they are good for."""
@@ -267,6 +332,7 @@ class Desk:
     def _hear_requests(self, seen: Seen, now: float) -> None:
         for request in seen.says.requests:
             if request.number > seen.requested:
+                self._settle_undecided(now)
                 seen.requested = request.number
                 event = happened.asked(request, seen.says, now)
                 if isinstance(event, happen.ResizeAsked):
@@ -286,15 +352,11 @@ class Desk:
 
     def _agree(self) -> None:
         """The greatest step that any rank said, once all have said one."""
-        formed = self.formed
-        if self.pause is None or self.target is not None or formed is None:
+        if self.pause is None or self.target is not None or self.state is None:
             return
-        said = self._said_in(formed)
-        steps = [says.paused for says in said if not says.finished]
-        known = [step for step in steps if step is not None]
-        if len(said) == len(formed.places) and known and len(known) == len(steps):
-            self.target = max(known)
-            log.info("epoch %d: all stop after step %d", formed.epoch, self.target)
+        self.target = self.state.target
+        if self.target is not None:
+            log.info("epoch %d: all stop after step %d", self.state.epoch, self.target)
             self._due.update(self.nodes)
 
     def _said_in(self, formed: Formed) -> list[NodeSays]:
@@ -334,6 +396,7 @@ class Desk:
         """Worlds have numbers above this one: a world that was thought to be the newest is not."""
         if epoch <= self.world.epoch:
             return
+        self._settle_undecided(now)
         placed = next((member for member in self.world.members.values() if member.placed), None)
         if self.world.phase.alive and placed is not None:
             why = "there has been a newer world"
@@ -344,6 +407,17 @@ class Desk:
     def _is_forgotten(self, seen: Seen, now: float) -> bool:
         """It is gone, and not expected back."""
         return not seen.connected and seen.says.node not in self.world.members and not _is_to_leave(seen, now)
+
+    def _silent(self, now: float) -> list[Seen]:
+        """Only those are looked at that can be: who was heard of last is behind who was heard of before."""
+        found = []
+        for node in self._connected:
+            seen = self.nodes[node]
+            if now - seen.heard_at <= self.settings.dead_after_s:
+                break
+            found.append(seen)
+        found += [self.nodes[node] for node in self._cut_off]
+        return [seen for seen in found if self._is_silent(seen, now)]
 
     def _is_silent(self, seen: Seen, now: float) -> bool:
         if seen.says.node not in self.world.members:
@@ -386,7 +460,7 @@ class Desk:
             if keeper is None or self.is_past(keeper.says) or self._is_silent(keeper, now):
                 here = [node for node, seen in self.nodes.items() if seen.connected and not self.is_past(seen.says)]
                 having = [node for node in here if self.nodes[node].says.store]
-                placed = [node for node in here if self.formed is not None and node in self.formed.places]
+                placed = [node for node in here if self.state is not None and node in self.state.places]
                 self.keeper = next(iter((*having, *placed, *here)), "")
                 self._due.update(self.nodes)
         if self.formed is not None and not self.formed.store and (formed := self._met(self.formed)).store:
@@ -412,6 +486,7 @@ class Desk:
         policy = self.settings.policy
         reports = [happened.remembered(one) for one in says]
         self.formed = newest
+        self._count_reports()
         self.world, actions = rebuilt(reports, policy, nproc=self.settings.nproc, now_s=now)
         self.movement = Movement(now, self.pace)
         self._do(actions, now)
@@ -422,13 +497,14 @@ class Desk:
         if wishes:
             self.wish = max(wishes, key=lambda wish: wish.number)
             self._take([happen.ResizeAsked(self.wish.nodes, self.wish.reason)], now)
-        for one in inside:
-            if one.broken is not None:
-                self._take([happen.RankFault(one.node, one.life, self._epoch_of(one), 0, one.broken)], now)
+        broken = [(one, one.broken) for one in inside if one.broken is not None]
+        self._take([happen.RankFault(one.node, one.life, self._epoch_of(one), 0, why) for one, why in broken], now)
         self._keep_store(now)
+        events: list[happen.Event] = []
         for one in says:  # it has joined already
             said_before = replace(one, sealed=None, finished=False, ready=False, leaving_s=None, lost=(), faults=())
-            self._take(list(happened.between(said_before, one, now)), now)
+            events += happened.between(said_before, one, now)
+        self._take(events, now)
         self._agree()
         self._due.update(self.nodes)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from elastic.control.changes import NodeEnd
 from elastic.control.messages import MAX_NODE_BYTES, Answer, NodeHears, NodeSays, Question
 from elastic.errors import ControlLostError, RefusedError
 from peerstore.cluster.nodes import NodeId
@@ -86,6 +87,8 @@ class Link:
         self._sent = 0
         """Number of the newest message that went out on this connection."""
         self._channel: Channel | None = None
+        self._end = NodeEnd()
+        """Of this connection."""
         self._stopping = False
         self._cut_until = 0.0
         self._threads = [
@@ -147,7 +150,7 @@ class Link:
                 return
             try:
                 while (incoming := channel.receive()) is not None:
-                    self._heard(decode(incoming.header, NodeHears))
+                    self._heard(self._end.decode(incoming.header))
                 why = "the coordinator closed the connection"
             except PeerStoreError as error:
                 why = str(error)
@@ -169,7 +172,7 @@ class Link:
         """Whether this is the connection from now on: not when the link was closed while it was made."""
         with self._changed:
             if not self._stopping:
-                self._channel, self._sent = channel, 0
+                self._channel, self._end, self._sent = channel, NodeEnd(), 0
                 self._changed.notify_all()
             return not self._stopping
 
@@ -179,11 +182,11 @@ class Link:
                 self._changed.wait_for(lambda: self._stopping or (self._channel is not None and self._is_due))
                 if self._stopping:
                     return
-                says, channel = self._latest, self._channel
+                says, channel, end = self._latest, self._channel, self._end
                 assert says is not None  # noqa: S101 - what was waited for
                 assert channel is not None  # noqa: S101
             try:
-                channel.send(_encode(says))
+                channel.send(end.encode(says))
             except PeerStoreError as error:
                 log.info("the coordinator did not take a message: %s", error)
                 channel.close()

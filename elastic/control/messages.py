@@ -2,7 +2,8 @@
 
 Everybody tells its whole state, each time something in it changes, and is told all that is wanted of it: a message that
 is lost with its connection is made up for by the next one, and who starts anew knows everything after one message of
-each. The exception are :class:`Command` and :class:`Request`, which are to be done once: they are numbered.
+each. The exception are :class:`Command` and :class:`Request`, which are to be done once: they are numbered. Between a
+supervisor and the coordinator only what has changed goes over a connection (:mod:`elastic.control.changes`).
 
 ::
 
@@ -25,7 +26,9 @@ from peerstore.names import Counted, Number
 
 PROTOCOL = 1
 MAX_RANK_BYTES = 64 << 10
-MAX_NODE_BYTES = 1 << 20
+MAX_NODES = 16_384
+"""Of a job. A message names each of them once at the most, with 128 bytes for a name."""
+MAX_NODE_BYTES = 16 << 20
 MAX_TEXT = 2000
 
 

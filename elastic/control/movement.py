@@ -17,6 +17,8 @@ _QUIET_S = 5.0
 """A process that has said nothing for so long, while nobody gets on, is who to look at first: it says something every
 second from a thread of its own, unless it is stopped or something in it keeps the interpreter's lock."""
 
+_LOOK_S = 1.0
+
 
 class Pace(msgspec.Struct):
     """The longest that a job's ranks have taken so far, in any of its worlds."""
@@ -66,6 +68,7 @@ class Movement:
     def __init__(self, began_at: float | None = None, pace: Pace | None = None) -> None:
         self._moved_at = began_at
         self._stepped = self._told = False
+        self._look_at = float("-inf")
         self._pace = Pace() if pace is None else pace
 
     def said(self, before: NodeSays | None, says: NodeSays, now: float) -> None:
@@ -78,6 +81,20 @@ class Movement:
         else:
             self._pace.first_s = max(self._pace.first_s, took_s)
         self._moved_at, self._stepped = now, True
+
+    def is_to_be_looked_at(self, limits: HangLimits, now: float) -> bool:
+        """Whether ``hangs`` could find something, as far as can be said without going through all ranks.
+
+        Once nobody has got on for long, that is done once a second: nodes report no more often.
+        """
+        if self._moved_at is None or self._told or now < self._look_at:
+            return False
+        still_s = now - self._moved_at
+        least_s = min(limits.silent_limit_s(self._pace), limits.limit_s(self._pace, stepped=self._stepped))
+        if still_s <= least_s:
+            return False
+        self._look_at = now + _LOOK_S
+        return True
 
     def hangs(
         self, formed: Formed, reports: Mapping[str, NodeSays], limits: HangLimits, now: float

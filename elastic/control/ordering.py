@@ -43,7 +43,7 @@ def _world_of(desk: Desk, says: NodeSays) -> tuple[Formed | None, str | None]:
     newest, own = desk.formed, says.formed
     if newest is None:
         return None, None
-    if says.node in newest.places:
+    if desk.state is not None and says.node in desk.state.places:
         return newest, desk.broken
     left = says.broken is not None or says.sealed is not None or says.ready
     if own is None or own.epoch >= newest.epoch or left:

@@ -12,7 +12,8 @@ from elastic.rootless.placement import ROOTLESS
 def answer(desk: Desk, now: float, *, refused: str = "") -> Answer:
     """All there is to say about the job."""
     world = desk.world
-    nodes = tuple(_node(desk, seen, now) for _, seen in sorted(desk.nodes.items()))
+    places = {node: place for place, node in enumerate(world.places)} if world.phase.alive else {}
+    nodes = tuple(_node(desk, seen, places.get(node), now) for node, seen in sorted(desk.nodes.items()))
     placed = [node for node in nodes if node.rank is not None]
     return Answer(
         job=desk.settings.job,
@@ -39,14 +40,13 @@ def _store(desk: Desk) -> str:
     return f"{ROOTLESS}, on {len(desk.formed.stores)} nodes" if desk.formed.stores else desk.formed.store
 
 
-def _node(desk: Desk, seen: Seen, now: float) -> NodeStatus:
-    says, places = seen.says, desk.world.places
-    inside = says.node in places and desk.world.phase.alive
+def _node(desk: Desk, seen: Seen, place: int | None, now: float) -> NodeStatus:
+    says = seen.says
     said = [progress if progress is not None else Progress(-1) for progress in says.steps]
     return NodeStatus(
         node=says.node,
-        rank=places.index(says.node) if inside else None,
-        state=_state(desk, seen, inside=inside),
+        rank=place,
+        state=_state(desk, seen, inside=place is not None),
         seats=says.seats,
         spares=says.spares,
         births=says.births,

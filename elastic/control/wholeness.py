@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from elastic.control.messages import Formed, NodeSays
+from elastic.control.world_state import WorldState
 
 
 class Wholeness:
@@ -13,11 +11,9 @@ class Wholeness:
     def __init__(self) -> None:
         self.step = -1
 
-    def said(self, formed: Formed, said: Sequence[NodeSays]) -> None:
-        """What nodes say that know of this world."""
-        sealed = [-1 if progress is None else progress.sealed for says in said for progress in says.steps]
-        if len(said) == len(formed.places):
-            self.step = max(self.step, min(sealed, default=-1))
+    def said(self, state: WorldState) -> None:
+        """What the nodes of a world have said by now."""
+        self.step = max(self.step, state.sealed)
 
     def __str__(self) -> str:
         if self.step < 0:

@@ -192,20 +192,9 @@ class FramedChannel:
             start, left = start + count, left - count
 
     def _announced(self, prefix: bytearray) -> tuple[int, int]:
-        magic, version, header_bytes, payload_bytes = PREFIX.unpack(prefix)
-        if magic != MAGIC:
-            raise ProtocolError(f"{self.peer} sent something else than a message: {bytes(prefix)!r}")
-        if version != VERSION:
-            raise ProtocolError(f"{self.peer} sends messages of version {version}, this is version {VERSION}")
-        if header_bytes > self.max_header_bytes:
-            raise ProtocolError(
-                f"{self.peer} announced a header of {header_bytes} bytes, the limit is {self.max_header_bytes}"
-            )
-        if payload_bytes > self.max_payload_bytes:
-            raise ProtocolError(
-                f"{self.peer} announced a payload of {payload_bytes} bytes, the limit is {self.max_payload_bytes}"
-            )
-        return header_bytes, payload_bytes
+        return announced(
+            prefix, self.peer, max_header_bytes=self.max_header_bytes, max_payload_bytes=self.max_payload_bytes
+        )
 
     def _header(self, size: int, deadline: float) -> bytes:
         """``size`` bytes; memory is taken for what has come, not for what was announced."""
@@ -239,6 +228,22 @@ class FramedChannel:
             raise PeerUnreachableError(f"the connection ended {self._left} bytes before the end of a payload")
         self._left -= count
         return count
+
+
+def announced(
+    prefix: bytes | bytearray, peer: str, *, max_header_bytes: int, max_payload_bytes: int
+) -> tuple[int, int]:
+    """How many bytes of header and of payload follow this prefix, or :class:`ProtocolError`."""
+    magic, version, header_bytes, payload_bytes = PREFIX.unpack(prefix)
+    if magic != MAGIC:
+        raise ProtocolError(f"{peer} sent something else than a message: {bytes(prefix)!r}")
+    if version != VERSION:
+        raise ProtocolError(f"{peer} sends messages of version {version}, this is version {VERSION}")
+    if header_bytes > max_header_bytes:
+        raise ProtocolError(f"{peer} announced a header of {header_bytes} bytes, the limit is {max_header_bytes}")
+    if payload_bytes > max_payload_bytes:
+        raise ProtocolError(f"{peer} announced a payload of {payload_bytes} bytes, the limit is {max_payload_bytes}")
+    return header_bytes, payload_bytes
 
 
 def payload_size(payload: Payload) -> int:

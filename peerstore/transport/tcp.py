@@ -113,7 +113,7 @@ class TcpTransport:
         with closed_unless_used(sock):
             tune(sock, self._timeout_s)
             if self._tls is None:
-                return FramedChannel(TcpStream(sock), address, self._timeout_s)
+                return TcpChannel(sock, address, self._timeout_s)
             from peerstore.transport.tls import TlsChannel, TlsStream
 
             stream = TlsStream(sock, self._tls.context(server=False), server=False, name=host)
@@ -129,7 +129,7 @@ class TcpTransport:
         with closed_unless_used(sock):
             tune(sock, self._timeout_s)
             if self._tls is None:
-                return FramedChannel(TcpStream(sock), peer, self._timeout_s)
+                return TcpChannel(sock, peer, self._timeout_s)
             from peerstore.transport.tls import TlsChannel, TlsStream
 
             stream = TlsStream(sock, self._tls.context(server=True), server=True)
@@ -143,6 +143,21 @@ class TcpTransport:
             if isinstance(channel, TlsChannel):
                 channel.shake_hands(min(_HANDSHAKE_S, self._timeout_s))
         serve(channel)
+
+
+class TcpChannel(FramedChannel):
+    """A channel with nothing between it and its socket."""
+
+    def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
+        super().__init__(TcpStream(sock), peer, timeout_s)
+        self._sock = sock
+
+    def detach(self) -> socket.socket:
+        """The socket, between two messages: for somebody who waits for many at once. The channel is over."""
+        with self._closing, self._sending, self._receiving:
+            self._check()
+            self._closed, self._over = True, "somebody else has its socket"
+            return self._sock
 
 
 class TcpListener:

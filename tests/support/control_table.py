@@ -94,10 +94,11 @@ class Node:
         if self.seats.over is not None and not self.ranks:
             self.table.left(self)
 
-    def report(self) -> None:
+    def report(self, *, alone: bool = True) -> None:
         report = tidings.for_coordinator(self.seats, self.table.now)
         self.seats.number = report.number
-        assert self.table.desk.said(report, self.table.now) == ""
+        hear = self.table.desk.said if alone else self.table.desk.hear
+        assert hear(report, self.table.now) == ""
 
 
 class Table:
@@ -206,19 +207,33 @@ class Table:
                 self._exchange(node)
             self.wait(HEARTBEAT_S)
 
+    def deliver_together(self) -> None:
+        """One turn of each, and a report of each: what follows is decided on when all have arrived."""
+        for node in list(self.nodes.values()):
+            node.turn()
+            if node.linked and node.name in self.nodes:
+                node.report(alone=False)
+        self.desk.conclude(self.now)
+        for node in list(self.nodes.values()):
+            if node.linked and not self.desk.gathering and node.name in self.desk.nodes:
+                self._order(node)
+
     def _exchange(self, node: Node) -> None:
         node.turn()
         if node.linked and node.name in self.nodes:
             node.report()
             if not self.desk.gathering:
-                self.desk.due()
-                orders = for_node(self.desk, node.name, self.now)
-                if orders.life_over and node.seats.over is None:
-                    node.seats.reborn()
-                else:
-                    node.seats.ordered(orders, self.now)
-                node.act()
+                self._order(node)
             node.turn()
+
+    def _order(self, node: Node) -> None:
+        self.desk.due()
+        orders = for_node(self.desk, node.name, self.now)
+        if orders.life_over and node.seats.over is None:
+            node.seats.reborn()
+        else:
+            node.seats.ordered(orders, self.now)
+        node.act()
 
     def _pick(self, number: int) -> Node:
         names = sorted(self.nodes)

@@ -10,6 +10,7 @@ import threading
 import msgspec
 import pytest
 
+from elastic.control.changes import NodeEnd
 from elastic.control.coordinator import Coordinator
 from elastic.control.desk import DeskSettings
 from elastic.control.link import ask, open_channel
@@ -107,17 +108,49 @@ def test_of_two_supervisors_of_one_node_the_older_one_goes(coordinator):
     def say(life):
         channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
         channel.send(encode(NodeSays(1, "n1", life, 1, births=1)))
-        return channel, decode(channel.receive(within_s=10).header, NodeHears)
+        end = NodeEnd()
+        return channel, end, end.decode(channel.receive(within_s=10).header)
 
-    first, heard = say(5)
+    first, end, heard = say(5)
     assert heard.over is None
-    second, heard = say(6)
+    second, _, heard = say(6)
     assert heard.over is None
-    assert decode(first.receive(within_s=10).header, NodeHears).over is Over.REFUSED
-    third, heard = say(4)
+    assert end.decode(first.receive(within_s=10).header).over is Over.REFUSED
+    third, _, heard = say(4)
     assert (heard.over, "newer supervisor" in heard.reason) == (Over.REFUSED, True)
     for channel in (first, second, third):
         channel.close()
+    assert lives(coordinator)
+
+
+CHANGED = {
+    "a world that it was not told": {"type": "changed", "number": 2, "formed": {"type": "told", "number": 7}},
+    "another node's name": {"type": "changed", "number": 2, "node": "n2"},
+    "a field too many": {"type": "changed", "number": 2, "more": 1},
+    "another whole report": {"type": "node", "number": 2, "node": "n1", "life": 1, "seats": 1},
+    "a number that is none": {"type": "changed", "number": "two"},
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED.values(), ids=CHANGED)
+def test_nonsense_behind_a_first_report_ends_its_own_connection(coordinator, changed):
+    channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel.send(encode(NodeSays(1, "n1", 1, 1, births=1)))
+    channel.send(encode(changed))
+    with contextlib.suppress(PeerStoreError):
+        while channel.receive(within_s=10) is not None:
+            pass
+    channel.close()
+    assert lives(coordinator)
+    assert coordinator.desk.nodes.keys() <= {"n1"}
+
+
+def test_changes_without_a_report_that_they_are_of(coordinator):
+    channel = open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+    channel.send(encode({"type": "changed", "number": 2}))
+    with contextlib.suppress(PeerStoreError):
+        assert channel.receive(within_s=10) is None
+    channel.close()
     assert lives(coordinator)
 
 

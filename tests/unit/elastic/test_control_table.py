@@ -16,7 +16,7 @@ from tests.support.control_table import Node, Table
 
 HAPPENINGS = (
     "add", "restart_coordinator", "lose_node", "lose_rank", "cut", "heal", "ignore", "ask_back", "resize", "fault",
-    "deliver", "deliver", "deliver", "deliver", "wait",
+    "deliver", "deliver", "deliver", "deliver", "deliver_together", "deliver_together", "wait",
 )  # fmt: skip
 steps = st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 11)), max_size=50)
 
@@ -32,7 +32,7 @@ def _no_log():
 
 def play(table: Table, script: list[tuple[str, int]]) -> None:
     for name, number in script:
-        if name in ("add", "restart_coordinator", "heal"):
+        if name in ("add", "restart_coordinator", "heal", "deliver_together"):
             if name != "add" or len(table.nodes) < 6:
                 getattr(table, name)()
         elif name == "resize":

@@ -9,6 +9,7 @@ from elastic.control.messages import Formed, NodeSays
 from elastic.control.plane import Progress
 from elastic.control.processes import told
 from elastic.control.wholeness import Wholeness
+from elastic.control.world_state import WorldState
 
 WORLD = Formed(3, ("n0", "n8"), 0, "")
 
@@ -19,15 +20,20 @@ def says(*sealed, node="n0"):
 
 
 def test_a_step_is_whole_when_all_ranks_of_a_world_have_sealed_it():
-    whole = Wholeness()
+    whole, state = Wholeness(), WorldState(WORLD)
     assert "no step" in str(whole)
-    whole.said(WORLD, [says(7, 9)])  # the other node has not said anything
-    whole.said(WORLD, [says(7, 9), says(8, None, node="n8")])
+
+    def said(report):
+        state.said(report)
+        whole.said(state)
+
+    said(says(7, 9))  # the other node has not said anything
+    said(says(8, None, node="n8"))
     assert whole.step == -1
-    whole.said(WORLD, [says(7, 9), says(8, 0, node="n8")])
+    said(says(8, 0, node="n8"))
     assert str(whole) == "the last whole step is 0"
-    whole.said(WORLD, [says(7, 9), says(8, 6, node="n8")])
-    whole.said(WORLD, [says(7, 9), says(8, None, node="n8")])  # a process was replaced: what was whole is still so
+    said(says(8, 6, node="n8"))
+    said(says(8, None, node="n8"))  # a process was replaced: what was whole is still so
     assert str(whole) == "the last whole step is 6"
 
 

@@ -1,0 +1,373 @@
+"""The supervisors of a large job, simulated, against the real coordinator: its process, its protocol, real sockets.
+
+``python -m tests.simulation.supervisors --nodes 2000`` prints how long a decision takes after a node is lost, and what
+the coordinator's process used. All supervisors are in one process: a node here is what its supervisor would say, with
+neither ranks nor processes behind it. Ranks complete a step a second and are back at once when a world breaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import heapq
+import os
+import queue
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from elastic.control.changes import NodeEnd
+from elastic.control.link import open_channel
+from elastic.control.messages import NodeSays
+from elastic.control.plane import Progress
+from elastic.control.tasks import CoordinatorTask, command_of, environ_for
+from elastic.world.policy import ScalingPolicy
+from peerstore.cluster.nodes import node_id
+from peerstore.descriptors import raise_limit
+from peerstore.errors import PeerStoreError
+from peerstore.transport.framing import MAGIC, PREFIX, VERSION
+
+SECRET = b"a secret of the simulation, long enough"
+HEARTBEAT_S = 1.0
+_JOB = "simulated"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Figures:
+    """What was measured. Times in seconds."""
+
+    nodes: int
+    nproc: int
+    join_s: float = 0.0
+    """From the first connection until all nodes were told of the first world."""
+    steady_cores: float = 0.0
+    """Cores that the coordinator used while nothing happened but reports."""
+    busy_cores: float = 0.0
+    """The same over the losses and the worlds that followed them."""
+    peak_bytes: int = 0
+    hung_up: int = 0
+    """How often the coordinator gave up a connection."""
+    broken_s: list[float] = field(default_factory=list)
+    """Of every loss and surviving node: from the end of the lost node's connection until it heard of it."""
+    formed_s: list[float] = field(default_factory=list)
+    """The same, until it heard of the next world."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.nodes} nodes x {self.nproc} ranks (simulated supervisors): "
+            f"lost node decided p50 {at(self.broken_s, 0.5):.3f} s, p99 {at(self.broken_s, 0.99):.3f} s; "
+            f"next world p50 {at(self.formed_s, 0.5):.3f} s, p99 {at(self.formed_s, 0.99):.3f} s; "
+            f"all met in {self.join_s:.1f} s; coordinator: {self.steady_cores:.2f} cores at rest, "
+            f"{self.busy_cores:.2f} over the losses, {self.peak_bytes / 2**20:.0f} MiB, "
+            f"{self.hung_up} connections given up"
+        )
+
+
+def at(values: list[float], share: float) -> float:
+    """The value that so much of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+class Simulated:
+    """One node: what its supervisor says, and has heard."""
+
+    def __init__(self, number: int, nproc: int) -> None:
+        self.name = f"ip-10-{number >> 16}-{number >> 8 & 255}-{number & 255}.cluster.local"
+        self.says = NodeSays(0, self.name, 1, nproc, births=nproc, ready=True, steps=(Progress(-1),) * nproc)
+        self.quiet_s = (0.1,) * nproc
+        self.received = bytearray()
+        self.unsent = b""
+        self.sock: socket.socket | None = None
+        self.end = NodeEnd()
+
+    @property
+    def epoch(self) -> int:
+        return -1 if self.says.formed is None else self.says.formed.epoch
+
+    @property
+    def is_inside(self) -> bool:
+        return self.says.formed is not None and self.says.broken is None
+
+    def begin(self, sock: socket.socket) -> None:
+        """A new connection."""
+        self.sock, self.unsent, self.end = sock, b"", NodeEnd()
+        self.received.clear()
+
+    def beat(self) -> None:
+        """A second has passed."""
+        self.says = msgspec.structs.replace(self.says, quiet_s=self.quiet_s)
+        if self.is_inside:
+            step = 1 + (self.says.steps[0].step if self.says.steps[0] is not None else -1)
+            self.says = msgspec.structs.replace(self.says, steps=(Progress(step, step - 1),) * self.says.seats)
+
+    def report(self) -> bytes:
+        self.says = msgspec.structs.replace(self.says, number=self.says.number + 1)
+        body = self.end.encode(self.says)
+        return PREFIX.pack(MAGIC, VERSION, len(body), 0) + body
+
+    def hear(self, body: bytes) -> bool:
+        """Whether there is something new to say."""
+        hears, before = self.end.decode(body), self.says
+        formed = hears.formed
+        if formed is not None and formed is not before.formed and formed.epoch > self.epoch:
+            self.says = msgspec.structs.replace(self.says, formed=formed, broken=None, ready=False)
+        elif hears.broken is not None and before.broken is None and formed is before.formed:
+            self.says = msgspec.structs.replace(self.says, broken=hears.broken, ready=True)
+        if hears.coordinator != before.coordinator:
+            self.says = msgspec.structs.replace(self.says, coordinator=hears.coordinator)
+        return before.formed is not self.says.formed or before.broken != self.says.broken
+
+
+class Crowd:
+    """All nodes of a job, in one loop over their sockets. Who is hung up on comes again, as a supervisor does."""
+
+    def __init__(self, address: str, count: int, nproc: int) -> None:
+        self._address = address
+        self.nodes = [Simulated(number, nproc) for number in range(count)]
+        self.hung_up = 0
+        self._selector = selectors.DefaultSelector()
+        self._beats: list[tuple[float, int]] = []
+        self._arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        self._ended = False
+        # Some at a time: they all come from one address, and a listener has little room for strangers of one.
+        self._pool = ThreadPoolExecutor(8)
+        for number in range(count):
+            self._pool.submit(self._connect, number)
+
+    def _connect(self, number: int) -> None:
+        """On a thread of the pool."""
+        while not self._ended:
+            try:
+                channel = open_channel(self._address, job=_JOB, me=node_id(self.nodes[number].name), secret=SECRET)
+            except PeerStoreError:
+                time.sleep(0.05)
+                continue
+            theirs = channel._stream._sock  # type: ignore[attr-defined]
+            self._arrived.put((number, theirs.dup()))
+            channel._stream.close()  # type: ignore[attr-defined]
+            return
+
+    def _take_in(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                number, sock = self._arrived.get_nowait()
+                sock.setblocking(False)
+                node = self.nodes[number]
+                node.begin(sock)
+                self._selector.register(sock, selectors.EVENT_READ, node)
+                self._say(node)
+                heapq.heappush(self._beats, (time.monotonic() + HEARTBEAT_S, number))
+
+    def _hang_up(self, node: Simulated) -> None:
+        self.hung_up += 1
+        self.lose(node)
+        self._pool.submit(self._connect, self.nodes.index(node))
+
+    def lose(self, node: Simulated) -> None:
+        assert node.sock is not None
+        self._selector.unregister(node.sock)
+        node.sock.close()
+        node.sock = None
+
+    def close(self) -> None:
+        self._ended = True
+        self._pool.shutdown(cancel_futures=True)
+        self._take_in()
+        for node in self.nodes:
+            if node.sock is not None:
+                node.sock.close()
+        self._selector.close()
+
+    def turn(self, until: float) -> list[Simulated]:
+        """Hear and say what there is; the nodes that heard something new."""
+        self._take_in()
+        now = time.monotonic()
+        while self._beats and self._beats[0][0] <= now:
+            due, number = heapq.heappop(self._beats)
+            node = self.nodes[number]
+            if node.sock is not None:
+                node.beat()
+                self._say(node)
+                heapq.heappush(self._beats, (max(now, due + HEARTBEAT_S), number))
+        wait_s = max(0.0, min(until, self._beats[0][0] if self._beats else until) - now)
+        return list(self._ready(wait_s))
+
+    def _ready(self, wait_s: float) -> Iterator[Simulated]:
+        for key, events in self._selector.select(wait_s):
+            node: Simulated = key.data
+            if node.sock is None:
+                continue
+            if events & selectors.EVENT_WRITE:
+                self._flush(node)
+            if events & selectors.EVENT_READ and self._read(node):
+                self._say(node)
+                yield node
+
+    def _read(self, node: Simulated) -> bool:
+        assert node.sock is not None
+        data = b""
+        with contextlib.suppress(OSError):
+            data = node.sock.recv(1 << 18)
+        if not data:
+            self._hang_up(node)
+            return False
+        node.received += data
+        news = False
+        while len(node.received) >= PREFIX.size:
+            _, _, size, _ = PREFIX.unpack_from(node.received)
+            if len(node.received) < PREFIX.size + size:
+                break
+            body = bytes(node.received[PREFIX.size : PREFIX.size + size])
+            del node.received[: PREFIX.size + size]
+            news |= node.hear(body)
+        return news
+
+    def _say(self, node: Simulated) -> None:
+        node.unsent += node.report()
+        self._flush(node)
+
+    def _flush(self, node: Simulated) -> None:
+        assert node.sock is not None
+        with contextlib.suppress(OSError):
+            node.unsent = node.unsent[node.sock.send(node.unsent) :]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if node.unsent else 0)
+        self._selector.modify(node.sock, events, node)
+
+
+@contextlib.contextmanager
+def coordinator(nodes: int, nproc: int) -> Iterator[tuple[str, int]]:
+    """The process that ``elastic run`` starts: its address, and its number."""
+    policy = ScalingPolicy(
+        min_replicas=1,
+        max_replicas=nodes,
+        scaling_timeout_s=3600.0,
+        faulty_scale_down_timeout_s=0.0,
+        num_restart_before_full_job_restart=None,
+        max_num_repeat_offenders_to_avoid=0,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "secret").write_bytes(SECRET)
+        (place / "secret").chmod(0o600)
+        task = CoordinatorTask(
+            job=_JOB,
+            secret_file=str(place / "secret"),
+            listen="127.0.0.1:0",
+            policy=policy,
+            nproc=nproc,
+            fresh=True,
+            store="127.0.0.1:1",
+            address_file=str(place / "address"),
+            epoch_file=str(place / "epoch"),
+            dead_after_s=60.0,
+            return_s=0.0,
+        )
+        process = subprocess.Popen(command_of(task), env=environ_for(), stdin=subprocess.DEVNULL)
+        try:
+            while not (place / "address").exists() or not (place / "address").read_text():
+                if process.poll() is not None:
+                    raise RuntimeError(f"the coordinator ended with {process.returncode}")
+                time.sleep(0.01)
+            yield (place / "address").read_text(), process.pid
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def peak_bytes(pid: int) -> int:
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def measure(nodes: int, *, nproc: int = 8, losses: int = 5, rest_s: float = 10.0, patience_s: float = 120.0) -> Figures:
+    """``nodes`` in the world, and as many beside it as are lost: each takes the place of one."""
+    figures = Figures(nodes, nproc)
+    with (
+        coordinator(nodes, nproc) as (address, pid),
+        contextlib.closing(Crowd(address, nodes + losses, nproc)) as crowd,
+    ):
+        began = time.monotonic()
+        _until(crowd, lambda: sum(node.is_inside for node in crowd.nodes) == nodes, patience_s)
+        figures.join_s = time.monotonic() - began
+        _rest(crowd, 2.0)
+        used, since = cpu_s(pid), time.monotonic()
+        _rest(crowd, rest_s)
+        figures.steady_cores = (cpu_s(pid) - used) / (time.monotonic() - since)
+        used, since = cpu_s(pid), time.monotonic()
+        for number in range(losses):
+            inside = [node for node in crowd.nodes if node.sock is not None and node.is_inside]
+            _lose(crowd, inside[(number * 7919) % len(inside)], inside, figures, patience_s)
+            _rest(crowd, 1.0)
+        figures.busy_cores = (cpu_s(pid) - used) / (time.monotonic() - since)
+        figures.peak_bytes, figures.hung_up = peak_bytes(pid), crowd.hung_up
+    return figures
+
+
+def _lose(crowd: Crowd, lost: Simulated, inside: list[Simulated], figures: Figures, patience_s: float) -> None:
+    epoch, began = lost.epoch, time.monotonic()
+    unbroken = {node.name for node in inside if node is not lost}
+    unformed = set(unbroken)
+    crowd.lose(lost)
+    while unformed:
+        if time.monotonic() - began > patience_s:
+            raise RuntimeError(f"{len(unbroken)} nodes have not heard of the loss, {len(unformed)} of the next world")
+        for node in crowd.turn(time.monotonic() + 0.1):
+            took_s = time.monotonic() - began
+            if node.name in unbroken and (node.says.broken is not None or node.epoch > epoch):
+                unbroken.discard(node.name)
+                figures.broken_s.append(took_s)
+            if node.name in unformed and node.epoch > epoch:
+                unformed.discard(node.name)
+                figures.formed_s.append(took_s)
+
+
+def _until(crowd: Crowd, happened, patience_s: float) -> None:  # type: ignore[no-untyped-def]
+    until = time.monotonic() + patience_s
+    while not happened():
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"not all nodes were in the first world within {patience_s:g} s; {crowd.hung_up} were hung up on"
+            )
+        for _ in crowd.turn(time.monotonic() + 0.1):
+            pass
+
+
+def _rest(crowd: Crowd, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for _ in crowd.turn(until):
+            pass
+
+
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[100])
+    parser.add_argument("--nproc", type=int, default=8)
+    parser.add_argument("--losses", type=int, default=5)
+    parser.add_argument("--rest", type=float, default=10.0)
+    parser.add_argument("--patience", type=float, default=120.0)
+    given = parser.parse_args(words)
+    raise_limit()
+    for nodes in given.nodes:
+        print(measure(nodes, nproc=given.nproc, losses=given.losses, rest_s=given.rest, patience_s=given.patience))
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

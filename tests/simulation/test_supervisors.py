@@ -1,0 +1,30 @@
+"""A large job's supervisors, simulated, against the real coordinator process: how long it takes is printed, not judged."""
+
+from __future__ import annotations
+
+import pytest
+
+from peerstore.descriptors import raise_limit
+from tests.simulation.supervisors import Figures, measure
+
+
+def _whole(figures: Figures, losses: int) -> None:
+    """Every survivor of every loss heard of it, and of the next world."""
+    heard = losses * (figures.nodes - 1)
+    assert (len(figures.broken_s), len(figures.formed_s), figures.hung_up) == (heard, heard, 0)
+
+
+def test_nodes_that_are_lost_are_replaced_one_after_the_other():
+    figures = measure(60, losses=2, rest_s=0.5)
+    print(f"figure: {figures}")
+    _whole(figures, 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", [500, 1000, 2000])
+def test_a_large_job(nodes):
+    raise_limit()
+    figures = measure(nodes, losses=5, rest_s=20.0)
+    print(f"figure: {figures}")
+    _whole(figures, 5)
+    assert figures.peak_bytes < 1 << 30

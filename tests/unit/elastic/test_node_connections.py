@@ -1,0 +1,108 @@
+"""A node that does not take what it is told keeps nobody waiting, and is given up after a while."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import msgspec
+import pytest
+
+from elastic.cli.policies import policy_from
+from elastic.control.changes import CoordinatorEnd, NodeEnd
+from elastic.control.connections import PATIENCE_S, Connection, Connections
+from elastic.control.messages import MAX_NODES, Formed, NodeHears, NodeSays
+from elastic.errors import PolicyError
+from peerstore.errors import PeerUnreachableError, ProtocolError
+from peerstore.transport.framing import MAGIC, PREFIX, VERSION
+
+LARGE = Formed(1, tuple(f"node-{place:0100d}" for place in range(MAX_NODES)), 0, "")
+
+
+@pytest.fixture
+def line():
+    """A connection, and its other side."""
+    ours, theirs = socket.socketpair()
+    connections = Connections()
+    connection = Connection(ours, "there", "n0", CoordinatorEnd(NodeSays(1, "n0", 1, 1)))
+    connections.add(connection)
+    with contextlib.closing(theirs):
+        yield connections, connection, theirs
+    connections.close(0.0)
+
+
+def framed(body: bytes) -> bytes:
+    return PREFIX.pack(MAGIC, VERSION, len(body), 0) + body
+
+
+def test_who_does_not_read_is_given_up_although_it_goes_on_reporting(line):
+    connections, connection, theirs = line
+    connection.say(NodeHears("c", 1, 1, formed=LARGE), 0.0)
+    connections.look(connection)
+    assert connection.is_sending
+    end = NodeEnd()
+    end.encode(NodeSays(1, "n0", 1, 1))
+    for number in range(2, 20):
+        theirs.sendall(framed(end.encode(NodeSays(number, "n0", 1, 1))))
+        assert [says.number for says in connection.read(float(number))] == [number]
+        connections.look(connection)
+        assert connections.stuck(float(number)) == ([connection] if number > PATIENCE_S else [])
+
+
+def test_who_reads_slowly_gets_all_of_it(line):
+    _, connection, theirs = line
+    connection.say(NodeHears("c", 1, 1, formed=LARGE), 0.0)
+    arrived = bytearray()
+    while connection.is_sending:
+        arrived += theirs.recv(1 << 16)
+        connection.flush(1000.0)
+    assert not connection.is_stuck(1e9)
+    theirs.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            arrived += theirs.recv(1 << 16)
+    assert NodeEnd().decode(bytes(arrived[PREFIX.size :])).formed == LARGE
+
+
+def test_half_a_report_is_waited_for_and_then_given_up(line):
+    connections, connection, theirs = line
+    end = NodeEnd()
+    end.encode(NodeSays(1, "n0", 1, 1))
+    data = framed(end.encode(NodeSays(2, "n0", 1, 1, births=3)))
+    theirs.sendall(data[:-1])
+    assert list(connection.read(0.0)) == []
+    connections.look(connection)
+    assert connections.stuck(PATIENCE_S) == []
+    assert connections.stuck(PATIENCE_S + 0.1) == [connection]
+    theirs.sendall(data[-1:])
+    assert [says.births for says in connection.read(PATIENCE_S + 0.1)] == [3]
+    connections.look(connection)
+    assert connections.stuck(1e9) == []
+
+
+def test_what_is_no_message_and_who_hangs_up(line):
+    _, connection, theirs = line
+    theirs.sendall(PREFIX.pack(MAGIC, VERSION, 0xFFFFFFFF, 0))
+    with pytest.raises(ProtocolError, match="announced a header"):
+        list(connection.read(0.0))
+    theirs.shutdown(socket.SHUT_WR)
+    with pytest.raises(PeerUnreachableError, match="closed"):
+        list(connection.read(0.0))
+
+
+def test_somebody_in_another_thread_wakes_who_waits(line):
+    connections, _, _ = line
+    connections.wake()
+    assert connections.wait(60.0) == []
+
+
+def test_more_nodes_than_a_job_can_have_are_refused_at_the_start():
+    with pytest.raises(PolicyError, match="16384"):
+        policy_from(f"1:{MAX_NODES + 1}", None)
+    assert policy_from(f"1:{MAX_NODES}", None).max_replicas == MAX_NODES
+
+
+def test_the_first_that_a_node_hears_can_be_read_as_a_whole_message():
+    """What a node hears first says everything that is not as :data:`NOTHING_HEARD` has it."""
+    body = CoordinatorEnd(NodeSays(1, "n0", 1, 1)).encode(NodeHears("c", 7, 1))
+    assert msgspec.msgpack.decode(body) == {"type": "hears", "coordinator": "c", "life": 7, "heard": 1}

@@ -1,0 +1,50 @@
+"""What a world's nodes have said in all, counted report by report, is what all their newest reports say together."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic.control.messages import Formed, NodeSays
+from elastic.control.plane import Progress
+from elastic.control.world_state import WorldState
+from tests.support.examples import examples
+
+WORLD = Formed(3, ("n0", "n8", "n16"), 0, "")
+OTHER = Formed(2, ("n0",), 0, "")
+reports = st.builds(
+    NodeSays,
+    st.just(1),
+    st.sampled_from([*WORLD.places, "n24"]),
+    st.just(1),
+    st.just(2),
+    formed=st.sampled_from([WORLD, WORLD, WORLD, OTHER, None]),
+    paused=st.none() | st.integers(-1, 4),
+    finished=st.booleans(),
+    steps=st.lists(st.none() | st.builds(Progress, st.just(9), st.integers(-1, 4)), max_size=2).map(tuple),
+)
+
+
+def whole(newest: dict[str, NodeSays]) -> tuple[bool, int, int | None]:
+    """As one who goes through everything finds it."""
+    inside = [newest[node] for node in WORLD.places if node in newest]
+    said = [says for says in inside if says.formed is not None and says.formed.epoch == WORLD.epoch]
+    complete = len(said) == len(WORLD.places)
+    sealed = [-1 if one is None else one.sealed for says in said for one in says.steps]
+    steps = [says.paused for says in said if not says.finished]
+    agreed = complete and bool(steps) and None not in steps
+    return complete, min(sealed, default=-1) if complete else -1, max(steps) if agreed else None
+
+
+@settings(max_examples=examples(300))
+@given(st.lists(reports | st.sampled_from(WORLD.places), max_size=30))
+def test_counted_one_by_one_it_is_the_same_as_gone_through(script):
+    state, newest = WorldState(WORLD), {}
+    for one in script:
+        if isinstance(one, str):
+            state.forget(one)
+            newest.pop(one, None)
+        else:
+            state.said(one)
+            newest[one.node] = one
+        assert (state.is_complete, state.sealed, state.target) == whole(newest)
