@@ -1,4 +1,4 @@
-"""A large job's supervisors, simulated, against the real coordinator process: how long it takes is printed, not judged."""
+"""A large job's supervisors, simulated, against the real coordinator process: how long it takes is printed only."""
 
 from __future__ import annotations
 
