@@ -1,0 +1,42 @@
+"""What a rank has drawn on its device goes into the checkpoint, and comes back to a process that has drawn nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from elastic.workers.randomness import Randomness
+from tieredckpt.device import NoDevice, installed
+
+
+class Drawing(NoDevice):
+    """A device whose generator's state is as small as a GPU's; the CPU's own is too large to stand in for it."""
+
+    def __init__(self, drawn: int, *, is_used: bool = True) -> None:
+        self.state, self.is_used = torch.full((16,), drawn, dtype=torch.uint8), is_used
+
+    def in_use(self):
+        return self.is_used
+
+    def generator(self):
+        return self
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state.clone()
+
+
+def test_a_device_s_generator_is_saved_and_set_again():
+    with installed(Drawing(7)):
+        saved = Randomness().state_dict()
+    with installed(Drawing(0, is_used=False)) as device:
+        Randomness().load_state_dict(saved)
+        assert device.state.tolist() == [7] * 16
+
+
+def test_without_a_device_nothing_of_it_is_saved_nor_set():
+    saved = Randomness().state_dict()
+    with installed(Drawing(3)) as device:
+        Randomness().load_state_dict(saved)
+        assert device.state.tolist() == [3] * 16
