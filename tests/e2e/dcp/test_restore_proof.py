@@ -23,6 +23,7 @@ from peerstore.records import CHUNK_BYTES
 from tests.support.bits import assert_same, zeroed
 from tests.support.jobs import Job, state_at
 from tests.support.models import build, full, put_back, state_of, train
+from tests.support.oldest_torch import replicas_on_gloo
 from tests.support.stores import pinned_file
 from tieredckpt import Checkpointer, TieredReader
 from tieredckpt.copying import Copier, memory_at
@@ -498,7 +499,7 @@ def load_sharded(kind, breaks=None):
     ("kind", "before", "other", "after"),
     [
         ("fsdp", 2, "fsdp", 3),
-        ("hsdp", 4, "fsdp", 3),
+        pytest.param("hsdp", 4, "fsdp", 3, marks=replicas_on_gloo),
         ("tp", 2, "fsdp", 3),
         ("fsdp", 3, "tp", 2),
         ("2d", 4, "fsdp", 2),
