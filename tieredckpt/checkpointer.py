@@ -7,11 +7,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -63,6 +63,7 @@ _SEALING_S = 2.0
 _LOOK_AGAIN_S = 1.0
 """Who was to hold a copy may leave, and then it is not waited for any more."""
 State = dict[str, Any]
+T = TypeVar("T")
 
 
 class _Tried(msgspec.Struct, frozen=True):
@@ -156,16 +157,27 @@ class Checkpointer:
         """Once before the first restore and once before the first save: have the job's nodes know each other."""
         if restoring in self._asked_to_join:
             return
+        self._all_do(lambda: self.session)  # who has no agent to tell others about would have them wait in the store
+        self._joined = self._all_do(lambda: join_others(self.session, restoring=restoring))
+        self._asked_to_join.add(restoring)
+
+    def _all_do(self, call: Callable[[], T]) -> T:
+        """What ``call`` gives, once all ranks have called it; where one has an error, all of them raise and quote it.
+
+        So nobody asks a node for its copies before it knows the job, nor waits for a rank that is not coming.
+        """
         error: TieredCheckpointError | None = None
         try:
-            self._joined = join_others(self.session, restoring=restoring)
+            found = call()
         except (TieredCheckpointError, PeerStoreError) as problem:
             error = problem if isinstance(problem, TieredCheckpointError) else TierUnavailableError(str(problem))
-        # Also so that nobody asks a node for its copies before it knows the job.
-        problems = [text for text in self._together.from_all(str(error) if error is not None else "") if text]
+        answers = enumerate(self._together.from_all(str(error) if error is not None else ""))
+        problems = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in answers if text]
+        if error is not None:
+            raise error
         if problems:
-            raise error or TierUnavailableError(problems[0])
-        self._asked_to_join.add(restoring)
+            raise TierUnavailableError("; ".join(dict.fromkeys(problems)))
+        return found
 
     # -- saving -----------------------------------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ class _Invitation(msgspec.Struct, frozen=True):
     secret: bytes
     """Where none is configured: the store asks nobody who he is, so everybody who reaches it can read this."""
     problem: str = ""
+    unreachable: str = ""
+    """Which ranks cannot reach their node's agent, and why."""
     one_agent: bool = False
     """There is only one node, whatever the launcher says."""
     nonce: bytes = b""
@@ -53,9 +55,11 @@ class _Invitation(msgspec.Struct, frozen=True):
 class _Guest(msgspec.Struct, frozen=True):
     """What the first rank of a node tells the first rank of all."""
 
-    node: Node
+    node: Node | None
     version: int | None
     """Of the list of nodes it knows from an earlier world of the job; ``None``: it was in none."""
+    problem: str = ""
+    """Why it does not know its node."""
 
 
 def join_others(session: Session, *, restoring: bool = False) -> bool:
@@ -90,18 +94,30 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Tea
     store = dist.distributed_c10d._get_default_store()
     prefix = f"tieredckpt/{session.job}/nodes/{'restoring' if restoring else 'saving'}"
     rank = dist.get_rank()
-    known = _acquaintance(session, restoring) if is_first_of_node() else None
-    store.set(f"{prefix}/{rank}", _text(_guest(session, known)))
+    prefix = f"{prefix}/{store.add(f'{prefix}/tries/{rank}', 1)}"  # not what an earlier attempt has said
+    known, guest, error = None, None, None
+    try:
+        known = _acquaintance(session, restoring) if is_first_of_node() else None
+        guest = _guest(session, known)
+    except PeerStoreError as problem:  # the others wait for what this rank says
+        error, guest = problem, _Guest(None, None, f"rank {rank}: {problem}")
+    store.set(f"{prefix}/{rank}", _text(guest))
     if rank == 0:
         guests = _guests(store, prefix)
-        store.set(f"{prefix}/teller", str(_teller(guests)))
+        lost = "; ".join(guest.problem for guest in guests.values() if guest.problem)
+        teller = -1 if lost else _teller(guests)
+        store.set(f"{prefix}/teller", str(teller))
+        if lost:
+            store.set(f"{prefix}/all", _text(_Invitation(None, b"", unreachable=lost)))
+    if error is not None:
+        raise error
     if known is not None and _told(store, f"{prefix}/teller") == str(rank).encode():
         if peer.secret:
             known = msgspec.structs.replace(known, secret=b"")
         store.set(f"{prefix}/known", _text(known))
-    if rank == 0:
+    if rank == 0 and not lost:
         newest = None
-        if _teller(guests) >= 0:
+        if teller >= 0:
             newest = from_json(_told(store, f"{prefix}/known"), Acquaintance)
         store.set(
             f"{prefix}/all", _text(_invite(list(guests.values()), newest, peer, session.job, restoring=restoring))
@@ -109,6 +125,8 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Tea
     invitation = from_json(_told(store, f"{prefix}/all"), _Invitation)
     if not peer.secret:
         _forget(store, prefix)
+    if invitation.unreachable:
+        raise TierUnavailableError(invitation.unreachable)
     if invitation.problem:
         raise SettingsError(invitation.problem)
     session.one_agent = invitation.one_agent
@@ -241,7 +259,7 @@ def _invite(
 ) -> _Invitation:
     """What the first rank makes of everybody's node."""
     nodes: dict[str, Node] = {}
-    for node in (guest.node for guest in guests):
+    for node in (guest.node for guest in guests if guest.node is not None):
         if node.id in nodes and nodes[node.id] != node:
             both = f"{nodes[node.id].address} and {node.address}"
             return _Invitation(None, b"", f"agent.node: {both} are both called {node.id}: give each node its own name")

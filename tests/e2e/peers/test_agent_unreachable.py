@@ -1,0 +1,45 @@
+"""One rank cannot reach its node's agent: no rank waits for it in the store, and all of them quote what it says."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from peerstore.errors import AgentUnreachableError
+from tieredckpt import Checkpointer, TierUnavailableError, joining
+from tieredckpt.session import nodes_from
+
+pytestmark = pytest.mark.e2e
+
+
+def nobody(*_):
+    raise AgentUnreachableError("nobody answers")
+
+
+def refused(job, how):
+    """What a restore says, and that the next one in the same world is not told the same again."""
+    unreachable = contextlib.ExitStack()
+    with unreachable, mock.patch.object(joining, "_WITHIN", timedelta(seconds=5)):
+        if dist.get_rank() == 1:
+            unreachable.enter_context(
+                nodes_from(nobody) if how == "never there" else mock.patch.object(joining, "_acquaintance", nobody)
+            )
+        with Checkpointer(f"tiered://{job}", on_sigterm="ignore") as ckpt:
+            with pytest.raises(TierUnavailableError) as caught:
+                ckpt.restore({"w": torch.zeros(3)})
+            unreachable.close()
+            return str(caught.value), ckpt.restore({"w": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("how", ["never there", "gone meanwhile"])
+def test_the_rank_that_has_the_reason_is_quoted_by_all(cluster, how):
+    told = cluster.run(["n1", "n2", "n3"], refused, how)
+    assert [restored for _, restored in told] == [-1] * 3
+    assert all("nobody answers" in why for why, _ in told)
+    assert all("rank 1: " in told[rank][0] for rank in (0, 2))
+    assert all("rank 0" not in why and "rank 2" not in why for why, _ in told)
