@@ -46,6 +46,7 @@ class Recording:
         self._sealed: float | None = None
         self._is_first = True
         self._loss: float | None = None
+        self._not_finite = ""
         self._tokens: int | None = None
         self._samples: int | None = None
 
@@ -150,6 +151,7 @@ class Recording:
         if loss is not None:
             value = float(loss)
             self._loss = value if math.isfinite(value) else None
+            self._not_finite = "" if math.isfinite(value) else str(value)
         self._tokens = self._tokens if tokens is None else tokens
         self._samples = self._samples if samples is None else samples
 
@@ -164,8 +166,10 @@ class Recording:
             self._stage(ev.FIRST_STEP, began, now)
         if self._rank == 0:
             took = max(0.0, now - began)
-            self._ledger.write(ev.Step(self._epoch, 0, step, began, took, self._loss, self._tokens, self._samples))
+            said = (self._loss, self._tokens, self._samples, self._not_finite)
+            self._ledger.write(ev.Step(self._epoch, 0, step, began, took, *said))
             self._loss = self._tokens = self._samples = None
+            self._not_finite = ""
 
     # -- out of a world -----------------------------------------------------------------------------------------------
 

@@ -59,6 +59,7 @@ class Done:
             one.tokens,
             one.samples,
             self.run,
+            one.not_finite,
         )
 
 

@@ -68,6 +68,20 @@ class StepView(msgspec.Struct, frozen=True):
     tokens: int | None = None
     samples: int | None = None
     run: int = 0
+    not_finite: str = ""
+    """What its loss was, where it was not finite."""
+
+
+class InjectionView(msgspec.Struct, frozen=True):
+    """A fault that was made on purpose and led to none that was noticed."""
+
+    at_us: int
+    kind: str
+    epoch: int = -1
+    node: str = ""
+    local_rank: int = -1
+    step: int = -1
+    words: str = ""
 
 
 class FaultView(msgspec.Struct, frozen=True):
@@ -200,6 +214,8 @@ class Analysis(msgspec.Struct, frozen=True):
     complaints: tuple[str, ...] = ()
     timeline: tuple[Interval, ...] = ()
     step_views: tuple[StepView, ...] = ()
+    injections: tuple[InjectionView, ...] = ()
+    """That are the cause of no fault."""
 
     @property
     def unstated_us(self) -> int:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from tieredckpt.goodput import stages as staging
 from tieredckpt.goodput.findings import Findings, Told
-from tieredckpt.goodput.model import Analysis, Category, Interval, Recovery, Totals
+from tieredckpt.goodput.model import Analysis, Category, InjectionView, Interval, Recovery, Totals
 from tieredckpt.goodput.runs import us
-from tieredckpt.ledger.events import DETECT
+from tieredckpt.ledger.events import DETECT, Injected
 
 _WAYS = (Category.STARTUP, Category.RECOVERY, Category.RESIZE)
 
@@ -54,9 +54,22 @@ def summed(found: Findings) -> Analysis:
         stages=staging.stats_of(found.spent),
         recoveries=recoveries,
         complaints=found.complaints,
+        injections=_unnoticed(found),
         timeline=tuple(found.timeline),
         step_views=tuple(step.view for step in found.done),
     )
+
+
+def _unnoticed(found: Findings) -> tuple[InjectionView, ...]:
+    """What was injected and is the cause of no fault."""
+    causes = Counter((fault.at_us, fault.injected) for one in found.told for fault in one.faults if fault.injected)
+    left = []
+    for one in (event for run in found.runs for event in run.events if isinstance(event, Injected)):
+        if causes[us(one.at), one.kind] > 0:
+            causes[us(one.at), one.kind] -= 1
+            continue
+        left.append(InjectionView(us(one.at), one.kind, one.epoch, one.node, one.local_rank, one.step, one.words))
+    return tuple(sorted(left, key=lambda view: view.at_us))
 
 
 def _recovery(one: Told, timeline: Sequence[Interval]) -> Recovery:

@@ -139,6 +139,8 @@ class Step(_Event, frozen=True, tag="step"):
     tokens: int | None = None
     """Of all ranks together; as samples."""
     samples: int | None = None
+    not_finite: str = ""
+    """What the loss was, where it was not finite: ``nan``, ``inf`` or ``-inf``."""
 
 
 class Save(_Event, frozen=True, tag="save"):

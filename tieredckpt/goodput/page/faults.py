@@ -27,7 +27,7 @@ def faults(one: Analysis) -> Markup:
     pairs = [(fault, way) for way in one.recoveries for fault in way.faults]
     pairs.sort(key=lambda pair: (pair[0].at_us, pair[0].noticed_us))
     if not pairs:
-        return section("faults", "Faults", note="No fault was written down.")
+        return section("faults", "Faults", _unnoticed(one), note="No fault was written down.")
     parts: list[Part] = []
     if len(pairs) > _BRIEF:
         parts.append(_by_kind(pairs))
@@ -43,7 +43,26 @@ def faults(one: Analysis) -> Markup:
     )
     many = len(shown) > _BRIEF
     parts.append(tag("details", tag("summary", f"{count(len(shown), 'fault')} one by one"), table) if many else table)
-    return section("faults", "Faults", parts, note=f"{note}.")
+    return section("faults", "Faults", parts, _unnoticed(one), note=f"{note}.")
+
+
+def _unnoticed(one: Analysis) -> Markup | None:
+    """Faults that were made on purpose, and broke no world."""
+    if not one.injections:
+        return None
+    body = [
+        (
+            since((each.at_us - one.start_us) / 1e6),
+            f"{each.node}{f'/{each.local_rank}' if each.local_rank >= 0 else ''}",
+            tag("span", f"injected: {each.kind}", class_="tag"),
+            f"{each.step:,}" if each.step >= 0 else "",
+            each.words,
+        )
+        for each in one.injections[:_SHOWN]
+    ]
+    head = ("at", "where", "what", "step", "in its words")
+    table = rows(head, body, right=("at", "step"))
+    return tag("div", tag("h3", f"{count(len(one.injections), 'injection')} that broke no world"), table)
 
 
 def _row(one: Analysis, fault: FaultView, way: Recovery, *, first: bool) -> tuple[Part, ...]:

@@ -26,8 +26,9 @@ def saves(one: Analysis) -> Markup:
     if not told.count:
         return section("saves", "Saves", note="No save was written down.")
     seconds = (one.end_us - one.start_us) / 1e6
-    share = told.sum_s / seconds if seconds else 0.0
-    note = f"{count(told.count, 'save')} blocked the training for {lasting(told.sum_s)} in all"
+    blocked_us = one.wall.by.get(Category.SAVE.value, 0)
+    share = percent(one.wall.share(Category.SAVE.value))
+    note = f"{count(told.count, 'save')}, of all ranks; the training was blocked for {lasting(blocked_us / 1e6)} in all"
     body = [
         (
             data(f"{told.count:,}", told.count),
@@ -38,7 +39,11 @@ def saves(one: Analysis) -> Markup:
     ]
     head = ("saves", "p50", "p99", "longest")
     return section(
-        "saves", "Saves", _blocked(one, seconds), rows(head, body), note=f"{note}, {percent(share)} of the time."
+        "saves",
+        "Saves",
+        _blocked(one, seconds),
+        rows(head, body),
+        note=f"{note}, {share} of the time.",
     )
 
 

@@ -41,6 +41,7 @@ section{background:var(--card);border:1px solid var(--line);border-radius:12px;p
 .area{fill:var(--curve);opacity:.28}.mean{stroke:var(--soft);stroke-dasharray:5 4;fill:none}
 .undone{fill:none;stroke:var(--lost);stroke-width:1.6}.dot{fill:var(--lost)}.point{fill:var(--curve)}
 .fault{stroke:var(--detect);stroke-width:1;stroke-dasharray:2 3;opacity:.75}.mark{fill:var(--detect)}
+.bad{stroke:#d33;stroke-width:2}
 .full{stroke:var(--soft);stroke-dasharray:3 4;fill:none;opacity:.7}
 .hover{fill:transparent}.hover:hover{fill:var(--ink);opacity:.14}
 .bar:hover{opacity:.8}

@@ -7,10 +7,11 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from tests.support.imagined import Imagined
-from tests.support.ledgers import Told
+from tests.support.ledgers import START, Told
 from tieredckpt.goodput import Category, analyse
 from tieredckpt.goodput.page import page
 from tieredckpt.goodput.page.markup import tag, text
+from tieredckpt.ledger.events import Save
 
 SECTIONS = ["summary", "timeline", "recoveries", "faults", "loss", "throughput", "saves", "restores", "resizes"]
 EVIL = "</title></svg><script>alert('x')</script>\"'><img src=http://x onerror=y>&amp; \x1b[31m\x00"
@@ -179,3 +180,29 @@ def test_runs_are_listed_where_there_were_several():
     source = page(analyse(JOBS["two runs"]))
     assert "runs" in Parsed(source).sections
     assert "not running" in source
+
+
+def test_what_is_not_finite_and_what_was_injected_are_on_the_page():
+    told = Told().began(0).world(1).steps(0, 4, at=2, loss=1.5)
+    told.steps(4, 2, at=6, not_finite="nan").steps(6, 3, at=8, loss=1.25).injected(6.5, "nan", step=4, node="n1")
+    told.injected(10.5, "sigkill", node="n0").fault(10.6, node="n0").ended(12)
+    analysis = analyse(told.events)
+    assert [(one.kind, one.step) for one in analysis.injections] == [("nan", 4)]
+    source = page(analysis)
+    assert "2 steps had a loss that is not finite (nan; steps 4 to 5)" in source
+    assert source.count('class="bad"') == 4  # over steps and over time
+    assert source.count('class="curve"') >= 4  # which have a gap
+    assert "1 injection that broke no world" in source
+    assert "injected: nan" in source
+    only = page(analyse(Told().began(0).world(1).steps(0, 2, at=2, not_finite="inf").ended(5).events))
+    assert "2 steps had a loss that is not finite (inf; steps 0 to 1)" in only
+
+
+def test_saves_block_the_training_as_long_as_they_do_on_the_time_line():
+    told = Told().began(0).world(0, ranks=4).steps(0, 10, at=0)
+    for rank in range(4):
+        told.add(*(Save(rank, step, "staged", START + step + 0.5, 0.25, 0) for step in range(10)))
+    analysis = analyse(told.ended(10).events)
+    assert analysis.wall.share("save") == pytest.approx(0.25)
+    assert analysis.save_s.count == 40
+    assert "40 saves, of all ranks; the training was blocked for 2.5 s in all, 25.0 % of the time" in page(analysis)
