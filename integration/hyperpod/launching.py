@@ -23,16 +23,25 @@ _SHUTDOWN_TIMEOUT_S = 15
 """The agent's own default."""
 _LOOPBACK = "127.0.0.1"
 _DIRECTORY = "resource_config_dir"
+_AGENT = "hyperpod_elastic_agent"
+_NEEDS = 'fastapi==0.131.0 "uvicorn[standard]" psutil'
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run an agent until its operator shuts it down."""
     try:
-        agent: Any = importlib.import_module("hyperpod_elastic_agent.run")
+        agent: Any = importlib.import_module(f"{_AGENT}.run")
     except ModuleNotFoundError as missing:
-        raise SystemExit(f"{missing}: the agent is not there; pip install --no-deps hyperpod-elastic-agent") from None
+        raise SystemExit(f"{missing}: {_advice(missing.name or '')}") from None
     with _mended(agent):
         agent.main(list(sys.argv[1:] if args is None else args))
+
+
+def _advice(missing: str) -> str:
+    """The agent is installed without what it needs, as that would bring another torch."""
+    if missing.partition(".")[0] == _AGENT:
+        return f"the agent is not there; pip install --no-deps {_AGENT.replace('_', '-')}"
+    return f"the agent is there, and what it needs is not; pip install {_NEEDS}"
 
 
 @contextlib.contextmanager

@@ -32,7 +32,9 @@ _LOCAL = "127.0.0.1"
 _MARK = "HYPERPOD_SIM_POD"
 _GRACE_S = 15.0
 _PAUSE_S = 1.0
-"""Between two pods on one node: a command that cannot run is not tried without end."""
+"""Between two pods on one node; twice as long after each that ended by itself soon, as a cluster does."""
+_LONGEST_PAUSE_S = 300.0
+_SOON_S = 60.0
 _LAST_WORDS = 600
 
 
@@ -58,6 +60,9 @@ class LocalPods:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._told: list[Event] = []
         self._not_before: dict[str, float] = {}
+        self._begun: dict[str, float] = {}
+        self._failed_soon: dict[str, int] = {}
+        """By node, how many pods in a row."""
         self._pods: dict[str, LocalPod] = {}
         self._born = max((int(path.name.rpartition("-")[2]) + 1 for path in (folder / "pods").glob("*-*")), default=0)
         with contextlib.suppress(FileNotFoundError):
@@ -153,7 +158,8 @@ class LocalPods:
             )
         self._children[name] = child
         self._pods[name] = LocalPod(name, group.name, node, port, str(folder), child.pid, started_at(child.pid))
-        self._not_before[node] = time.time() + _PAUSE_S
+        self._begun[name] = time.time()
+        self._not_before[node] = time.time() + pause_after(self._failed_soon.get(node, 0))
         self._keep_list()
 
     def _environ(self, container: Mapping[str, Any], folder: Path, facts: Mapping[str, str]) -> dict[str, str]:
@@ -184,17 +190,28 @@ class LocalPods:
         status = child.returncode if child is not None else 0
         if status and pod.ends_by is None:
             words = (Path(pod.folder) / "agent.log").read_text(errors="replace")[-_LAST_WORDS:].strip()
-            self._told.append(Event("PodEnded", f"pod {pod.name} ended with {status}: {words}", warning=True))
+            soon = status > 0 and time.time() - self._begun.get(pod.name, 0.0) < _SOON_S
+            self._failed_soon[pod.node] = self._failed_soon.get(pod.node, 0) + 1 if soon else 0
+            pause_s = pause_after(self._failed_soon[pod.node])
+            self._not_before[pod.node] = time.time() + pause_s
+            again = f"; {pod.node} has another one in {pause_s:g} s"
+            self._told.append(Event("PodEnded", f"pod {pod.name} ended with {status}: {words}{again}", warning=True))
         end_processes(Path(pod.folder))
         self._forget(pod)
 
     def _forget(self, pod: LocalPod) -> None:
         self._pods.pop(pod.name, None)
         self._children.pop(pod.name, None)
+        self._begun.pop(pod.name, None)
         self._keep_list()
 
     def _keep_list(self) -> None:
         write_private(self._file, msgspec.json.encode(list(self._pods.values())))
+
+
+def pause_after(failed: int) -> float:
+    """Until a node has its next pod, after so many in a row that ended soon."""
+    return min(_LONGEST_PAUSE_S, _PAUSE_S * 2.0 ** min(failed, 10))
 
 
 def expanded(text: str, known: Mapping[str, str]) -> str:

@@ -89,3 +89,21 @@ def test_without_the_agent_it_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "hyperpod_elastic_agent.run", raising=False)
     with pytest.raises(SystemExit, match="pip install"):
         launching.main(["train.py"])
+
+
+@pytest.mark.parametrize(
+    ("missing", "advice"),
+    [
+        ("hyperpod_elastic_agent", "pip install --no-deps hyperpod-elastic-agent"),
+        ("hyperpod_elastic_agent.run", "pip install --no-deps hyperpod-elastic-agent"),
+        ("uvicorn", 'pip install fastapi==0.131.0 "uvicorn[standard]" psutil'),
+    ],
+)
+def test_what_is_to_be_installed_is_what_is_missing(monkeypatch, missing, advice):
+    def without(_):
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(launching.importlib, "import_module", without)
+    with pytest.raises(SystemExit) as caught:
+        launching.main([])
+    assert str(caught.value).endswith(advice)

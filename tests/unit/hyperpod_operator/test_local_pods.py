@@ -1,0 +1,65 @@
+"""Pods that cannot run, and the job among the examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from integration.hyperpod.operator import local_pods
+from integration.hyperpod.operator.actions import Wanted
+from integration.hyperpod.operator.local_pods import LocalPods
+from integration.hyperpod.operator.spec import read_job
+from tieredckpt.yaml_text import load_yaml
+
+JOB = Path(__file__).parents[3] / "examples" / "hyperpod_job.yaml"
+
+
+class Clock:
+    now = 1_000_000.0
+
+    def time(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    one = Clock()
+    monkeypatch.setattr(local_pods, "time", one)
+    return one
+
+
+def started(tmp_path, clock, command, seconds):
+    """How many pods there were on one node, and what was said of the last of them."""
+    spec = read_job(load_yaml(JOB.read_text()))
+    (group,) = spec.groups
+    group.template["spec"]["containers"][0] |= {"command": command, "args": []}
+    pods, events = LocalPods(spec, 1, tmp_path), []
+    end = clock.now + seconds
+    while clock.now < end:
+        pods.keep(Wanted({group.name: 1}), {})
+        for child in pods._children.values():
+            child.wait()
+        pods.places({})
+        events += pods.told()
+        clock.now += 0.5
+    pods.close()
+    return len(events), events[-1].message if events else ""
+
+
+def test_the_job_among_the_examples_is_one():
+    spec = read_job(load_yaml(JOB.read_text()))
+    assert spec.name == "example"
+    assert [group.name for group in spec.groups] == ["pods"]
+
+
+def test_a_pod_that_cannot_run_is_tried_less_and_less_often(tmp_path, clock):
+    tries, words = started(tmp_path, clock, ["/bin/sh", "-c", "echo No module named uvicorn; exit 1"], 150.0)
+    assert 4 <= tries <= 8
+    assert "No module named uvicorn" in words
+    assert "has another one in" in words
+
+
+def test_one_that_was_killed_is_replaced_as_soon_as_ever(tmp_path, clock):
+    tries, _ = started(tmp_path, clock, ["/bin/sh", "-c", "kill -9 $$"], 20.0)
+    assert tries >= 18
