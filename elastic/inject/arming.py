@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NAME_S = 5.0
+
 
 class Arming:
     """What is to be injected into this process, from its environment and, later, from its supervisor."""
@@ -71,11 +73,13 @@ class Arming:
 
     def _cut(self) -> None:
         """The node is cut off: this rank's connections to other ranks and to their store end."""
+        from elastic.rootless.holders import addresses_of
         from elastic.workers.cutting import cut_gloo, cut_store
 
         found = cut_gloo()
         if "MASTER_PORT" in os.environ:
-            found += cut_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            found += cut_store(addresses_of(host, port, within_s=_NAME_S))
         log.warning("this node is cut off on purpose: %d connections ended", found)
 
     def _arm(self) -> None:

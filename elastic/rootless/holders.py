@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -16,7 +16,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from elastic.rootless.guarding import Guard
-from peerstore.transport.addresses import split_address
+from peerstore.errors import PeerStoreError
+from peerstore.transport.addresses import resolve, split_address
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +25,18 @@ _TRY = timedelta(seconds=10)
 """A client that is made asks the name service for the server's name, and gives up when that took longer than this."""
 
 T = TypeVar("T")
-Cut = Callable[[str, int], int]
-"""Ends this process's connections to ``host, port``; returns how many."""
+Address = tuple[str, int]
+"""Of a server, as a connection to it has it: a number, no name."""
+Cut = Callable[[Collection[Address]], int]
+"""Ends this process's connections to these addresses; returns how many."""
+
+
+def addresses_of(host: str, port: int, *, within_s: float) -> frozenset[Address]:
+    """Where a name leads. To be asked on the way in: when a world is aborted there may be nobody who answers.
+
+    :class:`~peerstore.errors.PeerUnreachableError` where nobody says.
+    """
+    return frozenset((str(found[4][0]), port) for found in resolve(host, port, within_s=within_s))
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,12 @@ class Holder:
         self._lock = threading.Lock()
         self._closed = False
         self._mute_until = 0.0
-        self.connected = False
+        self._addresses: frozenset[Address] = frozenset()
+        """Where it was found, once somebody was to connect."""
+
+    @property
+    def connected(self) -> bool:
+        return bool(self._addresses)
 
     @property
     def is_resting(self) -> bool:
@@ -97,7 +113,7 @@ class Holder:
 
     def cut(self) -> int:
         """Whoever waits for an answer gets an error."""
-        return self._cut(self.host, self.port) if self.connected else 0
+        return self._cut(self._addresses) if self._addresses else 0
 
     def end(self) -> int:
         """The same, and nobody asks again."""
@@ -117,7 +133,6 @@ class Holder:
         until = time.monotonic() + self._patience.connect_s
         while not self._closed and self.state is not State.GONE:
             self._knock()
-            self.connected = True
             try:
                 with self._guard.over(self._patience.connect_s, self.cut):
                     client = self._connected()
@@ -151,13 +166,15 @@ class Holder:
     def _knock(self) -> None:
         """A ``TCPStore`` that is made tries for long to reach a server that is gone; this sees it at once."""
         try:
+            addresses = addresses_of(self.host, self.port, within_s=self._patience.connect_s)
             socket.create_connection((self.host, self.port), self._patience.connect_s).close()
+            self._addresses = addresses
         except ConnectionRefusedError as error:
             if self.state is not State.GONE:
                 log.warning("the store on %s is gone: what it held is asked of the next holder", self.address)
             self.state = State.GONE
             raise NoAnswerError(f"{self.address} {self.state.value}") from error
-        except OSError as error:
+        except (OSError, PeerStoreError) as error:
             self._is_mute(str(error))
             raise NoAnswerError(f"{self.address} {self.state.value}") from error
 

@@ -32,7 +32,7 @@ _open: set[RootlessStore] = set()
 class RootlessStore(dist.Store):
     """The same as ``TCPStore`` to who uses it, but for queues: they are at a key's first holder alone.
 
-    ``cut(host, port)`` is how this process's connections to an address are ended. To be closed.
+    ``cut(addresses)`` is how this process's connections to some addresses are ended. To be closed.
     """
 
     def __init__(

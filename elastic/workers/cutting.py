@@ -15,8 +15,10 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+
+from elastic.rootless.holders import Address
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +33,8 @@ def cut_gloo() -> int:
     return sum(_cut(number) for poll in _polls() for number in _watched(poll))
 
 
-def cut_store(host: str, port: int) -> int:
-    """End this process's connections to the store at ``host:port``: its client waits without looking up."""
-    addresses = _addresses(host, port)
+def cut_store(addresses: Collection[Address]) -> int:
+    """End this process's connections to a store at these addresses: its client waits without looking up."""
     numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
     return sum(_cut(number) for number in numbers if _remote(number) in addresses)
 
@@ -75,7 +76,7 @@ def _cut(number: int) -> bool:
     return False
 
 
-def _remote(number: int) -> tuple[str, int] | None:
+def _remote(number: int) -> Address | None:
     with contextlib.suppress(OSError), _borrowed(number) as one:
         if one.family in (socket.AF_INET, socket.AF_INET6):
             name = one.getpeername()
@@ -90,9 +91,3 @@ def _borrowed(number: int) -> Iterator[socket.socket]:
         raise OSError(f"descriptor {number} is no socket")
     with socket.socket(fileno=os.dup(number)) as one:
         yield one
-
-
-def _addresses(host: str, port: int) -> set[tuple[str, int]]:
-    with contextlib.suppress(OSError):
-        return {(str(found[4][0]), port) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    return set()

@@ -17,10 +17,12 @@ import torch.distributed.distributed_c10d as c10d
 
 from elastic.control.plane import Assignment
 from elastic.errors import PolicyError
+from elastic.rootless.holders import Address, addresses_of
 from elastic.rootless.store import RootlessStore
 from elastic.rootless.sweeping import Sweep, prefix_of
 from elastic.workers.cutting import cut_gloo, cut_store
 from elastic.workers.nccl_environment import leave_errors_to_us
+from peerstore.errors import PeerStoreError
 from tieredckpt.device import accelerator
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ class Groups:
         self._backend = backend or usual_backend()
         self._timeout = timeout
         self._address = address_of(assignment.store)
+        self._addresses: frozenset[Address] = frozenset()
+        """Of the store, once this rank is on its way in."""
         self._lock = threading.Lock()
         self._open = True
         self._excepthook = sys.excepthook
@@ -85,6 +89,10 @@ class Groups:
             return self._spread
         host, port = self._address
         patience = self._timeout or _STORE_PATIENCE
+        try:
+            self._addresses = addresses_of(host, port, within_s=patience.total_seconds())
+        except PeerStoreError as error:
+            raise dist.DistNetworkError(f"the store of epoch {self._assignment.epoch}: {error}") from error
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
 
     def _sweep(self) -> None:
@@ -119,7 +127,7 @@ class Groups:
                     log.info("epoch %d was aborted, %d connections cut", self._assignment.epoch, cut)
 
     def _cut_store(self) -> int:
-        return cut_store(*self._address) if self._spread is None else self._spread.cut()
+        return cut_store(self._addresses) if self._spread is None else self._spread.cut()
 
     def leave(self, *, broken: bool) -> None:
         """Forget the groups. In a broken world nobody is waited for."""

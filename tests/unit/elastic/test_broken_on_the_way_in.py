@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from elastic.control.plane import Assignment
-from elastic.workers.groups import Groups
+from elastic.workers import cutting
+from elastic.workers.groups import Groups, address_of
+from tests.support.neighbours import until
+from tests.support.planes import at_once
 
 
 @pytest.fixture
@@ -48,3 +53,29 @@ def test_worlds_leave_no_hook_behind(store):
     for epoch in range(3):
         name_of_a_world(store, epoch)
     assert sys.excepthook is before
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["one store", "rootless"])
+def test_a_name_service_that_is_gone_keeps_nobody_in_a_world_that_is_over(store, spread, monkeypatch):
+    """Names are looked up on the way in: a thread that aborts holds a lock that leaving needs."""
+    place = Assignment(1, 0, 2, 0, 1, 0, 2, store, stores=(store,) if spread else ())
+    groups = Groups(place, backend="gloo", timeout=timedelta(seconds=120))
+    (entering,) = at_once(groups.enter)
+    until(lambda: is_connected(store))
+    monkeypatch.setattr(socket, "getaddrinfo", nobody_answers)
+    until(lambda: groups.cut_connections() or entering.done())  # one that is just connecting connects anew
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError):
+        entering.result()
+    groups.leave(broken=True)
+
+
+def nobody_answers(*_args, **_options):
+    pytest.fail("a name was looked up while a world was aborted")
+
+
+def is_connected(store) -> bool:
+    """Whether a client of this process has a connection to the store by now, and waits there."""
+    remote = address_of(store)
+    numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
+    return any(cutting._remote(number) == remote for number in numbers)
