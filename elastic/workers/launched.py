@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -14,10 +16,15 @@ from elastic.control.plugged import plugged_plane
 from elastic.control.settings import is_supervised, seat_from
 from elastic.control.supervised import SupervisorPlane
 from elastic.errors import PolicyError
+from elastic.rootless.holders import Patience
+from elastic.rootless.store import RootlessStore
+from elastic.workers.cutting import cut_store
 from elastic.workers.store_plane import StorePlane
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(minutes=5)
+_REACH_S = 5.0
+_AGAIN_S = 0.2
 
 
 def launched_plane(environ: Mapping[str, str] = os.environ) -> ControlPlane:
@@ -93,5 +100,19 @@ def served(host: str, port: int) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
 
 
-def connected(host: str, port: int) -> dist.TCPStore:
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+def connected(host: str, port: int, *, patience: Patience | None = None) -> RootlessStore:
+    """A client of a ``TCPStore`` whose calls end: torch's own waits for ever where the server is stopped.
+
+    To be closed. :class:`torch.distributed.DistNetworkError` where nobody comes to listen there.
+    """
+    until = time.monotonic() + _PATIENCE.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), _REACH_S).close()
+            break
+        except OSError as error:
+            if time.monotonic() > until:
+                raise dist.DistNetworkError(f"no store answers at {host}:{port}: {error}") from error
+            time.sleep(_AGAIN_S)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return RootlessStore((address,), cut=cut_store, copies=1, timeout=_PATIENCE, patience=patience)

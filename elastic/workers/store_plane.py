@@ -59,7 +59,8 @@ class StorePlane:
         self._connect = connect
         self._place = place
         self._last = last
-        self._store = dist.PrefixStore(_PREFIX, connect())
+        self._clients: list[torch.distributed.Store] = []
+        self._store = self._opened(_PREFIX)
         self._changed = threading.Condition()
         self._epoch = -1
         self._event: _Event | None = None
@@ -78,7 +79,7 @@ class StorePlane:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         with _lost():
             self._epoch = self._first(until) if self._place.rank == 0 else self._other(until)
-            watching = dist.PrefixStore(f"{_PREFIX}/{self._epoch}", self._connect())
+            watching = self._opened(f"{_PREFIX}/{self._epoch}")
         self._start(self._watch, watching)
         return msgspec.structs.replace(self._place, epoch=self._epoch)
 
@@ -141,6 +142,12 @@ class StorePlane:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        for client in self._clients:
+            let_go(client)
+
+    def _opened(self, prefix: str) -> torch.distributed.Store:
+        self._clients.append(self._connect())
+        return dist.PrefixStore(prefix, self._clients[-1])
 
     # -- meeting ------------------------------------------------------------------------------------------------------
 
@@ -256,6 +263,15 @@ class StorePlane:
         thread = threading.Thread(target=work, args=args, name="elastic-store", daemon=True)
         self._threads.append(thread)
         thread.start()
+
+
+def let_go(store: torch.distributed.Store) -> None:
+    """Close a client that is to be closed, below whatever prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    close = getattr(store, "close", None)
+    if close is not None:
+        close()
 
 
 @contextlib.contextmanager

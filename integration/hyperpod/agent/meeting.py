@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from elastic.control.plane import Assignment, Want
 from elastic.errors import ControlLostError, DeadlineError, StaleEpochError
 from elastic.workers.groups import address_of
 from elastic.workers.launched import connected, served
-from elastic.workers.store_plane import StorePlane
+from elastic.workers.store_plane import StorePlane, let_go
 
 log = logging.getLogger(__name__)
 
@@ -89,28 +90,28 @@ class Meeting:
     def gather(self, what: str, epoch: int, plane: StorePlane, until: float | None) -> None:
         """Until all ranks of the epoch have come to this: who went on before the others would take them along."""
         try:
-            store = self._named(epoch)
-            store.add(what, 1)
-            while int(store.add(what, 0)) < self._place.world_size:
-                notice = plane.notice()
-                if notice is not None and notice.want is Want.RESTART:
-                    raise StaleEpochError(f"epoch {epoch} is over: {notice.reason}")
-                if until is not None and time.monotonic() > until:
-                    raise DeadlineError(f"not all others {what} within the time given")
-                time.sleep(_LOOK_S)
+            with self._named(epoch) as store:
+                store.add(what, 1)
+                while int(store.add(what, 0)) < self._place.world_size:
+                    notice = plane.notice()
+                    if notice is not None and notice.want is Want.RESTART:
+                        raise StaleEpochError(f"epoch {epoch} is over: {notice.reason}")
+                    if until is not None and time.monotonic() > until:
+                        raise DeadlineError(f"not all others {what} within the time given")
+                    time.sleep(_LOOK_S)
         except RuntimeError as error:
             raise ControlLostError(f"the store that the ranks met at does not answer: {error}") from error
 
     def farewell(self, epoch: int) -> None:
         """All ranks have ended well. Who keeps the store stays until they have all heard it."""
         try:
-            store = self._named(epoch)
-            store.add("left", 1)
-            until = time.monotonic() + _FAREWELL_S
-            while self._servers.is_kept and time.monotonic() < until:
-                if int(store.add("left", 0)) >= self._place.world_size:
-                    return
-                time.sleep(_LOOK_S)
+            with self._named(epoch) as store:
+                store.add("left", 1)
+                until = time.monotonic() + _FAREWELL_S
+                while self._servers.is_kept and time.monotonic() < until:
+                    if int(store.add("left", 0)) >= self._place.world_size:
+                        return
+                    time.sleep(_LOOK_S)
         except RuntimeError as error:
             log.info("nobody is there to take leave of: %s", error)
 
@@ -124,5 +125,10 @@ class Meeting:
     def _connect(self) -> torch.distributed.Store:
         return dist.PrefixStore(self._prefix, connected(*self._address))
 
-    def _named(self, epoch: int) -> torch.distributed.Store:
-        return dist.PrefixStore(f"elastic/end/{epoch}", self._connect())
+    @contextlib.contextmanager
+    def _named(self, epoch: int) -> Iterator[torch.distributed.Store]:
+        store = self._connect()
+        try:
+            yield dist.PrefixStore(f"elastic/end/{epoch}", store)
+        finally:
+            let_go(store)

@@ -10,10 +10,12 @@ import torch.distributed as dist
 
 from elastic.control.plane import Assignment, Dismissed, Progress, Want
 from elastic.errors import ControlLostError, DeadlineError, GaveUpError, PolicyError, StaleEpochError
-from elastic.workers.launched import alone, launched_plane
+from elastic.rootless.holders import Patience
+from elastic.workers.launched import alone, connected, launched_plane
 from elastic.workers.store_plane import StorePlane
 from tests.support.neighbours import until
 from tests.support.planes import PATIENCE_S, all_ready, at_once, results, wants
+from tests.support.store_servers import server_processes
 
 
 @pytest.fixture
@@ -201,3 +203,22 @@ def test_another_size_is_no_stop_where_the_processes_stay(server):
     plane.end("the launcher says so")
     assert (wants(plane), plane.notice().reason) == (Want.RESTART, "the launcher says so")
     plane.close()
+
+
+def test_a_store_that_is_stopped_is_a_lost_one_and_keeps_nobody(zygote):
+    """Torch's own client waits for ever for the answer of a server that is stopped."""
+    patience = Patience(look_s=0.2, answer_s=1.0, connect_s=1.0)
+    with server_processes(zygote, 1) as (server,):
+
+        def connect():
+            return connected(server.host, server.port, patience=patience)
+
+        plane = StorePlane(connect, Assignment(0, 0, 1, 0, 1, 0, 1, server.address))
+        plane.ready()
+        server.stop()
+        (told,) = at_once(lambda: plane.request(Want.RESIZE, "other numbers"))
+        with pytest.raises(ControlLostError, match="does not answer"):
+            told.result(PATIENCE_S)
+        until(lambda: wants(plane) is Want.RESTART)
+        (closed,) = at_once(plane.close)
+        closed.result(PATIENCE_S)
