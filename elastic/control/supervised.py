@@ -6,6 +6,7 @@ import contextlib
 import logging
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ _PROGRESS_S = 0.5
 _BEAT_S = 1.0
 """So often it says something, also where there is nothing new: that it can."""
 _HEARD_S = 30.0
+_LENGTH = struct.Struct(">I")
 
 
 class SupervisorPlane:
@@ -38,12 +40,15 @@ class SupervisorPlane:
         except PeerStoreError as error:
             raise ControlLostError(f"the supervisor cannot be asked: {error}") from error
         self._changed = threading.Condition()
-        self._sending = threading.Lock()
         self._says = RankSays(0, Stand.INSIDE)
         self._progress: Progress | None = None
         self._said_at = 0.0
         self._sent = 0
-        """Number of the newest message that went out."""
+        """Number of the newest message."""
+        self._begun = 0
+        """Of the newest one of which something went out."""
+        self._unsent = b""
+        """The rest of it."""
         self._hears = RankHears()
         self._epoch = -1
         self._left = True
@@ -179,11 +184,22 @@ class SupervisorPlane:
         self._sent += 1
         self._said_at = time.monotonic()
         self._says = msgspec.structs.replace(self._says, number=self._sent, progress=self._progress, **changes)
-        if self._lost:
-            return
+        if not self._lost:
+            self._flush()
+
+    def _flush(self) -> None:
+        """What goes out without waiting: a supervisor that is stopped keeps nobody who holds the lock. The rest goes
+        once it reads again, and what is newest by then behind it: every message says everything.
+        """
         try:
-            with self._sending:
-                frames.send(self._sock, self._says)
+            while self._unsent or self._begun < self._sent:
+                if not self._unsent:
+                    body, self._begun = frames.encode(self._says), self._sent
+                    self._unsent = _LENGTH.pack(len(body)) + body
+                sent = self._sock.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._unsent = self._unsent[sent:]
+        except BlockingIOError:
+            pass
         except OSError as error:
             self._lose(str(error))
 
@@ -251,7 +267,12 @@ class SupervisorPlane:
     def _read(self) -> None:
         try:
             while True:
-                if not select.select([self._sock], [], [], _PROGRESS_S)[0]:
+                sending = [self._sock] if self._unsent else []
+                readable, writable, _ = select.select([self._sock], sending, [], _PROGRESS_S)
+                if writable:
+                    with self._changed:
+                        self._flush()
+                if not readable:
                     self._beat()
                     continue
                 hears = frames.receive(self._sock, RankHears, limit_bytes=MAX_RANK_BYTES)

@@ -12,8 +12,9 @@ from elastic.control.messages import MAX_RANK_BYTES, Over, RankGreeting, RankHea
 from elastic.control.plane import Assignment, Dismissed, Notice, Want
 from elastic.control.settings import RankSeat
 from elastic.control.supervised import SupervisorPlane
-from elastic.errors import GaveUpError, StaleEpochError
+from elastic.errors import DeadlineError, GaveUpError, StaleEpochError
 from peerstore import frames
+from tests.support.planes import PATIENCE_S, at_once
 
 PLACE = Assignment(
     epoch=0, rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, node_count=1, store="nowhere:1"
@@ -64,3 +65,28 @@ def test_who_seals_for_a_job_that_gave_up_was_not(tmp_path):
             plane.sealed(4, timeout_s=60)
         with pytest.raises(GaveUpError, match="the end"):
             plane.ready(timeout_s=60)
+
+
+def test_a_supervisor_that_is_stopped_keeps_no_rank_waiting(tmp_path):
+    """Its socket is full: whoever has something to say holds the lock that all others want, too."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.bind(str(tmp_path / "door"))
+        door.listen()
+        plane = SupervisorPlane(RankSeat(tmp_path / "door", "token"))
+
+        def speak():
+            while not plane._unsent:
+                with plane._changed:
+                    plane._say()
+            with pytest.raises(DeadlineError):
+                plane.ready(timeout_s=0.1)
+
+        (spoken,) = at_once(speak)
+        spoken.result(PATIENCE_S)
+        line, _ = door.accept()  # it goes on
+        with line:
+            assert frames.receive(line, RankGreeting).token == "token"
+            says = RankSays(0, Stand.INSIDE)
+            while says.stand is not Stand.READY:
+                says = frames.receive(line, RankSays, limit_bytes=MAX_RANK_BYTES)
+        plane.close()
