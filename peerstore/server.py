@@ -38,11 +38,16 @@ _FAREWELL_S = 5.0
 def private_directory(path: Path) -> None:
     """Make sure ``path`` is a directory only this user can enter; refuse one that somebody else prepared.
 
-    Folders above it that are made with it are private as well: one of them may be somebody's own place later.
+    Folders above it that are made with it are private as well: one of them may be somebody's own place later. A private
+    one of this user that not even this user may enter, as after ``chmod 000``, is opened again.
     """
     for folder in reversed([path, *path.parents]):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        mode = stat.S_IMODE(found.st_mode)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not mode & 0o077 and mode & 0o700 != 0o700:
+            folder.chmod(0o700)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise RequestError(

@@ -8,6 +8,8 @@ import shlex
 import shutil
 import socket
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from elastic.cli.policies import hang_limits, policy_from
 from elastic.cli.screen import ElasticScreen
 from elastic.control import settings as names
 from elastic.control.launching import Launcher
+from elastic.control.resumable import in_words, resumable_steps
 from elastic.control.runs import Run, RunPlace, secret_of
-from elastic.control.tasks import STATUS, CoordinatorTask, NodeTask, coordinate
+from elastic.control.tasks import STATUS, CoordinatorTask, NodeTask, coordinate, one_line
 from elastic.errors import PolicyError
 from elastic.inject.record import Record
 from elastic.rootless.placement import ROOTLESS
@@ -201,18 +204,20 @@ def coordinator(screen: ElasticScreen, /, listen: str, job: str, secret: str, ve
     if known is None:
         raise PolicyError("a coordinator needs the secret of its nodes: --secret file:/path, or $ELASTIC_SECRET")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="elastic: %(message)s")
+    place = RunPlace(names.run_directory(), job)
     task = CoordinatorTask(
-        job=RunPlace(names.run_directory(), job).job,
+        job=place.job,
         secret_file="",
         listen=listen,
         policy=_policy(options),
         nproc=options["nproc"],
         fresh=False,
+        epoch_file=str(place.epoch_file),
         store=_store(options["store"]),
         hang=hang_limits(options["hang_timeout"], options["first_step_timeout"]),
     )
     over, reason = coordinate(task, known)
-    screen.note(f"{over.value}: {reason}")
+    screen.note(one_line(f"{over.value}: {reason}"))
     return STATUS[over]
 
 
@@ -230,23 +235,32 @@ def _launch(
             place.write(msgspec.structs.replace(record, coordinator=address))
         screen.note(f"job {record.job}: coordinator on {address}, what ranks print is in {record.logs}")
 
+    began_ns = time.time_ns()
     launcher = Launcher(nodes, leader, secret_of(record), grace_s=record.grace_s, told_address=known)
+    words = ""
     try:
         status = launcher.run()
     except Exception as error:
-        status = exit_for(error)
+        status, words = exit_for(error), str(error)
         raise
     finally:
-        words = place.last_words() if leader is not None else ""
+        words = (place.last_words() if leader is not None else "") or words
+        if leader is not None and status in (Exit.STOPPED, Exit.GAVE_UP):
+            steps = resumable_steps([task.environ for task in nodes if task.agent], began_ns)
+            screen.note(_resuming(one_line(words, in_words(steps)), screen.words))
         if leader is not None:
             place.remove()
         for task in nodes:
             (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
             _tidy(Path(task.directory))
-    if status in (Exit.STOPPED, Exit.GAVE_UP):
-        before = f"{words}; " if words else ""
-        screen.note(f"{before}the same command resumes it: {shlex.join(['elastic', *screen.words])}")
+    if leader is None and status in (Exit.STOPPED, Exit.GAVE_UP):
+        screen.note(_resuming("", screen.words))
     return status
+
+
+def _resuming(words: str, command: Sequence[str]) -> str:
+    """The job's last words, which are one line."""
+    return f"{words}{'; ' if words else ''}the same command resumes it: {shlex.join(['elastic', *command])}"
 
 
 def _tidy(directory: Path) -> None:
@@ -269,7 +283,6 @@ def _coordinator_task(place: RunPlace, record: Run, options: dict[str, Any]) -> 
         fresh=True,
         store=_store(options["store"]),
         address_file=str(place.address_file),
-        epoch_file=str(place.epoch_file),
         end_file=str(place.end_file),
         hang=hang_limits(options["hang_timeout"], options["first_step_timeout"]),
         ledger=record.ledger,
@@ -284,8 +297,10 @@ def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any])
         mine |= _peer_secret(record)
     elif "lo" in (known for _, known in socket.if_nameindex()):
         mine |= names.gloo_on_loopback()
-    if (options["simulate_nodes"] or 1) > 1:  # the peer tier is to see several nodes, too
-        mine |= {"TIEREDCKPT_AGENT_DIRECTORY": str(directory / "agent"), "TIEREDCKPT_AGENT_NODE": name}
+    if options["node"] and not names.has_agent_name():
+        mine["TIEREDCKPT_AGENT_NODE"] = name
+    if memory := _memory_of(place, name, options):
+        mine |= {"TIEREDCKPT_AGENT_DIRECTORY": str(memory), "TIEREDCKPT_AGENT_NODE": memory.parent.name}
     return NodeTask(
         job=record.job,
         secret_file=record.secret_file,
@@ -303,6 +318,21 @@ def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any])
         beside=options["coordinator_here"] or not options["coordinator"],
         verbose=options["verbose"],
     )
+
+
+def _memory_of(place: RunPlace, name: str, options: dict[str, Any]) -> Path | None:
+    """Where the node's agent is, if not where all jobs of this machine have it.
+
+    Of simulated nodes each has its own, so that the peer tier sees several. What they left when the job was stopped is
+    where it goes on from, also with one node.
+    """
+    own = place.node(name) / "agent"
+    if (options["simulate_nodes"] or 1) > 1 or own.exists():
+        return own
+    if options["coordinator"] or names.has_agent_directory():
+        return None
+    left = sorted(place.directory.glob("*/agent"), key=lambda one: (not (one / "agent.sock").exists(), one))
+    return left[0] if left else None
 
 
 def _peer_secret(record: Run) -> dict[str, str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import secrets
 import socket
@@ -37,10 +38,11 @@ from elastic.control.messages import (
 )
 from elastic.control.ordering import for_node, refusal
 from elastic.control.recording import Recorder
-from elastic.control.runs import write_private
+from elastic.control.wholeness import Wholeness
 from elastic.errors import PolicyError
 from peerstore.errors import PeerStoreError, ProtocolError, RequestError
 from peerstore.frames import decode
+from peerstore.server import private_directory
 from peerstore.transport.handshake import admit
 from peerstore.transport.seam import Channel
 from peerstore.transport.tcp import TcpChannel, TcpTransport
@@ -106,11 +108,15 @@ class Coordinator:
                 if not self._nodes or self._clock() - over_at > self._farewell_s:
                     break
         self.close()
-        over, reason = self.desk.over or Over.STOPPED, self.desk.reason
-        if over in (Over.STOPPED, Over.GAVE_UP):
-            reason = f"{reason} ({self.desk.whole})"  # as all ranks have said by now that they were told
-        self._recorder.ended(over, reason)
+        over = self.desk.over or Over.STOPPED
+        reason = self.desk.reason if self.desk.over is not None else "the coordinator was told to end"
+        self._recorder.ended(over, f"{reason} ({self.whole})" if over in (Over.STOPPED, Over.GAVE_UP) else reason)
         return over, reason
+
+    @property
+    def whole(self) -> Wholeness:
+        """As ranks have said so far; what was sealed since, the nodes' agents know."""
+        return self.desk.whole
 
     def end(self) -> None:
         """Have ``run`` return at once, whatever becomes of the job; from any thread."""
@@ -175,10 +181,8 @@ class Coordinator:
         """Before anybody hears of it: whatever happens to everybody, no two worlds have the same number."""
         if self._epoch_file is not None and self.desk.world.epoch > self._epoch:
             try:
-                write_private(self._epoch_file, str(self.desk.world.epoch).encode())
-            except (
-                OSError
-            ) as error:  # too many open files, a full disk: nodes train on, and hear of it once it is there
+                _note_epoch(self._epoch_file, self.desk.world.epoch)
+            except OSError as error:  # too many open files, say: nodes train on, and hear of it once it is there
                 if not self._silent:
                     log.error("the world's number cannot be written to %s, so nodes wait: %s", self._epoch_file, error)
                 self._silent = True
@@ -250,6 +254,10 @@ class Coordinator:
 
     def _said(self, connection: Connection, says: NodeSays, now: float) -> None:
         refused = self.desk.hear(says, now)
+        if refused and (above := self.desk.life_before(says, now)):
+            log.info("the clock of node %s has gone back: it is told to begin after its last supervisor", says.node)
+            self._say(connection, NodeHears(self.desk.incarnation, says.life, life_over=True, above=above), now)
+            return
         if refused:
             log.warning("a supervisor was refused: %s", refused)
             hears = NodeHears(self.desk.incarnation, says.life, over=Over.REFUSED, reason=refused)
@@ -275,8 +283,32 @@ class Coordinator:
         return self._packed[1]
 
 
+def _note_epoch(file: Path, epoch: int) -> None:
+    """In place and always as long: where it is there once, this takes no more room on a disk that is full by now."""
+    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(fd, f"{epoch:020d}".encode(), 0)
+    finally:
+        os.close(fd)
+
+
+def has_room(file: Path) -> bool:
+    """Whether the newest world's number can be noted there, from here on also where the disk is full by then."""
+    try:
+        if not file.exists():
+            private_directory(file.parent)
+        _note_epoch(file, _epoch_in(file))
+    except (OSError, PeerStoreError) as error:
+        log.warning("a coordinator that is started after this one learns the world's number from its nodes: %s", error)
+        return False
+    return True
+
+
 def _epoch_in(file: Path | None) -> int:
     try:
-        return -1 if file is None else int(file.read_text())
+        if file is None:
+            return -1
+        with file.open("rb") as found:
+            return int(found.read(32))
     except (OSError, ValueError):
         return -1

@@ -192,6 +192,14 @@ class Desk:
             self._reported = formed
         return self._reported
 
+    def life_before(self, says: NodeSays, now: float) -> int:
+        """The later life, by the clock it had, of a supervisor that has gone; 0 where there is none, or it is there."""
+        seen = self.nodes.get(says.node)
+        if seen is None or seen.says.life <= says.life:
+            return 0
+        is_there = seen.connected and now - seen.heard_at <= self.settings.return_s
+        return 0 if is_there else seen.says.life
+
     def gone(self, node: str, life: int, now: float) -> None:
         """A node's connection has ended; it may come back."""
         seen = self.nodes.get(node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import queue
 import signal
 import sys
@@ -60,6 +61,8 @@ class Launcher:
         """How the coordinator ended."""
         self._over_at: float | None = None
         self._restarts: collections.deque[float] = collections.deque()
+        self._epoch_note = os.memfd_create("elastic-epoch", os.MFD_CLOEXEC) if coordinator is not None else -1
+        """Where one coordinator leaves the newest world's number to the next: in no directory, which may be full."""
         self._address = nodes[0].coordinator if nodes else ""
         self._interrupts = 0
         self._asking: list[threading.Thread] = []
@@ -70,6 +73,8 @@ class Launcher:
         before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
         try:
             if self._coordinator is not None:
+                note = f"/proc/{os.getpid()}/fd/{self._epoch_note}"
+                self._coordinator = msgspec.structs.replace(self._coordinator, epoch_file=note)
                 self._lead(self._coordinator)
                 self._address = self._wait_address(self._coordinator)
             self._told_address(self._address)
@@ -80,6 +85,8 @@ class Launcher:
             return self._verdict()
         finally:
             self._end_all()
+            if self._epoch_note >= 0:
+                os.close(self._epoch_note)
             for number, handler in before.items():
                 signal.signal(number, handler)
 

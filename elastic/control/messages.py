@@ -215,6 +215,8 @@ class NodeHears(msgspec.Struct, frozen=True):
     """Somebody asked this node back: it has so long."""
     life_over: bool = False
     """It was given up for lost meanwhile: it is to begin a new life."""
+    above: Number = 0
+    """Later than this one, whatever the node's clock says: it may have gone back since."""
     over: Over | None = None
     reason: str = ""
 

@@ -29,6 +29,7 @@ def for_node(desk: Desk, node: str, now: float) -> NodeHears:
         cut=released.cut if released is not None and is_released else False,
         leave_s=None if seen.leave_by is None else max(0.0, seen.leave_by - now),
         life_over=desk.is_past(seen.says) and not is_released,
+        above=desk.world.gone.get(node, 0),
         over=desk.over,
         reason=desk.reason or seen.leave_reason,
     )

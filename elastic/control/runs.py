@@ -57,6 +57,7 @@ class RunPlace:
         self.secret_file = self.directory / "secret"
         self.address_file = self.directory / "address"
         self.epoch_file = self.directory / "epoch"
+        """Of a coordinator that is started alone."""
         self.end_file = self.directory / "end"
         """The job's last words, once there are some."""
 
@@ -109,7 +110,7 @@ class RunPlace:
         return ""
 
     def remove(self) -> None:
-        for path in (self.file, self.secret_file, self.address_file, self.epoch_file, self.end_file):
+        for path in (self.file, self.secret_file, self.address_file, self.end_file):
             path.unlink(missing_ok=True)
 
     def read(self) -> Run:

@@ -78,6 +78,16 @@ def has_peer_secret(environ: Mapping[str, str] = os.environ) -> bool:
     return bool(load_settings(environ).peer.secret)
 
 
+def has_agent_name(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this node's agent has a name of its own."""
+    return bool(load_settings(environ).agent.node)
+
+
+def has_agent_directory(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether somebody has said where this machine's agent is."""
+    return bool(load_settings(environ).agent.directory)
+
+
 def is_rootless(environ: Mapping[str, str] = os.environ) -> bool:
     """``$ELASTIC_ROOTLESS``: 1 for a store on every node; 0, or not set, for one in all."""
     said = environ.get(ROOTLESS_SWITCH, "")

@@ -38,7 +38,9 @@ class SupervisorPlane:
         try:
             self._sock = connect(seat.socket)
         except PeerStoreError as error:
-            raise ControlLostError(f"the supervisor cannot be asked: {error}") from error
+            raise ControlLostError(
+                f"this node's supervisor does not answer on {seat.socket}: it has ended, or is another user's"
+            ) from error
         self._changed = threading.Condition()
         self._says = RankSays(0, Stand.INSIDE)
         self._progress: Progress | None = None

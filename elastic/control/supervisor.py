@@ -5,6 +5,7 @@ All that is decided here is in :class:`~elastic.control.seats.Seats`; this is it
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -30,6 +31,7 @@ from elastic.control.seats import Cut, End, Inject, Seats, Start
 from elastic.inject.outside import strike
 from elastic.inject.plan import Injection
 from peerstore.cluster.nodes import node_id
+from peerstore.errors import PeerStoreError
 from peerstore.server import private_directory
 
 log = logging.getLogger(__name__)
@@ -236,6 +238,8 @@ class Supervisor:
             self._post(partial(self._ended, start.token, status, printed.path, time.time()))
 
         try:
+            with contextlib.suppress(PeerStoreError):  # the socket in it was made while it was private
+                private_directory(settings.directory)
             self._running[start.token] = self._spawn(
                 settings.command, environ=self._environ(start), sink=printed.line, ended=ended, name=label
             )
@@ -296,6 +300,7 @@ class Supervisor:
     def _ordered(self, orders: NodeHears) -> None:
         self._alone_since, self.seats.cut_off = None, False
         if orders.life_over and orders.life == self.seats.life and self.seats.over is None:
+            self._last_life = max(self._last_life, orders.above)
             self.seats.reborn()
         else:
             self.seats.ordered(orders, self._clock())

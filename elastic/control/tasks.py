@@ -5,6 +5,7 @@ A task is JSON on the command line. Secrets are in files that only this user can
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -93,15 +94,18 @@ def main(text: str) -> int:
     if over not in (Over.FINISHED, Over.DISMISSED):
         words = reason if reason.startswith(over.value) else f"{over.value}: {reason}"
         if isinstance(task, CoordinatorTask) and task.end_file:
-            write_private(Path(task.end_file), words.encode())
+            try:
+                write_private(Path(task.end_file), words.encode())
+            except OSError as error:  # a full disk: they are said here, then
+                log.warning("%s (%s cannot be written: %s)", one_line(words), task.end_file, error)
         elif isinstance(task, CoordinatorTask) or not task.beside or over is Over.REFUSED:
-            log.warning("%s", words)
+            log.warning("%s", one_line(words))
     return STATUS[over]
 
 
 def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
-    """Be a job's coordinator until the job is over, or SIGTERM."""
-    from elastic.control.coordinator import Coordinator
+    """Be a job's coordinator until the job is over, or SIGTERM; see :func:`one_line`."""
+    from elastic.control.coordinator import Coordinator, has_room
     from elastic.control.desk import DeskSettings
     from elastic.control.recording import WHO
     from tieredckpt.ledger import LedgerWriter, ledger_from_environ
@@ -111,15 +115,29 @@ def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
         task.job, task.policy, task.nproc, task.store, task.dead_after_s, task.return_s, task.gather_s, task.hang
     )
     epoch_file = Path(task.epoch_file) if task.epoch_file else None
+    if epoch_file is not None and not has_room(epoch_file):
+        epoch_file = None
     ledger = LedgerWriter(task.ledger, name=WHO) if task.ledger else ledger_from_environ()
     coordinator = Coordinator(
         settings, secret, listen=task.listen, fresh=task.fresh, epoch_file=epoch_file, ledger=ledger
     )
     heed({signal.SIGTERM: coordinator.end, signal.SIGINT: coordinator.end})
     log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)
-    if task.address_file:
+    if task.address_file and task.fresh:  # one that is started again listens where the one before it did
         write_private(Path(task.address_file), coordinator.address.encode())
-    return coordinator.run()
+    over, reason = coordinator.run()
+    if task.epoch_file and over is not Over.REFUSED and coordinator.desk.over is not None:
+        with contextlib.suppress(OSError):  # the next job of that name begins with a world 0
+            os.truncate(task.epoch_file, 0)
+    if over in (Over.STOPPED, Over.GAVE_UP):
+        reason = f"{reason}\n{coordinator.whole}"
+    return over, reason
+
+
+def one_line(words: str, resumable: str = "") -> str:
+    """What :func:`coordinate` says: its second line is of steps, as ranks have said; agents may know of a newer one."""
+    why, _, said = words.partition("\n")
+    return f"{why} ({resumable or said})" if resumable or said else why
 
 
 def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:

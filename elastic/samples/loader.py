@@ -12,6 +12,7 @@ checkpoint never has samples that the model has not seen, nor lacks any that it 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,6 +31,8 @@ from elastic.samples.order import Order
 from elastic.samples.permutation import I64
 from elastic.samples.shares import Shares
 from elastic.samples.source import Fetched, Source, Task, size_of
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,9 @@ class ElasticDataLoader:
         self._place = START
         self._feed = Feed(self.course, shares, START, epochs)
         self._allow = tuple(allow)
-        self._generation = torch.full((1,), self._feed.generation).share_memory_()
+        self._generation = torch.full((1,), self._feed.generation)
+        if num_workers and not _is_shared(self._generation):
+            num_workers, prefetch_factor, timeout_s, multiprocessing_context = 0, None, 0, None
         self._source = Source(dataset, collate_fn, seed=seed, generation=self._generation, seed_samples=seed_samples)
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
@@ -254,3 +259,13 @@ class ElasticDataLoader:
                 " samples would be lost"
             )
         self._place, self._open = step.after, None
+
+
+def _is_shared(generation: torch.Tensor) -> bool:
+    """Whether workers can look at it, and hand over what they read: not where the machine's shared memory is full."""
+    try:
+        generation.share_memory_()
+    except RuntimeError as error:
+        log.warning("this process reads its samples itself, as its workers have no shared memory: %s", error)
+        return False
+    return True

@@ -18,6 +18,7 @@ from elastic.control.messages import PROTOCOL, Formed, NodeHears, NodeSays, Over
 from elastic.control.plane import Want
 from elastic.control.settings import RankSeat
 from elastic.control.supervised import SupervisorPlane
+from elastic.control.supervisor import Supervisor, SupervisorSettings
 from elastic.errors import ControlLostError, RefusedError
 from elastic.world.policy import ScalingPolicy
 from peerstore import frames
@@ -152,6 +153,41 @@ def test_changes_without_a_report_that_they_are_of(coordinator):
         assert channel.receive(within_s=10) is None
     channel.close()
     assert lives(coordinator)
+
+
+def test_a_supervisor_whose_clock_went_back_is_told_after_which_life_it_begins(coordinator):
+    def say(channel, life):
+        channel.send(encode(NodeSays(1, "n1", life, 1, births=1)))
+        return decode(channel.receive(within_s=10).header, NodeHears)
+
+    def connect():
+        return open_channel(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
+
+    first = connect()
+    assert say(first, 3_600_000).over is None
+    first.close()
+    until(lambda: not coordinator.desk.nodes.get("n1") or not coordinator.desk.nodes["n1"].connected)
+    second = connect()
+    heard = say(second, 5)
+    assert (heard.over, heard.life_over, heard.above) == (None, True, 3_600_000)
+    third = connect()
+    heard = say(third, heard.above + 1)
+    assert (heard.over, heard.life_over, heard.life) == (None, False, 3_600_001)
+    second.close()
+    third.close()
+    assert lives(coordinator)
+
+
+def test_a_supervisor_begins_after_the_life_it_is_told(tmp_path):
+    settings = SupervisorSettings("job", "n1", "127.0.0.1:1", ("true",), tmp_path / "n1", tmp_path / "logs")
+    one = Supervisor(settings, SECRET)
+    try:
+        one.seats.begin()
+        later = one.seats.life + 3_600_000
+        one._ordered(NodeHears("c", one.seats.life, life_over=True, above=later))
+        assert one.seats.life == later + 1
+    finally:
+        one._door.close()
 
 
 @pytest.mark.parametrize(

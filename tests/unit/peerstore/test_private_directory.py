@@ -34,3 +34,13 @@ def test_what_was_there_stays_as_it_is(anybody, tmp_path):
     assert (mode_of(tmp_path / "shared"), mode_of(tmp_path / "shared" / "mine")) == (0o755, 0o700)
     with pytest.raises(RequestError, match="mode 0755"):
         private_directory(tmp_path / "shared")
+
+
+def test_a_private_one_that_nobody_may_enter_is_opened_again(tmp_path):
+    """As after ``chmod 000``, which a superuser does not notice: only the mode tells."""
+    job = tmp_path / "job"
+    private_directory(job / "node")
+    (job / "node").chmod(0)
+    job.chmod(0)
+    private_directory(job / "node")
+    assert [stat.S_IMODE(one.lstat().st_mode) for one in (job, job / "node")] == [0o700, 0o700]

@@ -576,3 +576,23 @@ def test_pinned_memory_is_passed_on():
             loader(even(4, 2), pin_memory=True) as steps,
         ):
             assert len(read(next(steps))) == 4
+
+
+def test_without_shared_memory_the_process_reads_its_samples_itself(monkeypatch, caplog):
+    def full(_):
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    def read(num_workers):
+        options = {"prefetch_factor": 2, "timeout_s": 5, "multiprocessing_context": "fork"} if num_workers else {}
+        with ElasticDataLoader(Numbers(), even(4, 2), seed=3, epochs=1, num_workers=num_workers, **options) as loader:
+            found = []
+            for step in loader:
+                found += [[part.tolist() for part in batch.data] for batch in step]
+                step.commit()
+            return found
+
+    expected = read(0)
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    found = read(2)
+    assert found == expected
+    assert "No space left on device" in caplog.text

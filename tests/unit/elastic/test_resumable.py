@@ -1,0 +1,158 @@
+"""What the next start goes on from, and from whose memory; what gives the same answer again is not tried again."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.cli import running
+from elastic.control.resumable import in_words, resumable_steps
+from elastic.control.runs import Run, RunPlace
+from elastic.control.settings import RankSeat
+from elastic.control.supervised import SupervisorPlane
+from elastic.control.tasks import CoordinatorTask
+from elastic.control.testing import MemoryPlane
+from elastic.errors import ControlLostError, GaveUpError, PolicyError
+from elastic.workers.loop import Policy, run
+from elastic.world.policy import ScalingPolicy
+from tieredckpt import Checkpointer
+from tieredckpt.errors import SettingsError
+
+RUN = Run("job", "", "", 1, 0, ("x",), "/", "/logs", 1.0)
+
+
+class Screen:
+    words = ("run", "train.py")
+
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+@pytest.fixture
+def place(tmp_path):
+    found = RunPlace(tmp_path, "job")
+    found.prepare()
+    return found
+
+
+@pytest.mark.e2e
+def test_what_was_sealed_since_is_asked_of_the_agents(agent_dir):
+    began = time.time_ns()
+    with Checkpointer("tiered://old") as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 90).wait()
+    middle = time.time_ns()
+    with Checkpointer("tiered://new") as ckpt:
+        for step in (7, 8):
+            ckpt.save({"w": torch.ones(3)}, step).wait()
+    assert resumable_steps([{}, {}], middle) == {"new": 8}
+    assert resumable_steps([{}], began) == {"new": 8, "old": 90}
+    assert resumable_steps([{"TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir / "nobody")}], began) == {}
+
+
+def test_the_words_name_the_job_where_there_are_several():
+    assert in_words({}) == ""
+    assert in_words({"a": 3}) == "the last whole step is 3"
+    assert in_words({"b": 4, "a": 3}) == "the last whole step of a is 3, the last whole step of b is 4"
+
+
+def launched(monkeypatch, place, words, *, steps, raises=None, status=7):
+    class Launcher:
+        def __init__(self, *_, **__):
+            pass
+
+        def run(self):
+            if words:
+                place.end_file.write_text(words)
+            if raises is not None:
+                raise raises
+            return status
+
+    monkeypatch.setattr(running, "Launcher", Launcher)
+    monkeypatch.setattr(running, "resumable_steps", lambda environs, since_ns: steps)
+    place.keep_secret(b"s" * 32)
+    leader = CoordinatorTask("job", "", "", ScalingPolicy(), 1, True)
+    record = Run("job", "", str(place.secret_file), 1, 0, ("x",), "/", "/logs", 1.0)
+    screen = Screen()
+    try:
+        running._launch(screen, place, record, [], leader)
+    except GaveUpError:
+        assert raises is not None
+    return screen.notes
+
+
+def test_the_last_words_name_what_is_there_and_not_what_was_heard(monkeypatch, place):
+    said = "stopped: SIGTERM\nthe last whole step is 4"
+    (words,) = launched(monkeypatch, place, said, steps={"a": 9})
+    assert words == "stopped: SIGTERM (the last whole step is 9); the same command resumes it: elastic run train.py"
+    (words,) = launched(monkeypatch, place, said, steps={})
+    assert "(the last whole step is 4); the same" in words
+
+
+def test_there_are_last_words_where_the_coordinator_died_too_often(monkeypatch, place):
+    died = GaveUpError("the coordinator ended 6 times within 60 s")
+    (words,) = launched(monkeypatch, place, "", steps={"a": 9}, raises=died)
+    assert words == (
+        "the coordinator ended 6 times within 60 s (the last whole step is 9); the same command resumes it: "
+        "elastic run train.py"
+    )
+
+
+def test_who_is_not_there_is_the_supervisor(tmp_path):
+    with pytest.raises(ControlLostError, match="this node's supervisor does not answer") as caught:
+        SupervisorPlane(RankSeat(tmp_path / "rank.sock", "token"))
+    assert "agent" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [SettingsError("both are called A"), PolicyError("too few")])
+def test_what_gives_the_same_answer_again_is_not_tried_again(error):
+    plane, tries = MemoryPlane(1), []
+
+    def train(world):
+        tries.append(world.epoch)
+        if len(tries) < 3:
+            raise error
+
+    with pytest.raises(GaveUpError, match=str(error)):
+        run(train, plane=plane.seats[0], policy=Policy(backend="none"))
+    assert tries == [0]
+
+
+@pytest.mark.parametrize(("configured", "expected"), [("", "A"), ("pod-7", None)])
+def test_the_node_and_its_agent_have_one_name(monkeypatch, place, configured, expected):
+    monkeypatch.delenv("TIEREDCKPT_AGENT_NODE", raising=False)
+    if configured:
+        monkeypatch.setenv("TIEREDCKPT_AGENT_NODE", configured)
+    options = {"node": "A", "simulate_nodes": None, "agent": True, "coordinator": "", "coordinator_here": False}
+    task = running._node_task(place, RUN, "A", {**options, "verbose": 0})
+    assert task.environ.get("TIEREDCKPT_AGENT_NODE") == expected
+    assert Path(task.directory).name == "A"
+    named = running._node_task(place, RUN, os.uname().nodename, {**options, "node": "", "verbose": 0})
+    assert "TIEREDCKPT_AGENT_NODE" not in named.environ
+
+
+def test_one_node_goes_on_from_what_simulated_ones_left(monkeypatch, place):
+    monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY", raising=False)
+
+    def memory(name="here", **more):
+        options = {"node": "", "simulate_nodes": None, "agent": True, "coordinator": "", "coordinator_here": False}
+        task = running._node_task(place, RUN, name, {**options, "verbose": 0, **more})
+        return task.environ.get("TIEREDCKPT_AGENT_DIRECTORY"), task.environ.get("TIEREDCKPT_AGENT_NODE")
+
+    n0, n8 = place.node("n0") / "agent", place.node("n8") / "agent"
+    assert memory() == (None, None)
+    assert memory("n0", simulate_nodes=2) == (str(n0), "n0")
+    n0.mkdir(parents=True)
+    n8.mkdir(parents=True)
+    (n8 / "agent.sock").touch()
+    assert memory() == (str(n8), "n8")  # which is there still
+    assert memory("n0", simulate_nodes=1) == (str(n0), "n0")
+    assert memory(coordinator="10.0.0.1:7") == (None, None)
+    monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", "/elsewhere")
+    assert memory() == (None, None)
