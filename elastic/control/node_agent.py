@@ -32,8 +32,9 @@ class NodeAgent:
     begins before them, and they end with it.
     """
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
+    def __init__(self, environ: Mapping[str, str], job: Path | None = None) -> None:
+        """An agent in ``job``, the job's own directory, is for nobody else: it ends with it, whoever started it."""
+        self._environ, self._job = environ, job
         self._mine: AgentPlace | None = None
         self._place: AgentPlace | None = None
         """Of the agent that is looked after."""
@@ -49,6 +50,8 @@ class NodeAgent:
             try:
                 connect(place.socket, named=place.named).close()
             except PeerStoreError:
+                self._mine = place
+            if self._job is not None and self._job in place.directory.parents:
                 self._mine = place
             launch().close()
             caretakers.begin(place, launch, partial(replace_hung, place))

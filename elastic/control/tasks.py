@@ -137,6 +137,8 @@ def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
 def one_line(words: str, resumable: str = "") -> str:
     """What :func:`coordinate` says: its second line is of steps, as ranks have said; agents may know of a newer one."""
     why, _, said = words.partition("\n")
+    if not why:
+        return resumable or said
     return f"{why} ({resumable or said})" if resumable or said else why
 
 
@@ -160,7 +162,7 @@ def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:
         heartbeat_s=task.heartbeat_s,
         environ=task.environ,
     )
-    agent = NodeAgent({**os.environ, **task.environ})
+    agent = NodeAgent({**os.environ, **task.environ}, settings.directory.parent)
     supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, cutting=agent.cut_off)
     heed(
         {

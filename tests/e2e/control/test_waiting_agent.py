@@ -99,3 +99,24 @@ def test_ranks_leave_the_agent_to_their_supervisor():
         agent.close()
         rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
         assert rank.returncode == 0, "it is theirs when the supervisor has ended"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_one_that_outlived_its_supervisor_ends_with_the_job_that_it_is_of(own):
+    with agent_directory() as directory:
+        environ = {
+            "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
+            "TIEREDCKPT_AGENT_BUDGET": "16MiB",
+            "TIEREDCKPT_AGENT_LINGER_S": "3600",
+        }
+        with contextlib.closing(NodeAgent(environ)) as killed:
+            killed.start()
+            pid = agent_pid(directory)
+            assert pid is not None
+            second = NodeAgent(environ, directory.parent if own else directory.parent / "another")
+            second.start()
+        second.end()
+        if own:
+            wait_gone(pid)
+        else:  # other jobs may use it
+            assert started_at(pid) >= 0

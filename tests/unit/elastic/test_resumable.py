@@ -95,6 +95,11 @@ def test_the_last_words_name_what_is_there_and_not_what_was_heard(monkeypatch, p
     assert "(the last whole step is 4); the same" in words
 
 
+def test_where_nobody_could_write_why_the_step_is_said_all_the_same(monkeypatch, place):
+    (words,) = launched(monkeypatch, place, "", steps={"a": 9})
+    assert words == "the last whole step is 9; the same command resumes it: elastic run train.py"
+
+
 def test_there_are_last_words_where_the_coordinator_died_too_often(monkeypatch, place):
     died = GaveUpError("the coordinator ended 6 times within 60 s")
     (words,) = launched(monkeypatch, place, "", steps={"a": 9}, raises=died)

@@ -28,7 +28,7 @@ def losses(one: Analysis) -> Markup:
     if undone:
         note += f"; {undone:,} of them {'was' if undone == 1 else 'were'} undone by a fault (in yellow)"
     if bad:
-        note += f"; {_not_finite(bad)} (in red, where the curve has a gap)"
+        note += f"; {_not_finite(bad)} (in red)"
     lines = ", and dashed lines are faults" if one.faults else ""
     parts = (tag("h3", "over steps"), _over_steps(told, bad), tag("h3", "over time", lines), _over_time(one, told, bad))
     return section("loss", "Loss", parts, note=f"{note}.")
