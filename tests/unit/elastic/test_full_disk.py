@@ -61,7 +61,13 @@ def test_the_last_words_are_said_where_they_cannot_be_written(task, tmp_path, mo
 def test_one_that_is_started_again_needs_no_file(task, tmp_path, monkeypatch):
     """Where it listens is written down already, and the number of the world has no room."""
     ran = []
-    monkeypatch.setattr(Coordinator, "run", lambda self: ran.append(self._epoch_file) or (Over.STOPPED, ""))
+
+    def run(self):
+        self.close()
+        ran.append(self._epoch_file)
+        return Over.STOPPED, ""
+
+    monkeypatch.setattr(Coordinator, "run", run)
     monkeypatch.setattr(tasks, "heed", lambda _: None)
     away = str(tmp_path / "not there" / "address")
     tasks.coordinate(tasks.msgspec.structs.replace(task, fresh=False, address_file=away), b"s" * 32)
