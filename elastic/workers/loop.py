@@ -27,6 +27,7 @@ from elastic.workers.losses import Losses, NonFinite
 from elastic.workers.recording import Recording, recording
 from elastic.workers.watching import Watch, signals_to, usual_wishes
 from elastic.workers.world import World
+from tieredckpt.errors import UsageError
 from tieredckpt.live.fence import Fence, fenced
 from tieredckpt.preemption import left_to_others
 
@@ -300,7 +301,7 @@ class _Rank(Generic[T]):
         self._last_error = error
         log.error("epoch %d, rank %d: the train function failed", world.epoch, world.rank, exc_info=error)
         try:
-            final = isinstance(error, NonFiniteLossError) and error.final
+            final = error.final if isinstance(error, NonFiniteLossError) else isinstance(error, UsageError)
             self._plane.fault(f"{type(error).__name__}: {error}", final=final)
         except ElasticError as unheard:
             log.warning("the fault was not heard: %s", unheard)
