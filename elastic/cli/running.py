@@ -195,7 +195,7 @@ def join(screen: ElasticScreen, /, job: str | None, node: str, **options: Any) -
 def coordinator(screen: ElasticScreen, /, listen: str, job: str, secret: str, verbose: int, **options: Any) -> int:
     """Only a coordinator, for nodes that are started with `elastic run --coordinator HOST:PORT`.
 
-    It keeps nothing: ended and started again, it learns the job from its nodes, whose ranks train on meanwhile.
+    It keeps nothing but the newest world's number: started again, it learns the job from its nodes, which train on.
     """
     import logging
 
