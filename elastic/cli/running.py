@@ -180,7 +180,10 @@ def join(screen: ElasticScreen, /, job: str | None, node: str, **options: Any) -
     os.chdir(record.folder)
     with place.held(f"{name}.lock"):
         task = _node_task(
-            place, record, name, {**options, "simulate_nodes": 2, "coordinator": "", "coordinator_here": False}
+            place,
+            record,
+            name,
+            {**options, "node": "", "simulate_nodes": 2, "coordinator": "", "coordinator_here": False},
         )
         return _launch(screen, place, record, [task], None)
 
