@@ -23,7 +23,7 @@ from elastic.control import settings as names
 from elastic.control.launching import Launcher
 from elastic.control.resumable import in_words, resumable_steps
 from elastic.control.runs import Run, RunPlace, secret_of
-from elastic.control.tasks import STATUS, CoordinatorTask, NodeTask, coordinate, one_line
+from elastic.control.tasks import STATUS, CoordinatorTask, NodeTask, coordinate, environ_of, one_line
 from elastic.errors import PolicyError
 from elastic.inject.record import Record
 from elastic.rootless.placement import ROOTLESS
@@ -249,7 +249,7 @@ def _launch(
     finally:
         words = (place.last_words() if leader is not None else "") or words
         if leader is not None and status in (Exit.STOPPED, Exit.GAVE_UP):
-            steps = resumable_steps([task.environ for task in nodes if task.agent], began_ns)
+            steps = resumable_steps([environ_of(task) for task in nodes if task.agent], began_ns)
             screen.note(_resuming(one_line(words, in_words(steps)), screen.words))
         if leader is not None:
             place.remove()

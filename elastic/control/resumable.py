@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Mapping
 
 from peerstore.errors import PeerStoreError
@@ -25,7 +24,7 @@ def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int) -> dic
     found: dict[str, int] = {}
     for environ in environs:
         try:
-            settings = load_settings({**os.environ, **environ})
+            settings = load_settings(environ)
             if settings.enabled:
                 for job, step in _on_node(settings, since_ns).items():
                     found[job] = max(step, found.get(job, -1))

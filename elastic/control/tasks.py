@@ -85,6 +85,11 @@ def environ_for(more: dict[str, str] | None = None) -> dict[str, str]:
     return {**importable(os.environ), **(more or {})}
 
 
+def environ_of(task: NodeTask) -> dict[str, str]:
+    """What its supervisor is started with."""
+    return environ_for(task.environ)
+
+
 def main(text: str) -> int:
     """Carry out one task; its status."""
     task: CoordinatorTask | NodeTask = from_json(text, CoordinatorTask | NodeTask)

@@ -51,9 +51,9 @@ def test_what_was_sealed_since_is_asked_of_the_agents(agent_dir):
     with Checkpointer("tiered://new") as ckpt:
         for step in (7, 8):
             ckpt.save({"w": torch.ones(3)}, step).wait()
-    assert resumable_steps([{}, {}], middle) == {"new": 8}
-    assert resumable_steps([{}], began) == {"new": 8, "old": 90}
-    assert resumable_steps([{"TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir / "nobody")}], began) == {}
+    assert resumable_steps([os.environ, os.environ], middle) == {"new": 8}
+    assert resumable_steps([os.environ], began) == {"new": 8, "old": 90}
+    assert resumable_steps([{**os.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir / "nobody")}], began) == {}
 
 
 def test_the_words_name_the_job_where_there_are_several():
