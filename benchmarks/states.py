@@ -20,10 +20,12 @@ from torch.distributed.tensor import DTensor, Shard
 State = dict[str, Any]
 _COLUMNS = 64
 _LAYERS = 6
+_TOP_OF_EXPONENT = 1 << 30
 
 
 def build(kind: str, size_bytes: int, *, rank: int, world: int) -> State:
-    """``size_bytes`` of random bits over all ranks, the same in every run."""
+    """``size_bytes`` of random bits over all ranks, the same in every run. No element is NaN or infinite: that is not
+    saved."""
     make = _Maker(rank, world)
     if kind == "C":
         return _llama(size_bytes, make)
@@ -57,6 +59,8 @@ class _Maker:
 
 def _fill(tensor: torch.Tensor, random: np.random.Generator) -> torch.Tensor:
     raw(tensor).numpy()[...] = np.frombuffer(random.bytes(tensor.nbytes), dtype=np.uint8)
+    if tensor.dtype == torch.float32:
+        tensor.view(torch.int32).bitwise_and_(~_TOP_OF_EXPONENT)
     return tensor
 
 

@@ -63,7 +63,8 @@ def save(job, state, step=1):
 
 
 @pytest.fixture
-def saved(agent_dir, durable):
+def saved(agent_dir, durable, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_MEMORY_NONFINITE", "save")  # any bits are exported
     job = Job(agent_dir, durable, "m")
     save(job, model_state())
     return job

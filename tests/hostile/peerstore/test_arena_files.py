@@ -15,7 +15,7 @@ from peerstore.owners import myself
 from peerstore.records import Lease, ShardRecord
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
-from tests.support.stores import MIB, content, fill, key, load, save, store_directory
+from tests.support.stores import MIB, content, key, load, save, store_directory
 
 GOOD, VICTIM = key(1), key(2)
 SLOT = "slot.job.0.00000000000000ff"
@@ -114,7 +114,8 @@ def test_a_lease_note_does_not_choose_its_file(directory):
     arena.put_note(f"lease.{SLOT}", leased())
     with opened(directory) as store:
         assert store.lease(VICTIM, 10, 1).slot == SLOT
-        fill(store.lease(VICTIM, 10, 1), content(VICTIM, 10))
+        with (directory / "slots" / SLOT).open("r+b") as file:  # other tests have slots of this name, too
+            file.write(content(VICTIM, 10))
         store.seal(store.lease(VICTIM, 10, 1).id, 10)
         assert load(store, VICTIM) == content(VICTIM, 10)
 

@@ -38,6 +38,7 @@ def test_every_error_of_the_package_has_a_code():
     assert {name for name, code in codes.items() if code is Exit.FAILED} == {
         "TieredCheckpointError",
         "SaveFailedError",
+        "NonFiniteStateError",
         "RestoreProofError",  # of a job's own process, never of a command
     }
 
