@@ -24,6 +24,8 @@ _LATE_S = 2.0
 """A piece is nobody's fault before it has been on its way for so long."""
 _TIMES = 4.0
 """A source that takes so many times as long as another one for a piece is slow."""
+_LOOK_S = 0.5
+"""What came of a late piece in so long is its source's pace."""
 _UNMEASURED_BYTES_PER_S = 4 << 20
 """What a source that has sent nothing yet is expected to do."""
 
@@ -75,6 +77,9 @@ class Piece:
     """Who was asked for it last."""
     asked_at: float = 0.0
     arrived_bytes: int = 0
+    looked_at: float | None = None
+    """When it was late and seemed to come in time, and what had arrived then."""
+    looked_bytes: int = 0
     cut: Callable[[], object] = lambda: None
     """Ends the connection that it is to come on."""
 
@@ -138,7 +143,7 @@ class Board:
                 if piece is not None:
                     heapq.heappop(self._free[source])
                     piece.busy, piece.holder, piece.cut = True, source, cut
-                    piece.asked_at, piece.arrived_bytes = self._clock(), 0
+                    piece.asked_at, piece.arrived_bytes, piece.looked_at = self._clock(), 0, None
                     self._away[id(piece)] = piece
                     return piece
                 if not wait:
@@ -171,11 +176,25 @@ class Board:
             since = now - piece.asked_at
             if since < _LATE_S + _TIMES * own_s:
                 again.append(_LATE_S + _TIMES * own_s - since)
-            elif piece.arrived_bytes * (since + _TIMES * own_s) < piece.size_bytes * since:  # at its pace it needs more
+            elif self._needs_more(piece, now, _TIMES * own_s):
                 self._take_from(piece)
             else:
-                again.append(own_s)
+                again.append(_LOOK_S)
         return min(again, default=None)
+
+    def _needs_more(self, piece: Piece, now: float, limit_s: float) -> bool:
+        """Whether what is left of a late piece will take longer, at the pace since it was asked for or of late."""
+        left = piece.size_bytes - piece.arrived_bytes
+        if left * (now - piece.asked_at) > piece.arrived_bytes * limit_s:
+            return True
+        if piece.looked_at is not None:
+            passed_s = now - piece.looked_at
+            if passed_s < _LOOK_S:
+                return False
+            if left * passed_s > (piece.arrived_bytes - piece.looked_bytes) * limit_s:
+                return True
+        piece.looked_at, piece.looked_bytes = now, piece.arrived_bytes
+        return False
 
     def _take_from(self, piece: Piece) -> None:
         log.warning(

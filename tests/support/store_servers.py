@@ -6,6 +6,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator
 
+from tests.support.agents import stop_process
 from tests.support.zygote import Zygote
 
 
@@ -27,7 +28,7 @@ class StoreServer:
         return f"{self.host}:{self.port}"
 
     def stop(self) -> None:
-        self._running.kill(signal.SIGSTOP)
+        stop_process(self._running.pid)
 
     def go_on(self) -> None:
         self._running.kill(signal.SIGCONT)

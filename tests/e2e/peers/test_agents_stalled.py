@@ -64,7 +64,7 @@ def test_a_source_that_sends_a_byte_now_and_then_costs_its_share_and_the_other_o
         with job.reading(large, ["n2", "n1"]) as read:
             read.peers["n2"].close()
             read.peers["n2"] = Peer(TcpTransport(), f"127.0.0.1:{line.port}", read.peers["n1"]._pass)
-            data, pulled = reads.submit(read).result(120)  # at its pace it would take days
+            data, pulled = reads.submit(read).result(240)  # at its pace it would take days
         assert data == content(large, size)
         assert pulled.failed == {}
         assert pulled.bytes_from["n1"] > 0.75 * size

@@ -226,6 +226,6 @@ def test_agents_of_several_machines_prove_the_jobs_secret(place, monkeypatch, co
     if configured:
         monkeypatch.setenv("TIEREDCKPT_PEER_SECRET", configured)
     options = {"simulate_nodes": None, "coordinator": "10.0.0.1:7", "coordinator_here": False, "agent": True}
-    task = running._node_task(place, place.read(), "n1", {**options, "verbose": 0})
+    task = running._node_task(place, place.read(), "n1", {**options, "node": "", "verbose": 0})
     settings = load_settings({**os.environ, **task.environ})
     assert secret_of(settings.peer) == (configured.encode() or place.secret_file.read_bytes())

@@ -153,6 +153,23 @@ def test_one_that_is_about_to_be_done_keeps_what_it_has():
     assert slow.cuts == 0
 
 
+def test_one_that_stops_shortly_before_its_end_does_not_keep_what_it_has():
+    now = [0.0]
+    board, slow, quick = slow_and_quick([MIB, MIB], clock=lambda: now[0])
+    kept = slow.take()
+    quick.take()
+    now[0] = 0.01
+    quick.done()
+    kept.arrived_bytes = MIB - 1000  # nearly all of it, at once
+    now[0] = 3.0
+    again = board._look_after("quick")
+    assert slow.cuts == 0
+    now[0] += again
+    kept.arrived_bytes += 1
+    board._look_after("quick")
+    assert slow.cuts == 1
+
+
 def test_what_only_the_slow_source_has_left_still_comes_from_it():
     now = [0.0]
     board, slow, quick = slow_and_quick([MIB, MIB], clock=lambda: now[0])
