@@ -386,6 +386,7 @@ def test_restoring_again_and_again_leaves_nothing_open_and_never_begins_at_zero(
     fresh = trained(2, steps=0) | {"large": torch.ones(4 << 20)}
 
     def footprint():
+        """What another test left may still go meanwhile."""
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
@@ -397,7 +398,7 @@ def test_restoring_again_and_again_leaves_nothing_open_and_never_begins_at_zero(
             seen.append(footprint())
             memory.append(psutil.Process().memory_full_info().uss)
         assert ckpt.last_restore.proof.size_bytes
-    assert seen[-1] == seen[4]
+    assert all(last <= first for last, first in zip(seen[-1], seen[4], strict=True)), seen
     assert memory[-1] - memory[4] < 3 * state["large"].nbytes  # of 15 restores
 
 
