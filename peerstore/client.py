@@ -323,9 +323,11 @@ class Client:
             if until - time.monotonic() > _SILENT_S:
                 self._replace()
 
-    def tell(self, op: str, body: object, *, timeout_s: float, seek: Connector | None = None) -> None:
+    def tell(
+        self, op: str, body: object, *, timeout_s: float, seek: Connector | None = None, answer: type[T] | Any = None
+    ) -> Any:
         """Say something the agent may miss, on a connection that is open, or on one that ``seek`` finds: nothing is
-        repeated, and no agent is started to hear it.
+        repeated, and no agent is started to hear it. What it answers as an ``answer``; ``None`` without one.
         """
         with self._lock:
             sock = self._idle.pop() if self._idle and self._pid == os.getpid() else None
@@ -333,13 +335,17 @@ class Client:
             if sock is None and seek is not None and not self._closed:
                 sock = self._greet(seek(), timeout_s)
             if sock is None:
-                return
+                return None
             undo.callback(sock.close)
             sock.settimeout(timeout_s)
             frames.send(sock, self._request(op, frames.encode_raw(body), timeout_s))
-            if frames.receive(sock, Response) is not None:
+            response = frames.receive(sock, Response)
+            if response is not None:
                 undo.pop_all()
                 self._give_back(sock)
+                if answer is not None and not response.error:
+                    return frames.decode(response.body, answer)
+        return None
 
     def _error(self, response: Response) -> Exception:
         message = frames.decode(response.body, str)

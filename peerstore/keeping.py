@@ -41,6 +41,14 @@ class Keeping:
             self._jobs.bury(job, reason)
             self.forget(job, None)
 
+    def drop_unused(self) -> None:
+        """Slots that nobody is going to fill. What is known of their jobs stays."""
+        with self._shelf.lock:
+            held = {slot.job for slot in self._shelf.slots.values() if slot.record is not None}
+            for slot in list(self._shelf.slots.values()):
+                if slot.state is SlotState.FREE and slot.job not in held and not self._jobs.active(slot.job):
+                    self._shelf.drop(slot)
+
     def _drop_job(self, job: str) -> None:
         for slot in list(self._shelf.slots.values()):
             if slot.job == job and slot.state is SlotState.FREE:

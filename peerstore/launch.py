@@ -82,6 +82,24 @@ def refuse_hung(place: AgentPlace, *, within_s: float = _PROBE_S) -> bool:
     return False
 
 
+def signal_agent(place: AgentPlace, number: int) -> bool:
+    """Send a signal to this place's agent; False where it does not run. Nobody who was given its number gets one."""
+    try:
+        pid = int(place.lock.read_text())
+        agent = os.pidfd_open(pid)
+    except (OSError, ValueError, OverflowError):
+        return False
+    try:
+        if not _holds(place, pid):
+            return False
+        signal.pidfd_send_signal(agent, number)
+    except (OSError, ValueError):
+        return False
+    finally:
+        os.close(agent)
+    return True
+
+
 @contextlib.contextmanager
 def _hung(place: AgentPlace, within_s: float) -> Iterator[tuple[int, int]]:
     """The agent's process and an open descriptor of it, where it hangs; else (0, -1)."""

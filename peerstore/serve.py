@@ -86,3 +86,5 @@ def serve(
             if not needed():  # nor did anybody come while the door was being closed
                 log.info("nobody has needed this agent for %.0f s, its memory is given back", linger_s)
                 arena.purge(keep=FORGOTTEN)
+        else:
+            store.drop_unused()

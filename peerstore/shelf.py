@@ -133,6 +133,16 @@ class Shelf:
         """What is set aside takes its part of the budget."""
         return dataclasses.replace(self._limits, budget_bytes=max(0, self._limits.budget_bytes - self.aside_bytes))
 
+    def set_budget(self, budget_bytes: int) -> None:
+        """Free slots beyond it go at once, what may be given up with the next lease; what has to stay, stays."""
+        self._limits = dataclasses.replace(self._limits, budget_bytes=budget_bytes)
+        over = sum(view.size_bytes for view in self.views()) - self.limits.budget_bytes
+        for slot in sorted(self.slots.values(), key=lambda slot: -slot.size_bytes):
+            if over > 0 and slot.state is SlotState.FREE:
+                self.drop(slot)
+                over -= slot.size_bytes
+        self.changed.notify_all()
+
     # -- looking ----------------------------------------------------------------------------------------------
 
     def views(self) -> list[SlotView]:

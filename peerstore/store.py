@@ -118,6 +118,12 @@ class NodeStore:
         else:
             self._listeners.sealed(record)
 
+    def set_budget(self, budget: str) -> None:
+        """Another size of the arena from here on, as bytes or a share. :class:`RequestError`: it would keep nothing."""
+        size_bytes = budget_bytes(StoreSettings(budget=budget).budget)
+        with self._lock:
+            self._shelf.set_budget(size_bytes)
+
     # -- who owns a job ---------------------------------------------------------------------------------------
 
     def epoch(self, job: str) -> int:
@@ -428,6 +434,11 @@ class NodeStore:
         """When and why what was kept for the job was given back, where nobody had said so."""
         with self._lock:
             return self._jobs.forgotten(job_name(job))
+
+    def drop_unused(self) -> None:
+        """Give back the slots of jobs that have nothing here and nobody who takes part."""
+        with self._lock:
+            self._keeping.drop_unused()
 
     def idle_s(self) -> float:
         """How long nobody has been connected; 0 while somebody is or while jobs still own shards."""

@@ -127,6 +127,11 @@ class Membership:
             pings.append(Ping(self._members[name].node, self.gossip_for(name)))
         return tuple(pings)
 
+    def unsent(self, nodes: Iterable[NodeId]) -> None:
+        """These were not pinged after all, and are not missed."""
+        for name in nodes:
+            self._sent.pop(name, None)
+
     def queued(self, nodes: Iterable[NodeId]) -> None:
         """The pings to these are not on their way yet: until :meth:`sending` they cannot be late."""
         for name in nodes:

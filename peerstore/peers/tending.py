@@ -65,6 +65,8 @@ class Tending:
         self._lived: set[str] = set()
         self._flying: set[str] = set()
         """Nodes that a ping is on its way to."""
+        self._unmet: set[str] = set()
+        """Those of them that were to be met meanwhile: what they answer now may be of the roster before."""
         self._living: tuple[int, Mapping[str, Node]] = (-1, {})
         self._waited = False
         self._stop = threading.Event()
@@ -202,10 +204,16 @@ class Tending:
                 self._newcomers.announce(self._clock(), roster, self._members.living)
         if news:
             log.info("job %s: roster %d has %d nodes", self._pass.job, roster.version, len(roster.nodes))
-            with self._lock:
-                pings = self._members.meet(self._clock())
-            self._send(pings)
+            self._meet()
             self._noticed()
+
+    def _meet(self) -> None:
+        with self._lock:
+            pings = self._members.meet(self._clock())
+            flying = [ping.node.id for ping in pings if ping.node.id in self._flying]
+            self._members.unsent(flying)
+            self._unmet.update(flying)
+        self._send([ping for ping in pings if ping.node.id not in flying])
 
     def pinged(self, sender: NodeId, ping: Ping) -> Ping:
         before = self._members.changes
@@ -292,6 +300,10 @@ class Tending:
         finally:
             with self._lock:
                 self._flying.discard(node)
+                is_met = node not in self._unmet
+                self._unmet.discard(node)
+        if not is_met:
+            self._meet()
         if self._members.changes != before:
             self._noticed()
 

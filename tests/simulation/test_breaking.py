@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import traceback
 from pathlib import Path
 
@@ -26,18 +27,24 @@ def found(name: str) -> Finding:
     pytest.fail(f"{ENOUGH} schedules, and nothing says {rule.noticed!r}")
 
 
+@pytest.fixture(scope="module")
+def findings():
+    """Each is looked for once."""
+    return functools.cache(found)
+
+
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_rule_is_noticed_and_nothing_is_while_it_holds(name):
-    assert broken(found(name).schedule) is None
+def test_a_broken_rule_is_noticed_and_nothing_is_while_it_holds(name, findings):
+    assert broken(findings(name).schedule) is None
 
 
-def test_every_invariant_notices_some_broken_rule():
+def test_every_invariant_notices_some_broken_rule(findings):
     sites = {
         (path.name, node.lineno)
         for path in Path(__file__).parent.glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Raise) and "Violation" in ast.dump(node)
     }
-    last = [traceback.extract_tb(found(name).violation.__traceback__)[-1] for name in BROKEN]
+    last = [traceback.extract_tb(findings(name).violation.__traceback__)[-1] for name in BROKEN]
     reached = {(Path(frame.filename).name, frame.lineno) for frame in last}
     assert sites - reached == set()

@@ -17,6 +17,7 @@ from peerstore.launch import connect_or_launch
 from peerstore.pages import Mapping, closing, populate_address
 from peerstore.settings import AgentPlace
 from tests.support.agents import agent_pid, end_agent, wait_gone
+from tests.support.neighbours import until
 from tests.support.stores import MIB, client_of, content, fill, key, load, save, store_agent, store_directory
 
 pytestmark = pytest.mark.e2e
@@ -87,8 +88,8 @@ def test_eight_processes_at_the_same_instant_start_one_agent_and_it_outlives_the
     assert arenas != {""}
     pid = agent_pid(directory)
     assert pid not in {None, *(one.pid for one in starters)}
-    log = (directory / "agent.log").read_text()
-    assert log.count(" serves ") == 1, log
+    log = directory / "agent.log"
+    until(lambda: " serves " in log.read_text(), "the agent has said so: it answers a moment before")
     with client_of(directory / "agent.sock", job="job") as client:
         for one in starters:
             say(one)
@@ -98,6 +99,7 @@ def test_eight_processes_at_the_same_instant_start_one_agent_and_it_outlives_the
         save(client, key())
         assert load(client, key()) == content(key(), MIB)
     wait_gone(pid)  # nobody is connected, the job's time is over
+    assert log.read_text().count(" serves ") == 1
     assert sorted(path.name for path in directory.iterdir()) == ["agent.lock", "agent.log", "launch.lock", "notes"]
     assert [path.name for path in (directory / "notes").iterdir()] == ["forgotten.job"]
 

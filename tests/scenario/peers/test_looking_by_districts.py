@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from peerstore.cluster.lookouts import LOOKOUTS, Districts
+from peerstore.cluster.members import MembershipSettings
 from peerstore.errors import PeerStoreError, ProtocolError, RequestError, UnavailableError
 from peerstore.peers.messages import MOST_LOOKED_FOR, Looked, LookedFor, LookFor
 from peerstore.records import ShardKey
@@ -16,12 +17,14 @@ from tests.support.stores import key
 NAMES = tuple(f"n{number:02d}" for number in range(12))
 SPLIT_FROM = 8
 SIZE = 4096
+STEADY = MembershipSettings(heartbeat_s=1.0, ping_timeout_s=10.0, dead_after_s=10.0)
+"""Twelve nodes share this process: one that comes to nothing for half a second would take its clock for leapt."""
 DISTRICTS = Districts(NAMES, split_from=SPLIT_FROM)
 
 
 @pytest.fixture
 def nodes(monkeypatch):
-    with neighbours(*NAMES, copies=2, split_from=SPLIT_FROM) as nodes:
+    with neighbours(*NAMES, copies=2, split_from=SPLIT_FROM, membership=STEADY) as nodes:
         for part, node in enumerate(nodes):
             node.write(key(1, part), SIZE, parts=len(NAMES))
         nodes.settle(1)

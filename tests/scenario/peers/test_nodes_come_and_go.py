@@ -1,6 +1,7 @@
 """Nodes are lost, come back with what they had or without it, and lose each other: copies are made again."""
 
 import contextlib
+import threading
 
 import msgspec
 import pytest
@@ -328,6 +329,34 @@ def test_nodes_that_are_together_again_settle_without_waiting_for_the_next_perio
             node.join(alone)
         assert nodes["n1"].sees("n1")
         nodes.meet()
+        nodes["n1"].write(key(1, 0), parts=2)
+        nodes["n2"].write(key(1, 1), parts=2)
+        nodes.settle(1)
+
+
+def test_a_node_that_is_being_pinged_when_a_roster_comes_is_met_all_the_same():
+    """Its answer to the ping before was of a roster that did not have it any more; the next period is an hour away."""
+    slow = MembershipSettings(heartbeat_s=3600.0)
+    with neighbours("n1", "n2", membership=slow) as nodes:
+        tending = nodes["n1"].team.tending
+        came, has_come, go_on = tending._came, threading.Event(), threading.Event()
+
+        def and_then_hangs(node, answer):
+            came(node, answer)
+            has_come.set()
+            assert go_on.wait(60)
+
+        tending._came = and_then_hangs
+        try:
+            tending.beat()
+            assert has_come.wait(60)
+            alone = roster_of(nodes.plan().roster.version, [nodes["n1"].node])
+            for node in nodes:
+                node.join(msgspec.structs.replace(nodes.plan(), roster=alone))
+            nodes.meet()
+        finally:
+            tending._came = came
+            go_on.set()
         nodes["n1"].write(key(1, 0), parts=2)
         nodes["n2"].write(key(1, 1), parts=2)
         nodes.settle(1)
