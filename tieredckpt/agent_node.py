@@ -57,6 +57,7 @@ from tieredckpt.node import (
     Need,
     Page,
     Passport,
+    Protected,
     StateNames,
     Summary,
     Survey,
@@ -202,8 +203,12 @@ class AgentNode:
             if left <= MAX_WAIT_S or (found.copies >= copies and found.domains >= domains):
                 return found
 
-    def observe(self, job: str, values: Mapping[str, float]) -> None:
-        self.store.tell("observe", Observe(job, dict(values)), timeout_s=_HINT_S, seek=self._seek)
+    def observe(self, job: str, values: Mapping[str, float]) -> Protected | None:
+        told = Observe(job, dict(values))
+        found: Protected | None = self.store.tell(
+            "observe", told, timeout_s=_HINT_S, seek=self._seek, answer=Protected | None
+        )
+        return found
 
     def close(self) -> None:
         self.look_away()

@@ -141,6 +141,7 @@ class Checkpointer:
         self.last_restore: RestoreReport | None = None
         """What :meth:`restore` read, and from which tiers; why it read nothing, where there had been saves."""
         self._preemption = Preemption(self._flush, grace_s) if on_sigterm == "save" else None
+        self._is_first = self._together.rank == 0
         self._last_step = last_step_for(self._location.job, self._together.rank, self._together.size)
 
     @property
@@ -302,18 +303,19 @@ class Checkpointer:
         if not self.settings.enabled:
             return self._save_plain(state, check_step(step), durable=True)
         durable = durable and bool(self.settings.durable.url)
-        try:
-            saved = self._sealed_by_all(step, timeout_s, durable=durable)
-            if saved is None:
-                saved = self._last_saved = self._save(state, check_step(step), durable=durable, wait_s=timeout_s)
-            saved.wait(timeout_s=max(0.0, deadline - time.monotonic()))
-            self._copied(saved, max(0.0, deadline - time.monotonic()))
-        except PeerStoreError as error:
-            raise TierUnavailableError(f"step {step} of {self._location.job}: {error}") from error
-        except CheckpointException as failure:
-            raise own_error(failure) from failure
-        if durable:
-            saved.wait("durable", timeout_s=max(0.0, deadline - time.monotonic()))
+        with deadlines.within(timeout_s):
+            try:
+                saved = self._sealed_by_all(step, timeout_s, durable=durable)
+                if saved is None:
+                    saved = self._last_saved = self._save(state, check_step(step), durable=durable, wait_s=timeout_s)
+                saved.wait(timeout_s=max(0.0, deadline - time.monotonic()))
+                self._copied(saved, max(0.0, deadline - time.monotonic()))
+            except PeerStoreError as error:
+                raise TierUnavailableError(f"step {step} of {self._location.job}: {error}") from error
+            except CheckpointException as failure:
+                raise own_error(failure) from failure
+            if durable:
+                saved.wait("durable", timeout_s=max(0.0, deadline - time.monotonic()))
         return saved
 
     def _sealed_by_all(self, step: int, timeout_s: float, *, durable: bool) -> Saved | None:
@@ -411,14 +413,14 @@ class Checkpointer:
             log.error("step %d of %s was not sealed: %s", saved.step, self._location.job, error)
             saved._state, saved._error = SaveState.FAILED, error
             session.abandon(staged)
-            session.observe(failed=1)
+            self._tell(session, failed=1)
             session.left_out(staged.lease.key)
             if error is problem:
                 raise
             raise error from problem
         saved._state = SaveState.SEALED
         self._last = record.key
-        session.observe(saves=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)
+        self._tell(session, saves=1, saved_bytes=record.size_bytes, seal_seconds=time.perf_counter() - began)
         account(session)
         return record
 
@@ -514,9 +516,15 @@ class Checkpointer:
         """What this call knows; a save that got as far as its seal is counted by whoever seals it."""
         ended = {SaveState.SKIPPED: "skipped", SaveState.FAILED: "failed"}.get(saved.state)
         counts = {ended: 1.0} if ended and saved._sealing is None else {}
+        # Without a session there is no agent to tell, and asking for one again takes as long as before.
         session = session_if_open(self._location.job, self.settings)
-        if session is not None:  # else there is no agent to tell, and asking for one again takes as long as before
-            self._sealer.submit(session.observe, blocked_seconds=blocked_s, **counts)
+        self._sealer.submit(self._tell, session, blocked_seconds=blocked_s, **counts)
+
+    def _tell(self, session: Session | None, **values: float) -> None:
+        """The agent's metrics; the job's first rank writes down what it hears of protection."""
+        found = session.observe(**values) if session is not None else None
+        if self._is_first:
+            self._recorded.protection(found, missed=round(values.get("skipped", 0) + values.get("failed", 0)))
 
     # -- waiting ----------------------------------------------------------------------------------------------
 
@@ -692,6 +700,8 @@ class Checkpointer:
         self._sealer.shutdown()
         session = session_if_open(self._location.job, self.settings)
         if session is not None:
+            if self._is_first and self._last_saved is not None:  # copies may have come since the last save
+                self._tell(session)
             session.look_away()
         if self._preemption is not None:
             self._preemption.close()

@@ -11,13 +11,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Event(Protocol):
@@ -113,6 +117,9 @@ class Device(Protocol):
     def release_cached(self) -> None:
         """Give memory back to the devices that no tensor of this process needs."""
 
+    def on_replay(self, call: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """While the block runs ``call`` is called, in whichever thread, before work captured in a graph is replayed."""
+
 
 class NoDevice:
     """A process that computes on its CPU: a call that returns has done its work, and there is nothing to wait for."""
@@ -160,6 +167,9 @@ class NoDevice:
 
     def release_cached(self) -> None:
         pass
+
+    def on_replay(self, call: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 class _Done:
@@ -248,6 +258,19 @@ class Accelerator:
         self._module.empty_cache()
 
     @contextlib.contextmanager
+    def on_replay(self, call: Callable[[], None]) -> Iterator[None]:
+        with contextlib.ExitStack() as watched:
+            for graph in self._graphs():
+                watched.enter_context(_replays(graph, call))
+            yield
+
+    def _graphs(self) -> list[type]:
+        """``torch.compile(mode="reduce-overhead")`` and ``make_graphed_callables`` use them, too."""
+        own = getattr(self._module, f"{self.type.upper()}Graph", None)
+        generic = getattr(torch.accelerator, "Graph", None)  # from torch 2.12 on
+        return [graph for graph in (own, generic) if graph is not None]
+
+    @contextlib.contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:
         """``with stream``, which torch has from 2.8 on."""
         with self._module.device(stream.device):
@@ -257,6 +280,23 @@ class Accelerator:
                 yield
             finally:
                 torch.accelerator.set_stream(before)
+
+
+@contextlib.contextmanager
+def _replays(graph: type, call: Callable[[], None]) -> Iterator[None]:
+    """Torch has no hook for it: the method that everybody calls is another one meanwhile."""
+    before = graph.replay  # type: ignore[attr-defined]
+
+    @functools.wraps(before)
+    def replay(self: object) -> None:
+        call()
+        before(self)
+
+    graph.replay = replay  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        graph.replay = before  # type: ignore[attr-defined]
 
 
 class DeviceWork:
@@ -290,6 +330,34 @@ def work_so_far(tensors: Iterable[torch.Tensor] | None = None) -> DeviceWork:
     else:
         places = {place for place in map(device.place_of, tensors) if place is not None}
     return DeviceWork([device.current_stream(place).record_event() for place in places])
+
+
+def answered(limit_s: float, call: Callable[[], T]) -> T:
+    """What ``call`` returns or raises; ``TimeoutError`` where it does not come back within ``limit_s``.
+
+    It runs on a thread that is left behind then: a driver that hangs cannot be woken.
+    """
+    done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            done.put((call(), None))
+        except BaseException as error:  # noqa: BLE001 - handed over
+            done.put((None, error))
+
+    threading.Thread(target=work, name="tieredckpt-device", daemon=True).start()
+    try:
+        value, error = done.get(timeout=limit_s)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {limit_s:g} s") from None
+    if error is not None:
+        raise error
+    return cast(T, value)
+
+
+def nccl_version() -> str:
+    """Of the one torch was built with; empty where it has none."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else ""
 
 
 def accelerator() -> Device:

@@ -227,7 +227,8 @@ class FileSpace:
         with told(f"step {step} of {self.job} cannot be completed"):
             store = session.node.store
             try:
-                source = StepSource(session.node.describe(self.space, attempt.group), store, session.durable_store)
+                seen = session.node.describe(self.space, attempt.group)
+                source = StepSource(seen, store, session.durable_store, session.peers)
                 try:
                     save_files(attempt.writer, metadata, source)
                 finally:

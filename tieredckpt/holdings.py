@@ -98,7 +98,7 @@ class Kept:
     held: int
     """Parts in the memory of some node."""
     state: str
-    """whole, torn, lost (it was whole once), damaged or quarantined."""
+    """whole, torn, lost (it was whole once), damaged, quarantined; unknown: who was not asked may have the rest."""
     copies: int
     """Of the part in memory that has the fewest."""
     domains: int
@@ -128,7 +128,7 @@ def kept(view: ClusterView, survey: Survey, drains: Iterable[DrainView] = ()) ->
     here = holdings(view)
     draining = {one.group: one for one in drains}
     groups = sorted(here.keys() | seen.keys(), key=by_step)
-    judge = _Judge(view, survey.once_whole)
+    judge = _Judge(view, survey)
     return [judge.kept(group, here.get(group), seen.get(group), draining.get(group)) for group in groups]
 
 
@@ -146,8 +146,10 @@ def newest_settled(view: ClusterView) -> Group | None:
 class _Judge:
     """What all steps of a job are measured by."""
 
-    def __init__(self, view: ClusterView, once_whole: Group | None) -> None:
-        self._once_whole = once_whole
+    def __init__(self, view: ClusterView, survey: Survey) -> None:
+        self._once_whole = survey.once_whole
+        self._torn = frozenset(survey.torn)
+        self._unsure = bool(survey.unreachable or unknown(view))
         self._copies = view.copies if view.roster and view.mode == "mirror" else 1
         self._settled = newest_settled(view)
         self._level, self._domain = innermost(view)
@@ -162,6 +164,8 @@ class _Judge:
         needed = 0 if open_ended or (seen is not None and seen.covered) else parts
         wanted = self._settled is None or group >= self._settled
         unfinished = "lost" if group == self._once_whole else "torn"
+        if self._unsure and group not in self._torn:
+            unfinished = "unknown"
         return Kept(
             group=group,
             parts=len(nodes) if open_ended else parts,

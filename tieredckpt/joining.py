@@ -8,7 +8,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -97,8 +97,11 @@ def _plan_of_world(session: Session, peer: PeerSettings, restoring: bool) -> Tea
     prefix = f"{prefix}/{store.add(f'{prefix}/tries/{rank}', 1)}"  # not what an earlier attempt has said
     known, guest, error = None, None, None
     try:
-        known = _acquaintance(session, restoring) if is_first_of_node() else None
-        guest = _guest(session, known)
+        me = session.node.me() if is_first_of_node() else None
+        if me is not None:
+            store.set(f"{prefix}/here/{me.id}", "1")
+        known = _acquaintance(session, restoring, partial(_is_here, store, prefix)) if is_first_of_node() else None
+        guest = None if me is None else _Guest(me, known.version if known is not None else None)
     except PeerStoreError as problem:  # the others wait for what this rank says
         error, guest = problem, _Guest(None, None, f"rank {rank}: {problem}")
     store.set(f"{prefix}/{rank}", _text(guest))
@@ -189,22 +192,35 @@ def _plan_of_last(session: Session, peer: PeerSettings, restoring: bool) -> Team
     return TeamPlan(known.secret, team_settings(peer), roster=roster_of(time.time_ns(), [me]))
 
 
-def _acquaintance(session: Session, restoring: bool) -> Acquaintance | None:
+def _acquaintance(
+    session: Session, restoring: bool, is_here: Callable[[str], bool] = lambda _node: False
+) -> Acquaintance | None:
     """What this node knows of the job. Where that went on without it, on nodes that are away just now, they are waited
     for: a job that begins here meanwhile begins from an older step than it has.
+
+    ``is_here`` says of a node that a rank of this very world is on it: the two meet here, and not before.
     """
     known = session.node.acquaintance(session.job)
-    if not restoring or known is None or not known.silent:
+    if not restoring or known is None:
         return known
-    silent = ", ".join(known.silent)
-    log.warning("%s went on without this node, on %s: waiting up to %.0f s for that", session.job, silent, _SILENT_S)
     deadline = time.monotonic() + _SILENT_S
-    while known is not None and known.silent and time.monotonic() < deadline:
+    waited_for = ""
+    while known is not None and (silent := ", ".join(node for node in known.silent if not is_here(node))):
+        if time.monotonic() >= deadline:
+            log.error("%s: %s did not come back; what only it has is lost to this start", session.job, silent)
+            return known
+        if silent != waited_for:
+            log.warning(
+                "%s went on without this node, on %s: waiting up to %.0f s for that", session.job, silent, _SILENT_S
+            )
+            waited_for = silent
         time.sleep(_LOOK_AGAIN_S)
         known = session.node.acquaintance(session.job)
-    if known is not None and known.silent:
-        log.error("%s: %s did not come back; what only it has is lost to this start", session.job, silent)
     return known
+
+
+def _is_here(store: torch.distributed.Store, prefix: str, node: str) -> bool:
+    return store.check([f"{prefix}/here/{node}"])
 
 
 def _renewed(session: Session, plan: TeamPlan) -> TeamPlan:
@@ -225,12 +241,6 @@ def _renewed(session: Session, plan: TeamPlan) -> TeamPlan:
     if tuple(sorted(nodes)) == plan.roster.nodes:
         return plan
     return msgspec.structs.replace(plan, roster=roster_of(time.time_ns(), nodes))
-
-
-def _guest(session: Session, known: Acquaintance | None) -> _Guest | None:
-    """This node, where this is its first rank."""
-    me = session.node.me() if is_first_of_node() else None
-    return None if me is None else _Guest(me, known.version if known is not None else None)
 
 
 def _guests(store: torch.distributed.Store, prefix: str) -> dict[int, _Guest]:

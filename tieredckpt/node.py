@@ -418,7 +418,9 @@ class Node(Protocol):
     def durability(self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0) -> Durability:
         """How well a shard is kept; waits up to ``timeout_s`` for so many copies in so many domains."""
 
-    def observe(self, job: str, values: Mapping[str, float]) -> None:
-        """Add to the agent's metrics what only the trainer can measure."""
+    def observe(self, job: str, values: Mapping[str, float]) -> Protected | None:
+        """Add to the agent's metrics what only the trainer can measure; up to which step the job is protected, as the
+        agent knows it then. ``None`` where it did not answer.
+        """
 
     def close(self) -> None: ...

@@ -17,13 +17,11 @@ from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from peerstore.errors import ShardDamagedError
-from peerstore.peers.board import Wish
 from peerstore.peers.spans import Target
 from tieredckpt.boxes import Box, Run, blocks, relative, runs
 from tieredckpt.copying import Move, memory_at
 from tieredckpt.device import Copy, accelerator
-from tieredckpt.errors import CheckpointDamagedError, MismatchError, PeersLostError, TierUnavailableError
+from tieredckpt.errors import CheckpointDamagedError, MismatchError, TierUnavailableError
 from tieredckpt.fetch import PinnedShards, from_object
 from tieredckpt.resolve import Tier
 from tieredckpt.restore_proof import Brought, Evidence
@@ -323,24 +321,11 @@ class Reading:
     def _pull_targets(self, targets: Mapping[int, Sequence[Target]]) -> list[int]:
         """Fill ``targets`` from other nodes; the answer is the parts that have to come from the durable tier."""
         step = self._step
-        wishes = [
-            Wish(step.shards[part], wanted, [source.node for source in step.sources[part]])
-            for part, wanted in targets.items()
-        ]
-        if not wishes:
-            return []
-        pulled = self._session.puller(source for part in targets for source in step.sources[part]).pull(wishes)
-        for node, count in pulled.bytes_from.items():
+        left, by_node = self._session.peers.read(targets, step.shards, step.sources, step.found)
+        for node, count in by_node.items():
             self.bytes_by_node[node] += count
-        self.bytes_by_tier[Tier.PEER.value] += sum(pulled.bytes_from.values())
-        failed = {part: pulled.failed.get(step.shards[part].key) for part in targets}
-        for part, failure in failed.items():
-            if failure is not None and Tier.DURABLE not in step.found[part]:
-                kind = CheckpointDamagedError if isinstance(failure, ShardDamagedError) else PeersLostError
-                raise kind(f"{step.shards[part].key} cannot be read from other nodes: {failure}") from failure
-            if failure is not None:
-                log.warning("%s is read from the durable tier: %s", step.shards[part].key, failure)
-        return [part for part, failure in failed.items() if failure is not None]
+            self.bytes_by_tier[Tier.PEER.value] += count
+        return left
 
     def _fetch(self, part: int, wanted: _Wanted) -> None:
         shard = self._step.shards[part]

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tieredckpt.ledger import Ledger, ledger_from_environ
-from tieredckpt.ledger.events import HYDRATE, LOADER, Restored, Save, Stage
+from tieredckpt.ledger.events import HYDRATE, LOADER, Protection, Restored, Save, Stage
+from tieredckpt.node import Protected
 from tieredckpt.reader import RestoreReport
 from tieredckpt.saved import Saved, SaveState
 
@@ -29,6 +30,7 @@ class Recorded:
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         self._ledger = ledger or ledger_from_environ()
+        self._protected: Protected | None = None
 
     @property
     def _rank(self) -> int:
@@ -41,6 +43,17 @@ class Recorded:
             began = time.time() - blocked_s
             epoch = self._ledger.place.epoch
             self._ledger.write(Save(self._rank, saved.step, saved.state.value, began, blocked_s, epoch))
+
+    def protection(self, found: Protected | None, *, missed: int = 0) -> None:
+        """What the agent says, where it has changed. One that says nothing has not heard of the ``missed`` saves."""
+        if found is None:
+            if not missed:
+                return
+            known = self._protected or Protected(-1)
+            found = Protected(known.step, known.unprotected_since or time.time(), known.left_out + missed)
+        if found != self._protected:
+            self._protected = found
+            self._ledger.write(Protection(time.time(), found.step, found.unprotected_since, found.left_out))
 
     @contextmanager
     def restoring(self) -> Iterator[Restoring]:

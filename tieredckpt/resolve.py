@@ -59,6 +59,7 @@ class Verdict(str, enum.Enum):
     OLDER = "older than the chosen one"
     TORN = "not whole"
     LOST = "was whole once"
+    UNKNOWN = "not whole in what could be asked"
     DAMAGED = "damaged"
     QUARANTINED = "quarantined"
     RELUCTANT = "loads of it ended their process on this node"
@@ -77,7 +78,7 @@ class Resolution:
     alternatives: tuple[Candidate, ...] = field(default=())
     """Whole steps to fall back to, best first."""
     incomplete: Mapping[Group, Candidate] = field(default_factory=dict)
-    """Torn and lost steps, of which parts are there."""
+    """Steps that are not whole, of which parts are there."""
     once_whole: Group | None = None
     """The newest version that somebody knows to have been whole, whether anything is left of it or not."""
     newest_whole: Group | None = None
@@ -94,8 +95,10 @@ class Resolution:
 
     @property
     def lost(self) -> tuple[Group, ...]:
-        """Versions that were whole, and of which nobody has all parts now, oldest first."""
+        """Versions that were whole, and of which nobody has all parts now, oldest first; where all could be asked."""
         gone = {self.once_whole} if self.once_whole is not None and self.once_whole not in self.verdicts else set()
+        if self.unreachable:
+            gone = set()
         return tuple(sorted(gone | {group for group, verdict in self.verdicts.items() if verdict is Verdict.LOST}))
 
     @property
@@ -133,7 +136,8 @@ class Resolution:
         count = torn.parts - len(torn.found)
         first = itertools.islice((part for part in range(torn.parts) if part not in torn.found), _NAMED)
         more = f" and {count - _NAMED} more" if count > _NAMED else ""
-        return f"{saved}, nobody has part{'s' * (count > 1)} {', '.join(map(str, first))}{more} of {torn.parts}"
+        nobody = "nobody who answered" if self.verdicts.get(group) is Verdict.UNKNOWN else "nobody"
+        return f"{saved}, {nobody} has part{'s' * (count > 1)} {', '.join(map(str, first))}{more} of {torn.parts}"
 
 
 def resolve(
@@ -149,7 +153,8 @@ def resolve(
 ) -> Resolution:
     """The newest whole step, or the newest attempt at ``step`` when one is named.
 
-    ``unreachable`` may say why. ``once_whole`` is the newest version that somebody knows to have been whole: where it
+    ``unreachable`` may say why; what is not whole without those is neither torn nor lost then.
+    ``once_whole`` is the newest version that somebody knows to have been whole: where it
     is not, it is lost. ``torn`` ones were given up because a rank left its part out.
     ``forgotten`` says when and why memory was given back.
 
@@ -170,6 +175,8 @@ def resolve(
         verdict = _rejection(candidate, branches, step, quarantined)
         if verdict is Verdict.TORN and once_whole is not None and candidate.group == once_whole:
             verdict = Verdict.LOST
+        if verdict in (Verdict.TORN, Verdict.LOST) and unreachable and candidate.group not in torn:
+            verdict = Verdict.UNKNOWN  # who could not be asked may have the parts that are missing
         if verdict is None:
             left.append(candidate)
         else:
@@ -181,7 +188,8 @@ def resolve(
     for number, candidate in enumerate(left):
         other = Verdict.RELUCTANT if candidate.group in reluctant else Verdict.OLDER
         verdicts[candidate.group] = other if number else Verdict.CHOSEN
-    incomplete = {one.group: one for one in candidates if verdicts[one.group] in (Verdict.TORN, Verdict.LOST)}
+    cut = (Verdict.TORN, Verdict.LOST, Verdict.UNKNOWN)
+    incomplete = {one.group: one for one in candidates if verdicts[one.group] in cut}
     return Resolution(
         left[0] if left else None,
         verdicts,

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import torch.distributed as dist
 
-from peerstore.cluster.nodes import node_id
 from peerstore.crashpoints import reach
 from peerstore.decode import from_msgpack
 from peerstore.errors import (
@@ -28,9 +27,7 @@ from peerstore.errors import (
     ShardNotFoundError,
 )
 from peerstore.owners import Owner, myself
-from peerstore.peers.calling import Pass, Peer
 from peerstore.peers.plan import TeamPlan
-from peerstore.peers.pulling import Puller
 from peerstore.records import Group, Lease, ShardKey, ShardRecord
 from peerstore.store import MAX_BLOB_BYTES
 from tieredckpt.agent.messages import LAYOUT, TABLE
@@ -43,7 +40,8 @@ from tieredckpt.finite import FiniteCheck
 from tieredckpt.incarnation import CapturePoint, IncarnationOwner, SaveDecision, SaveProposal
 from tieredckpt.layout import Layout, encode, round_up
 from tieredckpt.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack
-from tieredckpt.node import Node, Passport, Source
+from tieredckpt.node import Node, Protected
+from tieredckpt.peer_reader import PeerReader
 from tieredckpt.planned import PlannedSave
 from tieredckpt.settings import Settings, copy_threads, ranks_of_node
 from tieredckpt.state import Fingerprint
@@ -179,9 +177,8 @@ class Session:
         self.renew: Callable[[TeamPlan], TeamPlan] | None = None
         """The plan with the addresses that the job's nodes have by now, of which this one may have changed."""
         self._plan: TeamPlan | None = None
-        self._puller: tuple[Passport, Puller] | None = None
-        self._peers: dict[str, Peer] = {}
-        self._transport = transport_of(settings.agent.interface, settings.agent.tls, settings.agent.transport)
+        transport = transport_of(settings.agent.interface, settings.agent.tls, settings.agent.transport)
+        self.peers = PeerReader(node, job, transport, streams=settings.peer.streams)
         self._lock = threading.RLock()
         self._configure()
 
@@ -410,27 +407,6 @@ class Session:
                     durable = self.node.survey(self.job).durable or durable
                 self._durable = open_store(durable.url, durable)
             return self._durable
-
-    def puller(self, sources: Iterable[Source]) -> Puller:
-        """Reads from other nodes' agents, by this process itself."""
-        with self._lock:
-            passport = self.node.passport(self.job)
-            if passport is None:
-                raise TierUnavailableError(f"{self.job}: this node's agent does not know the job's other nodes")
-            if self._puller is None or self._puller[0] != passport:
-                self._close_peers()
-                self._puller = passport, Puller(self._peers.__getitem__, streams=self.settings.peer.streams)
-            credentials = Pass(self.job, node_id(passport.node), passport.secret)
-            for source in sources:
-                known = self._peers.get(source.node)
-                if known is None or known.address != source.address:
-                    self._peers[source.node] = Peer(self._transport, source.address, credentials)
-            return self._puller[1]
-
-    def _close_peers(self) -> None:
-        for peer in self._peers.values():
-            peer.close()
-        self._peers.clear()
 
     # -- plans ------------------------------------------------------------------------------------------------
 
@@ -733,12 +709,13 @@ class Session:
         if isinstance(self.node, AgentNode):
             self.node.look_away()
 
-    def observe(self, **values: float) -> None:
-        """Tell the agent's metrics; never worth an error."""
+    def observe(self, **values: float) -> Protected | None:
+        """Tell the agent's metrics, and hear up to which step the job is protected; never worth an error."""
         try:
-            self.node.observe(self.job, values)
+            return self.node.observe(self.job, values)
         except PeerStoreError as error:
             log.debug("metrics were not taken: %s", error)
+            return None
 
     def close(self) -> None:
         self._say_what_is_left()
@@ -750,8 +727,7 @@ class Session:
             memory.close()
         self._memories.clear()
         self.copier.close()
-        self._close_peers()
-        self._transport.close()
+        self.peers.close()
         self._close_durable()
         self.node.close()
 

@@ -53,8 +53,9 @@ class AgentSettings:
     needs the room. A restore then says so."""
     linger_s: float = 60.0
     """An embedded agent leaves this long after the last job's memory was given back."""
-    http: str = "127.0.0.1:0"
-    """Where /metrics and /status are served; port 0 picks one (``tieredckpt doctor`` shows it), "off": nowhere."""
+    http: str = "socket"
+    """Where /metrics and /status are served: on the Unix socket ``http.sock`` in the agent's directory, on HOST:PORT
+    (for Prometheus; port 0 picks one, ``tieredckpt doctor`` shows it), "off": nowhere."""
     node: str = ""
     """What this node is called among the job's nodes. Default: the host's name."""
     peers: str = ":0"
@@ -434,8 +435,8 @@ def _contradictions(settings: Settings) -> list[_Problem]:
 def _bad_agent(agent: AgentSettings) -> list[_Problem]:
     problems: list[_Problem] = []
     host, _, port = agent.http.rpartition(":")
-    if agent.http != "off" and not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        problems.append((("agent.http",), f"{agent.http!r} is neither HOST:PORT nor off"))
+    if agent.http not in ("socket", "off") and not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        problems.append((("agent.http",), f"{agent.http!r} is neither socket, HOST:PORT nor off"))
     problems += [((f"agent.{key}",), text) for key, text in agent.served.problems()]
     if agent.directory and (not agent.directory.startswith("/") or "\0" in agent.directory):
         # The agent does not run where the trainer does.

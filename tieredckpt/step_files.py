@@ -237,7 +237,9 @@ class JobSteps:
             if ranks is not None and name != METADATA:
                 session.restored(group, ranks)
 
-        return seen.files.open(name, StepSource(seen.step, session.node.store, session.durable_store), read)
+        return seen.files.open(
+            name, StepSource(seen.step, session.node.store, session.durable_store, session.peers), read
+        )
 
     def remove(self, step: int) -> bool:
         """Delete a step in all tiers and on all nodes; False where there is none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import socket
 import sys
@@ -19,6 +20,7 @@ from peerstore.peers.neighbourhood import Identity, Neighbourhood
 from peerstore.serve import Extras, serve
 from peerstore.settings import AgentPlace, budget_bytes
 from peerstore.store import NodeStore
+from tieredckpt.agent.cluster_settings import ASKED_S, FILE_S, ClusterSettings
 from tieredckpt.agent.http import serving
 from tieredckpt.agent.memory_service.configured import memory_service
 from tieredckpt.agent.memory_service.names import EPOCH, INCARNATION, JOB
@@ -28,7 +30,7 @@ from tieredckpt.agent.others import SHARED, blobs_of
 from tieredckpt.agent.service import NodeService, node_operations
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.platforms import settings_at
-from tieredckpt.settings import CLUSTER, cluster_source, settings_from
+from tieredckpt.settings import CLUSTER, AgentSettings, cluster_source, settings_from
 from tieredckpt.teaming import transport_of
 
 _CLUSTER_HELP = f"what the cluster says about its nodes' memory, hyperpod:/path (${CLUSTER}); options go before it"
@@ -63,12 +65,32 @@ def run(place: AgentPlace, args: argparse.Namespace) -> None:
             named = args.node or socket.gethostname()
             serves = memory_service(store, options, named, place.directory, neighbourhood)
             reporting = cleanup.enter_context(serves)
-            address = cleanup.enter_context(serving(node, args.http, reporting))
+            followed = _followed(store, args)
+            if followed is not None:
+                cleanup.callback(followed.close)
+                followed.start()
+                node.cluster_settings = followed
+            address = cleanup.enter_context(serving(node, args.http, reporting, directory=place.directory))
             (place.directory / "http").write_text(address)
             yield Extras(node_operations(node), (TieredCheckpointError,), lambda: options.on or node.drain.busy)
 
     os.nice(args.nice)
     serve(place, store_settings(args), version=version(), linger_s=args.linger_s, extend=extend)
+
+
+def _followed(store: NodeStore, args: argparse.Namespace) -> ClusterSettings | None:
+    if not args.cluster_config:
+        return None
+    return ClusterSettings(
+        args.cluster_config,
+        settings_at,
+        args.cluster_said,
+        store.set_budget,
+        budget=args.budget,
+        default=args.defaults["budget"],
+        fixed=args.given,
+        every_s=args.cluster_every_s,
+    )
 
 
 def _neighbourhood(store: NodeStore, args: argparse.Namespace) -> Neighbourhood | None:
@@ -89,7 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_serve_arguments(parser)
     parser.add_argument("--dir", type=Path, required=True, help="arena, socket and log; on tmpfs")
     parser.add_argument(
-        "--http", default="127.0.0.1:0", help="where /metrics and /status are served, or off (%(default)s)"
+        "--http",
+        default="socket",
+        help="where /metrics and /status are served: socket (in the directory), HOST:PORT, or off (%(default)s)",
     )
     parser.add_argument("--node", default="", help="what this node is called among a job's nodes (the host's name)")
     parser.add_argument(
@@ -108,9 +132,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | None:
     """The arguments, with what the platform says where they say nothing; None: it wants no agent."""
     parser.add_argument("--cluster-config", default=cluster_source(), metavar="SOURCE", help=_CLUSTER_HELP)
+    parser.add_argument(
+        "--cluster-every-s",
+        type=float,
+        metavar="S",
+        help=f"look again so often what it says now (a file every {FILE_S:g} s, else every {ASKED_S:g} s)",
+    )
     args = parser.parse_args(argv)
     if not args.cluster_config:
         return args
+    defaults = {name: parser.get_default(option) for name, option in _options().items()}
     said = settings_at(args.cluster_config)
     if said.get("enabled") is False:
         print(
@@ -121,7 +152,21 @@ def _parsed(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse
         return None
     agent = settings_from({"agent": said.get("agent", {})}).agent
     parser.set_defaults(**{_ARGUMENTS.get(key, key): getattr(agent, key) for key in said.get("agent", {})})
-    return parser.parse_args(argv)
+    parsed = parser.parse_args(argv)
+    parsed.cluster_said, parsed.defaults, parsed.given = said, defaults, _given(parser, argv)
+    return parsed
+
+
+def _options() -> dict[str, str]:
+    """The agent's settings, and what they are called on the command line."""
+    return {field.name: _ARGUMENTS.get(field.name, field.name) for field in dataclasses.fields(AgentSettings)}
+
+
+def _given(parser: argparse.ArgumentParser, argv: list[str] | None) -> frozenset[str]:
+    """The settings that the command line says, whatever their defaults."""
+    unsaid = object()
+    bare = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(_options().values(), unsaid)))
+    return frozenset(name for name, option in _options().items() if getattr(bare, option) is not unsaid)
 
 
 def main(argv: list[str] | None = None) -> int:

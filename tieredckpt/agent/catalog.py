@@ -46,13 +46,15 @@ class Listing:
     """Those that somebody wants kept."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Listed:
     """A listing, with what this process did since."""
 
     at: float
     took_s: float
     listing: Listing
+    shared: bool = False
+    """Somebody was given it: it has to be copied before it changes."""
 
 
 class Catalog:
@@ -69,20 +71,23 @@ class Catalog:
 
     def listing(self, *, fresh: bool = False) -> Listing:
         """All steps there are. Errors of the store pass through: they do not mean that there are none."""
-        return self._at_most(0.0 if fresh else _FRESH_S)
+        return self._shared(lambda: 0.0 if fresh else _FRESH_S)
 
     def remembered(self) -> Listing:
         """All steps as this process knows them: with what it did itself, and perhaps not yet with what others did.
 
         So that n steps do not cost n listings of n. Nothing may be deleted for what this says alone.
         """
+        return self._shared(self._age_s)
+
+    def entry(self, group: Group) -> Entry | None:
+        """One of the steps that are remembered."""
         with self._lock:
-            took_s = self._listing.took_s if self._listing else 0.0
-        return self._at_most(min(max(_FRESH_S, took_s / _SHARE), _OLD_S))
+            return self._at_most(self._age_s()).listing.manifests.get(group)
 
     def has(self, group: Group, base: int | None) -> bool:
         """Whether a step exists by now, whoever made it: one small read, and none where that is known."""
-        if group in self.remembered().manifests:
+        if self.entry(group) is not None:
             return True
         try:
             self.store.get_ranges(names.manifest(self._job, group, base), [(0, 1)])
@@ -93,23 +98,33 @@ class Catalog:
         self._add(Entry(group, quarantine=False, base=base))
         return True
 
-    def _at_most(self, age_s: float) -> Listing:
-        """A listing no older than that; where it is 0, one that begins now."""
+    def _shared(self, age_s: Callable[[], float]) -> Listing:
         with self._lock:
-            known = self._listing
-            if known and self._clock() - known.at < age_s:
-                return known.listing
-            if self._failure and self._clock() - self._failure[0] < _FRESH_S:
-                raise type(self._failure[1])(str(self._failure[1]))
-            began = self._clock()
-            try:
-                listing = self._list()
-            except (TierUnavailableError, DurableRefusedError) as error:
-                self._failure = (self._clock(), error)
-                raise
-            now = self._clock()
-            self._listing = _Listed(now, now - began, listing)
-            return listing
+            known = self._at_most(age_s())
+            known.shared = True
+            return known.listing
+
+    def _age_s(self) -> float:
+        """How old what is remembered may be."""
+        took_s = self._listing.took_s if self._listing else 0.0
+        return min(max(_FRESH_S, took_s / _SHARE), _OLD_S)
+
+    def _at_most(self, age_s: float) -> _Listed:
+        """A listing no older than that; where it is 0, one that begins now. For who has the lock."""
+        known = self._listing
+        if known and self._clock() - known.at < age_s:
+            return known
+        if self._failure and self._clock() - self._failure[0] < _FRESH_S:
+            raise type(self._failure[1])(str(self._failure[1]))
+        began = self._clock()
+        try:
+            listing = self._list()
+        except (TierUnavailableError, DurableRefusedError) as error:
+            self._failure = (self._clock(), error)
+            raise
+        now = self._clock()
+        self._listing = _Listed(now, now - began, listing)
+        return self._listing
 
     def _list(self) -> Listing:
         entries: list[Entry] = []
@@ -134,7 +149,7 @@ class Catalog:
             kept = self._manifests.get(group)
         if kept is not None:
             return kept
-        entry = self.remembered().manifests.get(group) or self.listing(fresh=True).manifests.get(group)
+        entry = self.entry(group) or self.listing(fresh=True).manifests.get(group)
         if entry is None:
             raise ObjectNotFoundError(
                 f"job {self._job} has no step {group.version} ({names.stem(group)}) in {self.store.url}"
@@ -198,14 +213,12 @@ class Catalog:
         """A step is not there any more."""
         with self._lock:
             self._manifests.pop(group, None)
-        self._change(
-            lambda known: replace(
-                known,
-                manifests={one: entry for one, entry in known.manifests.items() if one != group},
-                quarantined=known.quarantined - {group},
-                kept=known.kept - {group},
-            )
-        )
+            known = self._own()
+            if known is not None:
+                known.manifests.pop(group, None)
+            marked = known is not None and (group in known.quarantined or group in known.kept)
+        if marked:
+            self._change(lambda one: replace(one, quarantined=one.quarantined - {group}, kept=one.kept - {group}))
 
     def forget(self) -> None:
         with self._lock:
@@ -213,13 +226,24 @@ class Catalog:
             self._manifests.clear()
 
     def _add(self, entry: Entry) -> None:
-        self._change(lambda known: replace(known, manifests={**known.manifests, entry.group: entry}))
+        with self._lock:
+            known = self._own()
+            if known is not None:
+                known.manifests[entry.group] = entry
 
     def _change(self, how: Callable[[Listing], Listing]) -> None:
         """What this process did needs no listing to be known."""
         with self._lock:
             if self._listing is not None:
-                self._listing = replace(self._listing, listing=how(self._listing.listing))
+                self._listing.listing = how(self._listing.listing)
+
+    def _own(self) -> Listing | None:
+        """The listing, to change its steps in place; a copy where somebody was given it. For who has the lock."""
+        known = self._listing
+        if known is not None and known.shared:
+            known.listing = replace(known.listing, manifests=dict(known.listing.manifests))
+            known.shared = False
+        return None if known is None else known.listing
 
     def _keep(self, manifest: Manifest) -> None:
         with self._lock:

@@ -699,7 +699,7 @@ def are_all(files: Mapping[int, tuple[ShardIndex, bytes, bytes]], parts: int) ->
 
 def delete_step(catalog: Catalog, job: str, group: Group) -> None:
     """Remove a step: first what makes it exist, then its shards."""
-    entry = catalog.remembered().manifests.get(group)
+    entry = catalog.entry(group)
     objects: set[str] = set()
     if entry is not None:
         with suppress(ObjectNotFoundError):  # somebody else deletes it, too

@@ -7,11 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from peerstore.peers.team import Team
+from tieredckpt.agent.cluster_settings import ClusterSettings
 from tieredckpt.agent.http_server import REQUEST_S, HttpHandler, HttpServer, refused
 from tieredckpt.agent.memory_service.reporting import Reporting
 from tieredckpt.agent.service import NodeService
@@ -22,33 +24,49 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SOCKET = "http.sock"
+"""In the agent's directory."""
+
 
 @contextlib.contextmanager
 def serving(
-    node: NodeService, address: str, memory: Reporting | None = None, *, within_s: float = REQUEST_S
+    node: NodeService,
+    address: str,
+    memory: Reporting | None = None,
+    *,
+    directory: Path | None = None,
+    within_s: float = REQUEST_S,
 ) -> Iterator[str]:
-    """Serve while the block runs; yields ``host:port``, or "" when ``address`` is "off".
+    """Serve while the block runs; yields ``host:port``, ``unix:/path``, or "" when ``address`` is "off".
+
+    ``socket`` is a Unix socket in ``directory``, which no other user can reach.
 
     Nobody proves anything here: a request and its answer together take at most ``within_s``.
     """
     if address == "off":
         yield ""
         return
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        raise UsageError(f"agent.http: {address!r} is neither HOST:PORT nor off")
+    place = _place(address, directory)
 
     class Handler(_Handler):
         service = node
         reporting = memory
 
     try:
-        place = host.strip("[]") or "127.0.0.1", int(port)
         server = HttpServer("/metrics and /status", place, Handler, within_s=within_s)
     except (OSError, OverflowError, UnicodeError) as error:
         raise UsageError(f"agent.http: {address} cannot be served: {error}") from error
     with server.running() as bound:
         yield bound
+
+
+def _place(address: str, directory: Path | None) -> tuple[str, int] | Path:
+    if address == "socket" and directory is not None:
+        return directory / SOCKET
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        raise UsageError(f"agent.http: {address!r} is neither socket, HOST:PORT nor off")
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 class _Handler(HttpHandler, BaseHTTPRequestHandler):
@@ -92,6 +110,19 @@ def status(node: NodeService, memory: Reporting | None = None) -> dict[str, Any]
         "peers": {team.job: _peers(team) for team in node.teams},
         "trainers": {job: dict(node.observed[job]) for job in list(node.observed)},
         "memory_service": memory.status() if memory is not None else None,
+        "cluster": _cluster(node.cluster_settings),
+    }
+
+
+def _cluster(followed: ClusterSettings | None) -> dict[str, Any] | None:
+    """What the cluster says, where the agent follows it."""
+    if followed is None:
+        return None
+    return {
+        "source": followed.source,
+        "budget": followed.budget,
+        "needs_restart": list(followed.needs_restart),
+        "problem": followed.problem or None,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import os
 import socket
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peerstore.transport.addresses import join_address
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+UNIX = "unix:"
 REQUEST_S = 10.0
 """How long somebody may take who has proven nothing: over a request, and its answer where nothing is ever proven."""
 _MOST_CONNECTIONS = 1024
@@ -44,23 +47,41 @@ class HttpServer(ThreadingHTTPServer):
     def __init__(
         self,
         name: str,
-        address: tuple[str, int],
+        address: tuple[str, int] | Path,
         handler: type[BaseHTTPRequestHandler],
         *,
         tls: ssl.SSLContext | None = None,
         within_s: float = REQUEST_S,
     ) -> None:
-        if ":" in address[0]:
+        self._path = address if isinstance(address, Path) else None
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)  # of an agent that was killed
+            self.address_family = socket.AF_UNIX
+        elif not isinstance(address, Path) and ":" in address[0]:
             self.address_family = socket.AF_INET6
         self._tls = tls
         self._open: dict[Any, Stranger] = {}
         self._changed = threading.Condition()
         self._admission = Admission(name, within_s=within_s)
-        super().__init__(address, handler)
+        super().__init__(address, handler)  # type: ignore[arg-type]  # AF_UNIX takes a path
+
+    def server_bind(self) -> None:
+        """A socket of this machine is for this user alone, and has no name or port."""
+        if self._path is None:
+            super().server_bind()
+            return
+        before = os.umask(0o177)
+        try:
+            self.socket.bind(str(self._path))
+        finally:
+            os.umask(before)
+        self.server_name, self.server_port = "localhost", 0
 
     @property
     def bound(self) -> str:
-        """``host:port``."""
+        """``host:port``, or ``unix:/path``."""
+        if self._path is not None:
+            return f"{UNIX}{self._path}"
         host, port = self.server_address[:2]
         return join_address(str(host), port)
 
@@ -72,6 +93,8 @@ class HttpServer(ThreadingHTTPServer):
         try:
             yield self.bound
         finally:
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
             self._admission.close()
             self.shutdown()
             self._end()
@@ -90,6 +113,8 @@ class HttpServer(ThreadingHTTPServer):
             self._admission.turned_away(f"it could not be accepted: {error}")
             time.sleep(_PAUSE_S)
             raise
+        if self._path is not None:
+            return connection, (str(self._path),)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is None:
             return connection, address

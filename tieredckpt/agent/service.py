@@ -28,6 +28,7 @@ from peerstore.peers.team import Team
 from peerstore.records import Group, ShardFact, ShardKey, ShardRecord
 from peerstore.store import NodeStore, SealListener
 from tieredckpt.agent.catalog import Catalog, Listing
+from tieredckpt.agent.cluster_settings import ClusterSettings
 from tieredckpt.agent.crashed_loads import CrashedLoads
 from tieredckpt.agent.drain import Drain, delete_step
 from tieredckpt.agent.memory_service.names import JOB
@@ -167,6 +168,8 @@ class NodeService(SealListener):
         """Those, and what is still used of what was opened with settings that do not count any more."""
         self._crashed = CrashedLoads()
         self._settings: dict[str, DurableSettings] = {}
+        self.cluster_settings: ClusterSettings | None = None
+        """Where the agent follows what the cluster says."""
         self.observed: dict[str, Counter[str]] = defaultdict(Counter)
         self._left_out: dict[str, tuple[int, int, float]] = {}
         """By job: the newest protected step, how many saves were left out since, and when the first one was."""
@@ -517,16 +520,17 @@ class NodeService(SealListener):
             self._left_out[job] = safe, missed, first
         return protected(safe, newer, (missed, first), now=now)
 
-    def _say_protection(self, job: str) -> None:
+    def _say_protection(self, job: str) -> Protected:
         """One line when it changes, and no more than one a minute."""
         found, now = self.protected(job), time.monotonic()
         with self._lock:
             was, said_at = self._said.get(job, (False, -math.inf))
             is_bad = found.unprotected_since is not None
             if is_bad == was or now - said_at < _SAY_S:
-                return
+                return found
             self._said[job] = is_bad, now
         log.log(logging.WARNING if is_bad else logging.INFO, "job %s: %s", job, in_words(found))
+        return found
 
     @property
     def teams(self) -> list[Team]:
@@ -538,7 +542,7 @@ class NodeService(SealListener):
             raise UsageError("this node's agent does not listen for other nodes (agent.peers is off)")
         return self.others.neighbourhood
 
-    def observe(self, job: str, values: Mapping[str, float]) -> None:
+    def observe(self, job: str, values: Mapping[str, float]) -> Protected:
         with self._lock:
             counter = self.observed[job]
             for name, value in values.items():
@@ -549,7 +553,7 @@ class NodeService(SealListener):
             with self._lock:
                 at, before, first = self._left_out[job]
                 self._left_out[job] = at, before + missed, first or time.time()
-        self._say_protection(job)
+        return self._say_protection(job)
 
     def close(self) -> None:
         self.drain.stop()
@@ -756,10 +760,10 @@ def node_operations(node: NodeService) -> dict[str, Operation]:
         timeout_s = min(max(args.timeout_s, 0.0), MAX_WAIT_S)
         return node.durability(args.key, copies=args.copies, domains=args.domains, timeout_s=timeout_s)
 
-    def observe(args: Observe, _: object) -> None:
+    def observe(args: Observe, _: object) -> Protected:
         if len(args.values) > 100:
             raise RequestError("too many metrics at once")
-        node.observe(args.job, args.values)
+        return node.observe(args.job, args.values)
 
     return {
         "configure": Operation(Configure, none, configure),
@@ -792,5 +796,5 @@ def node_operations(node: NodeService) -> dict[str, Operation]:
         "cluster": Operation(OfJob, ClusterView, lambda a, _: node.cluster(a.job)),
         "drains": Operation(OfJob, tuple[DrainView, ...], lambda a, _: node.drains(a.job)),
         "wait_durable": Operation(WaitDurable, DrainView | None, wait),
-        "observe": Operation(Observe, none, observe),
+        "observe": Operation(Observe, Protected, observe),
     }

@@ -9,9 +9,11 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.text import Text
 
+from tieredckpt.agent.protection import in_words
 from tieredckpt.cli.screen import count, show_age, table
 from tieredckpt.goodput import Analysis, Category, Recovery
 from tieredckpt.ledger.events import STAGES
+from tieredckpt.node import Protected
 
 
 def summary(found: Analysis) -> Iterator[RenderableType]:
@@ -39,6 +41,21 @@ def summary(found: Analysis) -> Iterator[RenderableType]:
     if found.mtbf_s is not None:
         mean = "none was recovered from" if found.mttr_s is None else f"MTTR {show_s(found.mttr_s)}"
         yield Text(f"{count(found.faults, 'fault')}: {mean}, MTBF {show_s(found.mtbf_s)}")
+    if found.protected_step is not None:
+        yield _protection(found, found.protected_step)
+
+
+def _protection(found: Analysis, step: int) -> Text:
+    """The words that status and log use, and for how long it was otherwise."""
+    since_us = found.unprotected_since_us
+    left_out = found.unprotected[-1].left_out if since_us is not None else 0
+    now = Protected(step, None if since_us is None else since_us / 1e6, left_out)
+    times = len(found.unprotected)
+    before = ""
+    if times:
+        total_s = sum(one.end_us - one.start_us for one in found.unprotected) / 1e6
+        before = f"; it was unprotected {'once' if times == 1 else f'{times} times'}, for {show_s(total_s)}"
+    return Text(f"{in_words(now)}{before}", style="" if since_us is None else "bold yellow")
 
 
 def tables(found: Analysis) -> Iterator[RenderableType]:

@@ -17,7 +17,14 @@ from tieredckpt.node import ClusterView, DrainView, NodeView, Survey
 from tieredckpt.resolve import Tier
 
 _COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "stranger": "yellow"}
-_STATES = {"whole": "green", "torn": "yellow", "lost": "red", "quarantined": "red", "damaged": "red"}
+STATES = {
+    "whole": "green",
+    "unknown": "yellow",
+    "torn": "yellow",
+    "lost": "red",
+    "quarantined": "red",
+    "damaged": "red",
+}
 _WEAK_SHOWN = 4
 
 
@@ -70,7 +77,7 @@ def steps_table(view: ClusterView, survey: Survey, steps: Sequence[Kept], now_ns
     rows = [
         [
             str(one.group.version),
-            f"[{_STATES[one.state]}]{one.state}[/]",
+            f"[{STATES[one.state]}]{one.state}[/]",
             f"{one.held} of {one.parts}" if one.parts else "-",
             one.in_words(or_more=or_more) if one.held else "-",
             "yes" if one.settled else "no",

@@ -23,6 +23,7 @@ from tieredckpt.cli.screen import Screen, count, show_age, table
 from tieredckpt.cli.sight import Sight, open_sight
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, UsageError
 from tieredckpt.location import parse_location
+from tieredckpt.resolve import Tier
 from tieredckpt.retention import victims
 
 _HOUR_S = 3600.0
@@ -161,12 +162,16 @@ def _fates(
     """What becomes of shards without a manifest, and why. ``enough``: as many steps as policy keeps are not older."""
     if not lost:
         return []
-    in_memory = {view.group for view in sight.survey(job).views if view.found}
+    survey = sight.survey(job)
+    in_memory = {view.group for view in survey.views if view.found}
+    silent = survey.unreachable.get(Tier.PEER)
     now, found = time.time(), []
     for one in lost:
         step, age_s = one.group.version, now - one.written_s
         if one.group in in_memory:
             why, goes = "a node has it in memory, and may still make it durable", False
+        elif silent is not None:
+            why, goes = f"nodes that may have it in memory could not be asked: {silent}", False
         elif age_s < older_than_s:
             why, goes = f"some of it was written {show_age(age_s)} ago", False
         else:

@@ -24,9 +24,21 @@ from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
 from peerstore.server import private_directory
 from peerstore.settings import AgentPlace, budget_bytes
 from peerstore.units import parse_size, show_size
+from tieredckpt.agent.http_server import UNIX
 from tieredckpt.agent_node import AgentNode
 from tieredckpt.cli.exits import Exit
-from tieredckpt.cli.findings import Finding, Memory, Verdict, about_memory, about_skew, bad, good, note, survivals
+from tieredckpt.cli.findings import (
+    Finding,
+    Memory,
+    Verdict,
+    about_memory,
+    about_nccl,
+    about_skew,
+    bad,
+    good,
+    note,
+    survivals,
+)
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Screen, table
 from tieredckpt.durable.open import open_store
@@ -43,10 +55,13 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 @click.command("doctor", short_help="Check this node and its store; what survives what.")
 @click.option("--bandwidth", is_flag=True, help="Upload --size to the durable tier and measure how fast.")
 @click.option("--size", default="64MiB", show_default=True, help="How much --bandwidth uploads.")
+@click.option("--gpu", is_flag=True, help="Also try what saves and recovery need of this node's devices.")
 @looking
 @pass_screen
 @with_exits
-def doctor(screen: Screen, *, bandwidth: bool, size: str, agent_dir: Path | None, durable: str | None) -> Exit:
+def doctor(
+    screen: Screen, *, bandwidth: bool, size: str, gpu: bool, agent_dir: Path | None, durable: str | None
+) -> Exit:
     """Check this node, its agent and the durable tier, and say what would survive what.
 
     Writes, reads and deletes one small object in the durable tier. Exit code 1 when something is wrong.
@@ -65,6 +80,12 @@ def doctor(screen: Screen, *, bandwidth: bool, size: str, agent_dir: Path | None
     settings = settings if settings.durable.url or known is None else _with_durable(settings, known)
     with screen.waiting(f"trying {settings.durable.url}"):
         found += _about_durable(settings.durable, probe_bytes if bandwidth else 0)
+    found.append(about_nccl(os.environ, needed=gpu))
+    if gpu:
+        from tieredckpt.cli.device_checks import about_devices  # with torch, which takes seconds
+
+        with screen.waiting("trying this node's devices"):
+            found += about_devices()
     return _say(screen, settings, found)
 
 
@@ -192,7 +213,7 @@ def _about_running(agent: AgentNode, place: AgentPlace) -> tuple[list[Finding], 
         http = (place.directory / "http").read_text().strip()
     text = (
         f"release {agent.store.server_version} in {place.directory}, {show_size(arena.sealed_bytes)} sealed of "
-        f"{show_size(arena.budget_bytes)}" + (f", http://{http}/status" if http else "")
+        f"{show_size(arena.budget_bytes)}" + (f", {_status_at(http)}" if http else "")
     )
     if agent.store.server_version != version():
         found = [bad("agent", text, f"this is release {version()}: end the agent and start one of this release")]
@@ -208,6 +229,11 @@ def _about_running(agent: AgentNode, place: AgentPlace) -> tuple[list[Finding], 
                 what = f"{job.job}/step-{drain.group.version} is {drain.state}: {drain.error}"
                 found.append(bad("drain", what, f"see {place.log}"))
     return found, known
+
+
+def _status_at(http: str) -> str:
+    path = http.removeprefix(UNIX)
+    return f"http://{http}/status" if path == http else f"curl --unix-socket {path} http://localhost/status"
 
 
 def _with_durable(settings: Settings, known: DurableSettings) -> Settings:

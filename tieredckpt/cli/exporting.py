@@ -13,11 +13,12 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from peerstore.records import Group
 from peerstore.units import parse_size, show_seconds, show_size
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Advance, Screen, count
-from tieredckpt.cli.sight import open_sight
+from tieredckpt.cli.sight import Sight, open_sight
 from tieredckpt.errors import UsageError
 from tieredckpt.location import parse_location
 
@@ -78,7 +79,7 @@ def export(
     Tensors are put together from their shards one after the other, out of the nearest good copies; the model never is
     in memory at once. JOB alone means the step that a load would use.
     """
-    from tieredckpt.export.source import StepSource, wanted_names
+    from tieredckpt.export.source import wanted_names
 
     began = time.monotonic()
     give_memory_back()
@@ -88,8 +89,7 @@ def export(
         view = sight.chosen(location, sight.survey(location.job))
         if view.quarantined:
             screen.note(f"step {view.group.version} is quarantined: {view.quarantined}")
-        memory = sight.agent.store if sight.agent is not None else None
-        source = StepSource(sight.describe(location.job, view.group), memory, lambda: sight.store(location.job))
+        source = source_of(sight, location.job, view.group)
         with contextlib.closing(source):
             names = wanted_names(source.step, prefix=prefix, select=select, exclude=exclude)
             total = sum(
@@ -142,6 +142,14 @@ def _write(source: StepSource, names: dict[str, str], wish: Wish, advance: Advan
     check_folder(wish.destination, force=wish.force)
     with whole_folder(wish.destination, force=wish.force) as folder:
         return write_folder(folder, source, tensors, wish.most_bytes, advance)
+
+
+def source_of(sight: Sight, job: str, group: Group) -> StepSource:
+    """The bytes of a step, out of every tier that can be seen from here."""
+    from tieredckpt.export.source import StepSource
+
+    memory = sight.agent.store if sight.agent is not None else None
+    return StepSource(sight.describe(job, group), memory, lambda: sight.store(job), sight.peers(job))
 
 
 def give_memory_back() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from peerstore.units import show_size
+from tieredckpt.nccl_environment import NONBLOCKING, State, examined, is_on
 from tieredckpt.settings import Settings
 
 _MOST_SKEW_S, _REFUSED_SKEW_S = 60.0, 900.0
@@ -25,9 +27,12 @@ class Finding:
     verdict: Verdict
     text: str
     advice: str = ""
+    measured: Mapping[str, float] | None = None
+    """By name, in the unit that the name ends with."""
 
     def as_json(self) -> dict[str, Any]:
-        return {"what": self.what, "verdict": self.verdict.value, "text": self.text, "advice": self.advice or None}
+        found = {"what": self.what, "verdict": self.verdict.value, "text": self.text, "advice": self.advice or None}
+        return found if self.measured is None else {**found, "measured": dict(self.measured)}
 
 
 def good(what: str, text: str) -> Finding:
@@ -99,6 +104,29 @@ def about_skew(skew_s: float, *, signed: bool) -> Finding:
     if signed and abs(skew_s) > _REFUSED_SKEW_S:
         return bad("clock", f"{text}: signed requests are refused", advice)
     return note("clock", text, advice) if abs(skew_s) > _MOST_SKEW_S else good("clock", text)
+
+
+def about_nccl(environ: Mapping[str, str], *, needed: bool) -> Finding:
+    """Whether ``elastic.run`` recovers within the process in this environment, and what it would set.
+
+    ``needed``: this node is to recover so.
+    """
+    what = "NCCL environment"
+    found = examined(environ)
+    wrong = [one for one in found if one.state is State.CONTRADICTED]
+    if wrong:
+        text = "; ".join(f"{one}: {one.why}" for one in wrong)
+        advice = f"elastic.run refuses it where groups are NCCL's: unset {', '.join(one.name for one in wrong)}"
+        return bad(what, text, advice) if needed else note(what, text, advice)
+    text = "; ".join(
+        f"{state.value}: {', '.join(map(str, some))}"
+        for state in (State.SET, State.UNSET)
+        if (some := [one for one in found if one.state is state])
+    )
+    text += ", which elastic.run sets" if any(one.state is State.UNSET for one in found) else ""
+    stays = is_on(environ.get(NONBLOCKING, ""))
+    costs = "leaves their processes" if stays else f"costs their processes ({NONBLOCKING} is not 1)"
+    return good(what, f"{text}; a fault while ranks make a communicator {costs}")
 
 
 @dataclass(frozen=True)

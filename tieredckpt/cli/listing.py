@@ -18,10 +18,11 @@ from rich.markup import escape
 from peerstore.records import Group
 from peerstore.units import show_size
 from tieredckpt.agent.memory_service.names import JOB
+from tieredckpt.cli.clusters import STATES
 from tieredckpt.cli.exits import Exit
 from tieredckpt.cli.options import ANY_JOB, looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Screen, iso, show_age, table
-from tieredckpt.cli.sight import Sight, nothing, open_sight
+from tieredckpt.cli.sight import Sight, is_unclear, nothing, open_sight
 from tieredckpt.durable.open import open_store
 from tieredckpt.errors import (
     CheckpointDamagedError,
@@ -61,6 +62,8 @@ class Line:
     drain: DrainView | None
     once_whole: bool = False
     """It is known to have been whole."""
+    unsure: bool = False
+    """Who could not be asked may have the parts that are missing."""
 
     @property
     def tiers(self) -> list[str]:
@@ -72,7 +75,7 @@ class Line:
             return "quarantined"
         if self.damaged:
             return "damaged"
-        return "whole" if self.whole else "lost" if self.once_whole else "torn"
+        return "whole" if self.whole else "unknown" if self.unsure else "lost" if self.once_whole else "torn"
 
     def as_json(self, now_ns: int) -> dict[str, Any]:
         draining = self.drain is not None and self.drain.state in ("waiting", "running", "failed")
@@ -99,7 +102,13 @@ class Line:
 
 
 def line_of(
-    view: StepView, manifest: Manifest | None, damaged: str, drain: DrainView | None, *, once_whole: bool = False
+    view: StepView,
+    manifest: Manifest | None,
+    damaged: str,
+    drain: DrainView | None,
+    *,
+    once_whole: bool = False,
+    unsure: bool = False,
 ) -> Line:
     """A survey's view and, where the step is durable, its manifest."""
     parts = view.parts or (manifest.parts if manifest else 0)
@@ -127,6 +136,7 @@ def line_of(
         kept=view.kept,
         drain=drain,
         once_whole=once_whole,
+        unsure=unsure,
     )
 
 
@@ -168,7 +178,7 @@ def _steps(screen: Screen, sight: Sight, location: Location) -> Exit:
         },
         lambda out: _show(out, location, survey, lines, plain),
     )
-    return Exit.UNAVAILABLE if Tier.DURABLE in survey.unreachable else Exit.OK
+    return Exit.UNAVAILABLE if is_unclear(survey) else Exit.OK
 
 
 def lines_of(sight: Sight, location: Location, survey: Survey) -> list[Line]:
@@ -195,8 +205,12 @@ def lines_of(sight: Sight, location: Location, survey: Survey) -> list[Line]:
         list(readers.map(read, wanted))
         views = list(readers.map(lambda view: sight.reason(location.job, view), views))
     lines = [
-        line_of(v, manifests.get(v.group), damaged.get(v.group, ""), drains.get(v.group), once_whole=v.group == known)
-        for v in views
+        line_of(
+            *(view, manifests.get(view.group), damaged.get(view.group, ""), drains.get(view.group)),
+            once_whole=view.group == known,
+            unsure=bool(survey.unreachable) and view.group not in survey.torn,
+        )
+        for view in views
     ]
     return sorted(lines, key=lambda line: (line.group.version, *line.group))
 
@@ -258,15 +272,15 @@ def _note(line: Line) -> str:
     if line.drain is not None and line.drain.error and not line.durable:
         return line.drain.error
     if not line.whole:
-        return f"{line.parts - line.in_memory} of {line.parts} parts are not here"
+        where = "in what could be asked" if line.unsure else "here"
+        return f"{line.parts - line.in_memory} of {line.parts} parts are not {where}"
     if line.crashed_loads > 1:
         return f"{line.crashed_loads} loads of it ended their process here"
     return "kept until it is unpinned" if line.kept else ""
 
 
 def _coloured(state: str) -> str:
-    colour = {"whole": "green", "torn": "yellow", "lost": "red", "quarantined": "red", "damaged": "red"}[state]
-    return f"[{colour}]{state}[/]"
+    return f"[{STATES[state]}]{state}[/]"
 
 
 def _drain_json(view: DrainView) -> dict[str, Any]:

@@ -33,8 +33,10 @@ from tieredckpt.errors import (
 from tieredckpt.location import Location
 from tieredckpt.manifest import ShardIndex
 from tieredckpt.node import Described, StepView, Survey
+from tieredckpt.peer_reader import PeerReader
 from tieredckpt.resolve import Tier, in_words, resolve
 from tieredckpt.settings import DurableSettings, Settings, override
+from tieredckpt.teaming import transport_of
 
 _PATIENCE_S = 5.0
 """A person is waiting: a store that is away for longer is reported, not waited for."""
@@ -50,6 +52,7 @@ class Sight:
         self._direct = direct
         self._known: dict[str, DurableSettings] = {}
         self._stores: dict[str, ObjectStore] = {}
+        self._peers: dict[str, PeerReader] = {}
 
     # -- steps ------------------------------------------------------------------------------------------------
 
@@ -101,7 +104,7 @@ class Sight:
         if found.chosen is None:
             if found.lost and not survey.unreachable:
                 raise CheckpointLostError(f"{location} was whole and is not any more ({found.explain()})")
-            if found.damaged and Tier.DURABLE not in survey.unreachable:
+            if found.damaged and not is_unclear(survey):
                 raise CheckpointDamagedError(f"{location} cannot be used any more ({found.explain()})")
             if found.torn and not survey.unreachable:
                 raise CheckpointTornError(f"{location} was begun and never came to be whole ({found.explain()})")
@@ -160,7 +163,19 @@ class Sight:
             self._stores[durable.url] = open_store(durable.url, durable)
         return self._stores[durable.url]
 
+    def peers(self, job: str) -> PeerReader | None:
+        """The memory of the job's other nodes; ``None`` where no agent says which they are."""
+        if self.agent is None:
+            return None
+        if job not in self._peers:
+            agent = self.settings.agent
+            transport = transport_of(agent.interface, agent.tls, agent.transport)
+            self._peers[job] = PeerReader(self.agent, job, transport, streams=self.settings.peer.streams)
+        return self._peers[job]
+
     def close(self) -> None:
+        for reader in self._peers.values():
+            reader.close()
         for store in self._stores.values():
             store.close()
         if self.agent is not None:
@@ -241,11 +256,16 @@ def open_sight(settings: Settings, *, memory: bool = True) -> Iterator[Sight]:
         yield sight
 
 
+def is_unclear(survey: Survey) -> bool:
+    """Other nodes or the durable tier could not be asked: there may be more than was seen."""
+    return not survey.unreachable.keys().isdisjoint((Tier.PEER, Tier.DURABLE))
+
+
 def nothing(location: Location, survey: Survey, why: str = "") -> TieredCheckpointError:
-    """The error for a step that was not found: absent only when the durable tier could be asked."""
+    """The error for a step that was not found: absent only when other nodes and the durable tier could be asked."""
     about = f" ({why})" if why else ""
     told = "; ".join(f"{tier.value} tier: {text}" for tier, text in survey.unreachable.items())
-    if Tier.DURABLE in survey.unreachable:
+    if is_unclear(survey):
         return TierUnavailableError(f"{location} was not found where it could be looked for{about}. {told}")
     if survey.forgotten is not None and survey.forgotten.newest.version >= (location.step or 0):
         return CheckpointLostError(f"there is no {location} any more: {in_words(survey.forgotten)}")
@@ -315,4 +335,8 @@ def joined(found: Sequence[Described]) -> Described:
         layouts={k: v for one in found for k, v in one.manifest.layouts.items()},
         tables={k: v for one in found for k, v in one.manifest.tables.items()},
     )
-    return Described(manifest, {part: tuple(t for t in Tier if t in tiers) for part, tiers in places.items()})
+    return Described(
+        manifest,
+        {part: tuple(t for t in Tier if t in tiers) for part, tiers in places.items()},
+        {part: sources for one in found for part, sources in one.sources.items()},
+    )

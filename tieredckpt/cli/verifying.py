@@ -12,23 +12,28 @@ from rich.console import Console
 from rich.markup import escape
 
 from peerstore.checksum import chunk_count
+from peerstore.cluster.nodes import Node as PeerNode
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
-from peerstore.records import ShardFact
+from peerstore.records import CHUNK_BYTES, ShardFact
 from peerstore.units import show_size
 from tieredckpt.agent_node import AgentNode
+from tieredckpt.cli.clusters import silent_lines
 from tieredckpt.cli.exits import Exit, worst
 from tieredckpt.cli.options import looking, pass_screen, settings_for, with_exits
 from tieredckpt.cli.screen import Advance, Screen, table
-from tieredckpt.cli.sight import Sight, open_sight
+from tieredckpt.cli.sight import Sight, is_unclear, open_sight
 from tieredckpt.durable.store import ObjectNotFoundError
 from tieredckpt.errors import CheckpointDamagedError, DurableRefusedError, TierUnavailableError
 from tieredckpt.fetch import damaged_chunks
+from tieredckpt.holdings import unknown
 from tieredckpt.location import Location, parse_location
 from tieredckpt.manifest import Manifest, ShardIndex
-from tieredckpt.node import StepView
+from tieredckpt.node import ClusterView, Source, StepView
 from tieredckpt.resolve import Tier
 
 _SHOWN_CHUNKS = 16
+_CHUNKS_AT_ONCE = 64
+"""Of a node that looks at its own copy: what it reads before it answers."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Check:
     damaged: tuple[int, ...] = ()
     where: str = ""
     problem: str = ""
+    node: str = ""
+    """Whose memory it is in."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -56,6 +63,7 @@ class Check:
             "chunks": self.chunks,
             "damaged_chunks": list(self.damaged),
             "object": self.where or None,
+            "node": self.node or None,
             "problem": self.problem or None,
         }
 
@@ -66,19 +74,22 @@ class Check:
 @pass_screen
 @with_exits
 def verify(screen: Screen, target: str, agent_dir: Path | None, durable: str | None) -> Exit:
-    """Compare every copy of every shard with its checksums: in this node's memory and in the durable tier.
+    """Compare every copy of every shard with its checksums: in the memory of the job's nodes and in the durable tier.
 
-    JOB alone means all of its steps. The durable tier is read completely. A copy in memory that turns out damaged is
-    dropped by the agent, so that nobody reads it; the durable tier is not changed.
+    JOB alone means all of its steps. Each node looks at its own memory; one that could not be asked is named, and the
+    exit code is 5. The durable tier is read completely. A copy in memory that turns out damaged is dropped by its
+    agent, so that nobody reads it; the durable tier is not changed.
     """
     with open_sight(settings_for(agent_dir, durable, target)) as sight:
         location = parse_location(target)
         survey = sight.survey(location.job)
         views = sight.groups(location, survey)
-        checks = _all(screen, sight, location, views)
+        cluster = sight.agent.cluster(location.job) if sight.agent else None
+        checks = _all(screen, sight, location, views, cluster)
+    silent = {} if cluster is None else unknown(cluster)
     problems = {tier.value: text for tier, text in survey.unreachable.items()}
     codes = [check.result for check in checks]
-    if Tier.DURABLE in survey.unreachable or not checks:
+    if is_unclear(survey) or silent or not checks:
         codes.append(Exit.UNAVAILABLE)
     code = worst(codes)
     value = {
@@ -86,28 +97,38 @@ def verify(screen: Screen, target: str, agent_dir: Path | None, durable: str | N
         "good": code is Exit.OK,
         "verified_bytes": sum(check.size_bytes for check in checks if check.result is Exit.OK),
         "unreachable": problems,
+        "not_asked": silent,
         "checks": [check.as_json() for check in checks],
     }
-    screen.result(value, lambda out: _show(out, location, checks, problems))
+    screen.result(value, lambda out: _show(out, location, checks, cluster, problems))
     return code
 
 
-def _all(screen: Screen, sight: Sight, location: Location, views: Sequence[StepView]) -> list[Check]:
+def _all(
+    screen: Screen, sight: Sight, location: Location, views: Sequence[StepView], cluster: ClusterView | None
+) -> list[Check]:
     groups = {view.group for view in views}
-    facts = sight.agent.store.inventory(location.job) if sight.agent else []
-    facts = sorted((fact for fact in facts if fact.key.group in groups), key=lambda fact: fact.key)
+    held = [
+        (node, fact)
+        for node in (cluster.nodes if cluster is not None else ())
+        for fact in node.facts
+        if fact.key.group in groups and not node.silent
+    ]
+    held.sort(key=lambda one: one[1].key)
     manifests, checks = _manifests(sight, location, views)
-    total = sum(f.size_bytes for f in facts) + sum(s.size_bytes for m in manifests for s in m.shards)
+    total = sum(fact.size_bytes for _, fact in held) + sum(s.size_bytes for m in manifests for s in m.shards)
     known = {shard.key: shard for manifest in manifests for shard in manifest.shards}
     with screen.progress(f"verifying {location.job}", total) as advance:
-        for fact in facts:
-            if sight.agent is not None:
-                checks.append(_in_memory(sight.agent, fact, known.get(fact.key)))
-            advance(fact.size_bytes)
+        for node, fact in held:
+            if sight.agent is not None and cluster is not None and node.node.id == cluster.me:
+                checks.append(_in_memory(sight.agent, fact, known.get(fact.key), cluster.me))
+                advance(fact.size_bytes)
+            else:
+                checks.append(_elsewhere(sight, location.job, node.node, fact, advance))
         for manifest in manifests:
             for shard in manifest.shards:
                 checks.append(_in_store(sight, location.job, shard, advance))
-    return sorted(checks, key=lambda check: (check.step, check.part, check.tier is Tier.DURABLE))
+    return sorted(checks, key=lambda check: (check.step, check.part, check.tier is Tier.DURABLE, check.node))
 
 
 def _manifests(sight: Sight, location: Location, views: Sequence[StepView]) -> tuple[list[Manifest], list[Check]]:
@@ -124,11 +145,13 @@ def _manifests(sight: Sight, location: Location, views: Sequence[StepView]) -> t
     return found, checks
 
 
-def _in_memory(agent: AgentNode, fact: ShardFact, durable: ShardIndex | None) -> Check:
+def _in_memory(agent: AgentNode, fact: ShardFact, durable: ShardIndex | None, node: str) -> Check:
     key = fact.key
 
     def check(result: Exit, problem: str = "", bad: tuple[int, ...] = (), chunks: int = 0) -> Check:
-        return Check(key.version, key.part, Tier.MEMORY, fact.size_bytes, result, chunks, bad, problem=problem)
+        return Check(
+            key.version, key.part, Tier.MEMORY, fact.size_bytes, result, chunks, bad, problem=problem, node=node
+        )
 
     try:
         pin = agent.store.pin(key)
@@ -152,6 +175,31 @@ def _in_memory(agent: AgentNode, fact: ShardFact, durable: ShardIndex | None) ->
     return check(Exit.OK, chunks=chunks)
 
 
+def _elsewhere(sight: Sight, job: str, node: PeerNode, fact: ShardFact, advance: Advance) -> Check:
+    """Another node looks at its own copy."""
+    key, reader = fact.key, sight.peers(job)
+
+    def check(result: Exit, problem: str = "") -> Check:
+        return Check(key.version, key.part, Tier.PEER, fact.size_bytes, result, chunks, problem=problem, node=node.id)
+
+    chunks = chunk_count(fact.size_bytes, CHUNK_BYTES)
+    try:
+        if reader is None:
+            return check(Exit.UNAVAILABLE, "it cannot be asked from here")
+        for first in range(0, chunks, _CHUNKS_AT_ONCE):
+            stop = min(chunks, first + _CHUNKS_AT_ONCE)
+            if reader.is_damaged(Source(node.id, node.address), key, (first, stop)):
+                return check(Exit.DAMAGED, "changed after it was sealed; its agent has dropped this copy")
+            advance(min(stop * CHUNK_BYTES, fact.size_bytes) - first * CHUNK_BYTES)
+    except ShardNotFoundError:
+        return check(Exit.UNAVAILABLE, "given up for a newer step in the meantime")
+    except ShardDamagedError as error:
+        return check(Exit.DAMAGED, str(error))
+    except (PeerStoreError, TierUnavailableError) as error:
+        return check(Exit.UNAVAILABLE, str(error))
+    return check(Exit.OK)
+
+
 def _in_store(sight: Sight, job: str, shard: ShardIndex, advance: Advance) -> Check:
     key, chunks = shard.key, chunk_count(shard.size_bytes, shard.chunk_bytes)
 
@@ -167,16 +215,27 @@ def _in_store(sight: Sight, job: str, shard: ShardIndex, advance: Advance) -> Ch
     return check(Exit.DAMAGED, "is not what was saved", tuple(bad)) if bad else check(Exit.OK)
 
 
-def _show(out: Console, location: Location, checks: Sequence[Check], unreachable: dict[str, str]) -> None:
+def _show(
+    out: Console,
+    location: Location,
+    checks: Sequence[Check],
+    cluster: ClusterView | None,
+    unreachable: dict[str, str],
+) -> None:
     rows = []
     for check in checks:
         shown = {Exit.OK: "[green]good[/]", Exit.DAMAGED: "[red]damaged[/]"}.get(check.result, "[yellow]unknown[/]")
         part = str(check.part) if check.part >= 0 else "-"
         rows.append(
-            [str(check.step), part, check.tier.value, shown, show_size(check.size_bytes), escape(_problem(check))]
+            [
+                *(str(check.step), part, check.tier.value, escape(check.node or "-"), shown),
+                *(show_size(check.size_bytes), escape(_problem(check))),
+            ]
         )
     if rows:
-        out.print(table(["STEP", "PART", "TIER", "RESULT", "SIZE", ""], rows, right=("STEP", "PART", "SIZE")))
+        out.print(table(["STEP", "PART", "TIER", "NODE", "RESULT", "SIZE", ""], rows, right=("STEP", "PART", "SIZE")))
+    for line in silent_lines(cluster) if cluster is not None else ():
+        out.print(line)
     for tier, text in unreachable.items():
         out.print(f"[yellow]{tier} tier not asked:[/] {escape(text)}")
     good = [check for check in checks if check.result is Exit.OK]

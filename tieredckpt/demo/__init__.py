@@ -72,6 +72,7 @@ class _Node:
             "TIEREDCKPT_AGENT_DIRECTORY": str(self.directory),
             "TIEREDCKPT_AGENT_NODE": self.name,
             "TIEREDCKPT_AGENT_PEERS": "127.0.0.1:0",
+            "TIEREDCKPT_AGENT_HTTP": "127.0.0.1:0",
             "TIEREDCKPT_AGENT_BUDGET": "1GiB",
         }
 

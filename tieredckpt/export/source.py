@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from peerstore.operations import Store
+from peerstore.peers.spans import Target
 from tieredckpt.boxes import Box, relative, whole
 from tieredckpt.durable.store import ObjectNotFoundError, ObjectStore
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError
@@ -19,6 +20,7 @@ from tieredckpt.fetch import PinnedShards, ShardCheck, from_object
 from tieredckpt.layout import TensorEntry
 from tieredckpt.manifest import ShardIndex
 from tieredckpt.node import Described
+from tieredckpt.peer_reader import PeerReader
 from tieredckpt.resolve import Tier
 from tieredckpt.stored import ByteRange, StoredStep, TensorPiece
 from tieredckpt.tensors import dtype_named
@@ -29,14 +31,25 @@ _WINDOW_BYTES = 32 << 20
 
 
 class StepSource:
-    """Tensors and items of one step. A copy in memory that turns out damaged is left for the durable one."""
+    """Tensors and items of one step. A copy that turns out damaged or gone is left for the next one: on this node, on
+    other nodes, in the durable tier.
+    """
 
-    def __init__(self, of: Described | StoredStep, memory: Store | None, durable: Callable[[], ObjectStore]) -> None:
+    def __init__(
+        self,
+        of: Described | StoredStep,
+        memory: Store | None,
+        durable: Callable[[], ObjectStore],
+        peers: PeerReader | None = None,
+    ) -> None:
         self.step = of if isinstance(of, StoredStep) else StoredStep(of)
         self._pinned = PinnedShards(memory, self.step.group) if memory is not None else None
         self._durable = durable
+        self._peers = peers
         self._gone: dict[int, ShardCheck] = {}
         """Parts whose copy in memory cannot be used."""
+        self._left_to_durable: set[int] = set()
+        """Parts that other nodes have not delivered."""
         self.bytes_by_tier: dict[str, int] = {}
 
     def entry(self, name: str) -> TensorEntry:
@@ -119,11 +132,11 @@ class StepSource:
                 return
             log.warning("%s in memory: %s, looking for another copy", shard.key, look.value)
             self._gone[part] = look
-        if Tier.DURABLE not in tiers and Tier.PEER in tiers:
-            raise TierUnavailableError(
-                f"{shard.key} is in other nodes' memory alone, which files are not read from: load with a TieredReader "
-                "(by URL after tieredckpt.enable_urls()) or tieredckpt.load"
-            )
+        if Tier.PEER in tiers and part not in self._left_to_durable:
+            data = self._from_peers(part, window)
+            if data is not None:
+                yield data
+                return
         if Tier.DURABLE not in tiers:
             raise _no_other(shard, self._gone.get(part, ShardCheck.GONE))
         self._count(Tier.DURABLE, size)
@@ -133,6 +146,22 @@ class StepSource:
                 yield found.data[low - found.start : high - found.start]
         except ObjectNotFoundError as error:
             raise CheckpointDamagedError(f"{shard.key}: {error}") from error
+
+    def _from_peers(self, part: int, window: ByteRange) -> memoryview | None:
+        """The bytes as other nodes have them; ``None`` where the durable tier has to be asked."""
+        step = self.step
+        if self._peers is None or part not in step.sources:
+            if Tier.DURABLE in step.found[part]:
+                return None
+            raise TierUnavailableError(f"{step.shards[part].key} is in the memory of nodes that cannot be asked here")
+        data = memoryview(bytearray(window.stop - window.start))  # its shard's layout has been checked
+        target = Target(window.start, window.stop, data)
+        left, _ = self._peers.read({part: [target]}, step.shards, step.sources, step.found)
+        if left:
+            self._left_to_durable.add(part)
+            return None
+        self._count(Tier.PEER, len(data))
+        return data
 
     def _count(self, tier: Tier, size_bytes: int) -> None:
         self.bytes_by_tier[tier.value] = self.bytes_by_tier.get(tier.value, 0) + size_bytes

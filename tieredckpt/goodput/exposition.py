@@ -48,6 +48,10 @@ def _families(found: Analysis) -> Iterator[tuple[str, str, list[_Sample]]]:
     ):
         if value is not None:
             yield one(name, help_text, value)
+    if found.protected_step is not None:
+        yield one("job_protected_step", "The newest step that is protected; -1: none is.", found.protected_step)
+        unprotected_us = sum(part.end_us - part.start_us for part in found.unprotected)
+        yield one("job_unprotected_seconds", "Time in which newer saves were not.", unprotected_us / 1e6)
     for share in ("p50", "p99"):
         samples: list[_Sample] = [
             ({"category": stage.category.value, "stage": stage.name}, getattr(stage, f"{share}_s"))

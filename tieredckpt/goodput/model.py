@@ -164,6 +164,20 @@ class Distribution(msgspec.Struct, frozen=True):
     most_s: float = 0.0
 
 
+class Unprotected(msgspec.Struct, frozen=True):
+    """A time in which something newer than the newest protected step lacked its copies, or was not saved at all."""
+
+    start_us: int
+    end_us: int
+    """When it was protected again, as far as that was written down; else the end of the job's last run."""
+    step: int
+    """Up to which step the job was protected then; -1: not at all."""
+    left_out: int = 0
+    """Saves that were skipped or failed."""
+    lasts: bool = False
+    """Nothing says that it ended."""
+
+
 class RunView(msgspec.Struct, frozen=True):
     """From one start of the job to its end."""
 
@@ -216,6 +230,14 @@ class Analysis(msgspec.Struct, frozen=True):
     step_views: tuple[StepView, ...] = ()
     injections: tuple[InjectionView, ...] = ()
     """That are the cause of no fault."""
+    protected_step: int | None = None
+    """Up to which step the job is protected, as its agents said last; -1: no step is. ``None`` where nobody said."""
+    unprotected: tuple[Unprotected, ...] = ()
+
+    @property
+    def unprotected_since_us(self) -> int | None:
+        """Since when newer saves are not protected; ``None`` where they are, or nobody said."""
+        return self.unprotected[-1].start_us if self.unprotected and self.unprotected[-1].lasts else None
 
     @property
     def unstated_us(self) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
 
 from tieredckpt.goodput import stages as staging
 from tieredckpt.goodput.findings import Findings, Told
-from tieredckpt.goodput.model import Analysis, Category, InjectionView, Interval, Recovery, Totals
+from tieredckpt.goodput.model import Analysis, Category, InjectionView, Interval, Recovery, Totals, Unprotected
 from tieredckpt.goodput.runs import us
-from tieredckpt.ledger.events import DETECT, Injected
+from tieredckpt.ledger.events import DETECT, Injected, Protection
 
 _WAYS = (Category.STARTUP, Category.RECOVERY, Category.RESIZE)
 
@@ -28,6 +30,7 @@ def summed(found: Findings) -> Analysis:
     tiers: Counter[str] = Counter()
     for restore in restores:
         tiers.update(restore.bytes_by_tier)
+    protection = [one for run in found.runs for one in run.events if isinstance(one, Protection)]
     return Analysis(
         job=found.job or next((run.job for run in found.runs if run.job), ""),
         start_us=found.runs[0].start if found.runs else 0,
@@ -57,7 +60,24 @@ def summed(found: Findings) -> Analysis:
         injections=_unnoticed(found),
         timeline=tuple(found.timeline),
         step_views=tuple(step.view for step in found.done),
+        protected_step=protection[-1].step if protection else None,
+        unprotected=tuple(_unprotected(protection, found.runs[-1].end if found.runs else 0)),
     )
+
+
+def _unprotected(said: Sequence[Protection], end: int) -> Iterator[Unprotected]:
+    """In order of time; what lasts over several words of it is one."""
+    now: Unprotected | None = None
+    for one in said:
+        if one.since is None:
+            if now is not None:
+                yield msgspec.structs.replace(now, end_us=max(now.start_us, us(one.at)), lasts=False)
+            now = None
+        else:
+            start = us(one.since) if now is None else now.start_us
+            now = Unprotected(start, max(start, end), one.step, one.left_out, lasts=True)
+    if now is not None:
+        yield now
 
 
 def _unnoticed(found: Findings) -> tuple[InjectionView, ...]:

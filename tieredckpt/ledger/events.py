@@ -169,7 +169,21 @@ class Restored(_Event, frozen=True, tag="restored"):
     epoch: int = -1
 
 
-Event: TypeAlias = Opened | Began | Ended | WorldFormed | Fault | Injected | Notice | Stage | Step | Save | Restored
+class Protection(_Event, frozen=True, tag="protection"):
+    """Up to which step the job is protected, when that changed; a world's first rank writes what its agent says."""
+
+    at: float
+    step: int
+    """The newest step that has all the copies it was to have, or is durable; -1 for none."""
+    since: float | None = None
+    """Since when something newer has not; ``None`` while nothing has lacked that for long."""
+    left_out: int = 0
+    """Saves that were skipped or failed since then."""
+
+
+Event: TypeAlias = (
+    Opened | Began | Ended | WorldFormed | Fault | Injected | Notice | Stage | Step | Save | Restored | Protection
+)
 
 
 def when(event: Event) -> float:

@@ -58,6 +58,8 @@ class Stand(msgspec.Struct, frozen=True):
     proven: Mapping[str, int] | None = None
     """The last step of each job that was complete here before this rank aborted anything; ``None`` where an aborted
     collective raises, and nobody takes what another rank's abort has left for its result."""
+    off: str = ""
+    """Why it noted nothing in that world."""
 
 
 class Content(msgspec.Struct, frozen=True):
@@ -103,6 +105,12 @@ def reached(stands: Sequence[Stand]) -> dict[str, int]:
             for job, step in stand.reached.items():
                 found[job] = max(step, found.get(job, -1))
     return found
+
+
+def why_off(stands: Sequence[Stand]) -> str:
+    """Why a rank of the last world noted nothing; empty where all did."""
+    newest = max((stand.left for stand in stands), default=-1)
+    return next((f"rank {rank}: {one.off}" for rank, one in enumerate(stands) if one.left == newest and one.off), "")
 
 
 def proven(stands: Sequence[Stand]) -> dict[str, int]:

@@ -43,6 +43,7 @@ from tieredckpt.live.choosing import (
     proven,
     reached,
     tellers,
+    why_off,
 )
 from tieredckpt.live.keeping import Hydration, Keeper, Kept
 from tieredckpt.resolve import resolve
@@ -70,6 +71,8 @@ class _Asked(msgspec.Struct, frozen=True):
     """Who has something that may be wanted, by rank."""
     proven: int | None = None
     """No step after this one is believed."""
+    off: str = ""
+    """Why a survivor noted nothing."""
 
 
 def hydrate(keeper: Keeper, store: torch.distributed.Store, rank: int, size: int, *, weigh: Weigh) -> list[Hydration]:
@@ -99,11 +102,11 @@ def _asked(keeper: Keeper, meeting: _Meeting, covers: Mapping[str, Cover]) -> di
     """Who has what, by job: the first rank hears everybody, and tells all."""
     holdings = {job: Holding(one.step, one.left, covers[job].digest, one.complete) for job, one in keeper.kept.items()}
     proved = keeper.proven if keeper.silent else None
-    meeting.say(f"stand/{meeting.rank}", Stand(keeper.left, holdings, keeper.reached, proved))
+    meeting.say(f"stand/{meeting.rank}", Stand(keeper.left, holdings, keeper.reached, proved, keeper.why_not()))
     if meeting.rank == 0:
         stands = meeting.hear_all([f"stand/{rank}" for rank in range(meeting.size)], Stand)
-        held, most = holdings_of(stands), proven(stands)
-        said = {job: _Asked(step, held.get(job, {}), most.get(job)) for job, step in reached(stands).items()}
+        held, most, off = holdings_of(stands), proven(stands), why_off(stands)
+        said = {job: _Asked(step, held.get(job, {}), most.get(job), off) for job, step in reached(stands).items()}
         meeting.say("asked", said)
     return meeting.hear("asked", dict[str, _Asked])
 
@@ -112,7 +115,7 @@ def _hydrate(
     meeting: _Meeting, job: str, asked: _Asked, kept: Kept | None, cover: Cover | None, *, weigh: Weigh
 ) -> Hydration:
     if not asked.holdings:
-        return Hydration(job, "snapshot", -1, asked.reached, "no survivor stood between two steps")
+        return Hydration(job, "snapshot", -1, asked.reached, asked.off or "no survivor stood between two steps")
     telling = tellers(asked.holdings)
     chooser = min(telling)  # a survivor: its node knows all tiers
     if meeting.rank in telling:

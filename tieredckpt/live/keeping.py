@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Mode = Literal["live", "snapshot"]
+_REPLAYED = (
+    "device work was replayed from a graph (torch.cuda.graph, or mode='reduce-overhead' of torch.compile), and nobody "
+    "can see what that changes"
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class Keeper:
     """It was seen that optimizers' steps are seen."""
     complete: dict[str, set[str]] = field(default_factory=dict)
     """By job digests of names that are known to be all that the state has, whatever rank one asks."""
+    replays: bool = False
+    """In this world device work was replayed from a graph: that changes tensors, and calls no hook."""
     hydrations: dict[str, Hydration] = field(default_factory=dict)
     tries: int = 0
     """Worlds that what is kept was to be given to."""
@@ -126,7 +132,15 @@ class Keeper:
         self.reached.clear()
         self.proven.clear()
         self.complete.clear()
-        self.left, self.silent = epoch, silent
+        self.left, self.silent, self.replays = epoch, silent, False
+
+    def is_replayed(self) -> None:
+        """Device work is replayed from a graph, by any thread."""
+        self.replays = True
+
+    def why_not(self) -> str:
+        """Why boundaries of this world are not noted; empty where they are."""
+        return _REPLAYED if self.replays else ""
 
     def completes(self, job: str, names: str) -> None:
         """Nothing belongs to the state of this world but what ``names`` is a digest of."""
@@ -152,6 +166,8 @@ class Keeper:
         self.stepped = False
 
     def _not_seen(self) -> str:
+        if self.replays:
+            return _REPLAYED
         if self.stepped:
             return "an optimizer's step had begun"
         return "" if self.sees else "no step of an optimizer of torch.optim was seen"
@@ -188,6 +204,8 @@ def watching() -> Iterator[Keeper]:
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    from tieredckpt.device import accelerator
+
     one = Keeper()
 
     def begun(_optimizer: Any, _args: Any, _named: Any) -> None:
@@ -199,7 +217,8 @@ def watching() -> Iterator[Keeper]:
     handle = register_optimizer_step_pre_hook(begun)
     _keepers.append(one)
     try:
-        yield one
+        with accelerator().on_replay(one.is_replayed):
+            yield one
     finally:
         _keepers.remove(one)
         handle.remove()

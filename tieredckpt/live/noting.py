@@ -44,6 +44,7 @@ class Noter:
         self._settings = settings
         self._structure: _Structure | None = None
         self._given_up = not (settings.enabled and settings.memory.live)
+        self._said = False
 
     def note(self, state: Mapping[str, Any], step: int) -> None:
         """``state`` is what ``step`` has left. Never worth an error of the training, but for that of a broken world."""
@@ -55,6 +56,12 @@ class Noter:
         if noted is not None and noted.step == step and not held.stepped:
             return  # said twice: by the loop, and by who saves
         held.notes.pop(self._job, None)  # its copies are written over now
+        if why := held.why_not():
+            held.reached[self._job] = step
+            if not self._said:
+                log.warning("%s: after a fault only what was saved is used: %s", self._job, why)
+            self._said = True
+            return
         try:
             held.note(self._job, self._boundary(state, step))
         except Exception as error:  # noqa: BLE001 - from objects of the user's; what is saved is there all the same

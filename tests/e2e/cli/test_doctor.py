@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.jobs import Job, bucket_url, on_server
+from tieredckpt.device import accelerator
 from tieredckpt.settings import DurableSettings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
@@ -26,11 +27,28 @@ def test_a_node_without_anything_is_fine(cli, agent_dir):
         "memory budget": "good",
         "agent": "note",
         "durable tier": "note",
+        "NCCL environment": "good",
     }
     assert not agent_dir.exists()
     left = {row["lost"]: row["left"] for row in said.json["survival"]}
     assert left["this node or its memory"] == "nothing: there is no durable tier"
     assert left["the agent, killed"].startswith("the newest sealed step")
+
+
+def test_what_contradicts_recovery_with_nccl_is_named_with_its_reason(cli, agent_dir, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    said = cli("doctor", "--json")
+    assert said.code == 0, "who has no recovery within the process does not need it"
+    assert verdicts(said)["NCCL environment"] == "note"
+    assert text(said, "NCCL environment").startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=3: NCCL's watchdog would end")
+
+
+@pytest.mark.skipif(accelerator().count() > 0, reason="there is an accelerator")
+def test_without_an_accelerator_gpu_checks_say_so_and_fail(cli, agent_dir):
+    said = cli("doctor", "--gpu", "--json")
+    assert said.code == 1
+    assert (verdicts(said)["device"], verdicts(said)["device checks"]) == ("bad", "note")
+    assert "reports no accelerator" in text(said, "device")
 
 
 def test_a_running_agent_and_a_directory(cli, job, tmp_path):

@@ -2,10 +2,10 @@
 
 import json
 import signal
-import urllib.request
 
 import pytest
 
+from tests.support.agent_numbers import asked
 from tests.support.agents import agent_pid, end_agent
 from tests.support.crashes import crash_at
 from tests.support.jobs import Job, objects, on_server, state_at
@@ -85,5 +85,4 @@ def test_nothing_is_left_in_the_bucket_but_the_steps(agent_dir, rclone, rclone_p
     job.save(0, 1, 2)
     kinds = sorted(name.rpartition(".")[2] for name in objects(rclone, settings))
     assert kinds == ["index"] * 3 + ["manifest"] * 3 + ["safetensors"] * 3
-    with urllib.request.urlopen(f"http://{(agent_dir / 'http').read_text()}/status") as answer:
-        assert json.load(answer)["drain"]["totals"]["errors"] == 0
+    assert json.loads(asked(agent_dir, "/status"))["drain"]["totals"]["errors"] == 0

@@ -256,6 +256,21 @@ def test_who_waits_hears_in_time_that_the_agent_says_nothing(agent_dir, director
         assert ckpt.wait("durable", timeout_s=60)
 
 
+def test_who_seals_hears_in_time_that_the_agent_says_nothing(agent_dir):
+    """Before the hung agent could be replaced: that takes longer than was asked for."""
+    with Job(agent_dir, DurableSettings()).checkpointer() as ckpt:
+        assert ckpt.save(state_at(0), 0).wait(timeout_s=60) is SaveState.SEALED
+        pid = agent_pid(agent_dir)
+        stop_process(pid)
+        try:
+            with pytest.raises((TierUnavailableError, StoreBusyError)):
+                ckpt.seal(state_at(1), 1, timeout_s=0.5)
+            assert agent_pid(agent_dir) == pid
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert ckpt.seal(state_at(2), 2, timeout_s=60).state is SaveState.SEALED
+
+
 def test_restore_after_everything_was_damaged_raises_and_says_what(agent_dir):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(small(0), 0).wait()

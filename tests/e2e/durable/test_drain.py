@@ -2,12 +2,13 @@
 
 import json
 import signal
-import urllib.request
+import urllib.error
 
 import pytest
 import torch
 from safetensors.torch import load as load_safetensors
 
+from tests.support.agent_numbers import asked
 from tests.support.agents import end_agent
 from tests.support.bits import assert_same, raw, zeroed
 from tests.support.faults import Answer, FlipResponseBit, Hang
@@ -526,18 +527,15 @@ def test_switched_on_again_nothing_is_lost(agent_dir, directory, monkeypatch):
 def test_metrics_and_status_tell_what_happened(agent_dir, directory):
     job = Job(agent_dir, directory)
     job.save(0, 1)
-    address = (agent_dir / "http").read_text()
-    with urllib.request.urlopen(f"http://{address}/status") as answer:
-        status = json.load(answer)
+    status = json.loads(asked(agent_dir, "/status"))
     assert status["store"]["jobs"][0]["newest_whole"] == 1
     assert status["drain"]["totals"]["steps"] == 2
-    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
-        text = answer.read().decode()
+    text = asked(agent_dir, "/metrics")
     assert f'tieredckpt_newest_whole_step{{job="{job.name}"}} 1.0' in text
     assert "tieredckpt_drained_steps_total 2.0" in text
     assert "tieredckpt_arena_budget_bytes" in text
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"http://{address}/etc/passwd")
+        asked(agent_dir, "/etc/passwd")
 
 
 def test_a_restarted_agent_finishes_what_was_waiting(agent_dir, rclone, rclone_proxy):

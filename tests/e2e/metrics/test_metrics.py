@@ -3,19 +3,27 @@
 import contextlib
 import json
 import socket
+import stat
+import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.agent_numbers import OnSocket, asked
 from tests.support.agents import agent_pid, end_agent
 from tests.support.bits import zeroed
 from tests.support.jobs import Job, state_at
 from tests.support.neighbours import until
 from tieredckpt import Checkpointer
+from tieredckpt.cli import main
+from tieredckpt.ledger import LEDGER, read_ledger
+from tieredckpt.ledger.events import Protection
 from tieredckpt.saved import SaveState
+from tieredckpt.session import close_sessions
 from tieredckpt.settings import DurableSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -27,14 +35,13 @@ class Agent:
     def __init__(self, directory):
         self.directory = directory
 
-    @property
-    def address(self):
-        host, _, port = (self.directory / "http").read_text().rpartition(":")
-        return host, int(port)
-
     def get(self, path):
-        with urllib.request.urlopen("http://{}:{}{}".format(*self.address, path), timeout=20) as answer:
-            return answer.read().decode()
+        return asked(self.directory, path)
+
+    def connect(self):
+        connection = OnSocket(self.directory)
+        connection.connect()
+        return connection.sock
 
     def status(self):
         return json.loads(self.get("/status"))
@@ -204,7 +211,7 @@ def test_hostile_requests_get_an_error_and_the_agent_goes_on(agent_dir, agent, r
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
         ckpt.save({"w": torch.ones(10)}, 0).wait()
         pid = agent_pid(agent_dir)
-        with socket.create_connection(agent.address, timeout=20) as sock:
+        with agent.connect() as sock:
             sock.sendall(request_bytes)
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
@@ -224,7 +231,7 @@ def test_callers_who_hang_do_not_keep_others_waiting(agent_dir, agent):
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt, contextlib.ExitStack() as open_sockets:
         ckpt.save({"w": torch.ones(10)}, 0).wait()
         for _ in range(30):
-            sock = open_sockets.enter_context(socket.create_connection(agent.address, timeout=20))
+            sock = open_sockets.enter_context(agent.connect())
             sock.sendall(b"GET /metrics HT")
         assert "arena_slots" in agent.get("/metrics")
     end_agent(agent_dir)  # in order, although they still hang
@@ -267,3 +274,65 @@ def test_up_to_which_step_a_job_is_protected_is_one_state_everywhere(agent_dir, 
         ckpt.save(state_at(10), 10).wait()
         until(lambda: agent.status()["protected"]["kept"]["unprotected_since"] is None, "it is protected again")
         assert agent.metrics()["protected_step", "kept"] == 10
+
+
+def test_the_ledger_and_goodput_say_the_same_of_protection_as_the_agent(
+    agent_dir, agent, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv(LEDGER, str(tmp_path / "ledger"))
+    with Checkpointer("tiered://kept", on_sigterm="ignore") as ckpt:
+        for step in range(3):
+            ckpt.save(state_at(step), step).wait()
+        store = ckpt.session.node.store
+        pins = []
+        while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
+            ckpt.wait()
+            pins += [store.pin(fact.key).id for fact in store.inventory("kept")]
+        until(lambda: agent.status()["protected"]["kept"]["left_out"] == 1, "the skipped save is counted")
+        told = agent.status()["protected"]["kept"]
+        for pin in pins:
+            store.unpin(pin)
+    events = read_ledger(tmp_path / "ledger").events
+    said = [one for one in events if isinstance(one, Protection)]
+    assert (said[-1].step, said[-1].since, said[-1].left_out) == (
+        told["step"],
+        told["unprotected_since"],
+        told["left_out"],
+    )
+    since = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(told["unprotected_since"]))
+    assert main(["goodput", str(tmp_path / "ledger")]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"protected up to step {told['step']}, unprotected since {since} (1 saves skipped or failed)" in words
+    assert told["step"] == 9
+
+
+def listening(pid):
+    """The TCP ports on which a process waits for somebody."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(fd.readlink()))
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
+    ]
+    return [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes]
+
+
+def test_numbers_are_on_a_socket_of_this_user_unless_an_address_is_configured(agent_dir, agent, monkeypatch):
+    with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
+        ckpt.save({"w": torch.ones(10)}, 0).wait()
+    assert agent.status()["store"]["jobs"][0]["job"] == "loop"
+    place = agent_dir / "http.sock"
+    assert (agent_dir / "http").read_text() == f"unix:{place}"
+    assert stat.S_IMODE(place.stat().st_mode) & 0o077 == 0
+    assert listening(agent_pid(agent_dir)) == []
+    close_sessions()
+    end_agent(agent_dir)
+    assert not place.exists()
+    monkeypatch.setenv("TIEREDCKPT_AGENT_HTTP", "127.0.0.1:0")
+    with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
+        ckpt.save({"w": torch.ones(10)}, 0).wait()
+    address = (agent_dir / "http").read_text()
+    with urllib.request.urlopen(f"http://{address}/status", timeout=20) as answer:
+        assert json.load(answer)["store"]["jobs"]
+    assert not place.exists()

@@ -1,7 +1,6 @@
 """An agent that is there and answers nobody: the others say what is missing, find somebody else, and take it back."""
 
 import contextlib
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +10,7 @@ from peerstore.cluster.placement import place
 from peerstore.peers.calling import Peer
 from peerstore.transport.tcp import TcpTransport
 from tests.support.agent_jobs import agent_job
+from tests.support.agent_numbers import asked
 from tests.support.cut_line import CutLine
 from tests.support.neighbours import until
 from tests.support.stores import MIB, content
@@ -21,9 +21,7 @@ NAMES = ("n1", "n2", "n3")
 
 
 def metric(host, name):
-    address = (host.directory / "http").read_text()
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
+    lines = asked(host.directory, "/metrics").splitlines()
     return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"tieredckpt_{name}")]
 
 

@@ -52,6 +52,7 @@ def saves(job, left_out):
         store = ckpt.session.node.store
         here = sorted({fact.key.version for fact in store.inventory(ckpt.session.job)})
         whole = store.newest_whole(ckpt.session.job)
+        dist.barrier()  # where nothing was asked of the others one may be gone before another one has its group
     return ends, here, whole.version, (found, found if alone else other["w"][0].item())
 
 

@@ -138,8 +138,8 @@ def test_what_was_whole_once_is_lost_also_to_agents_that_came_later(ranks, capsy
         alone = {"TIEREDCKPT_PEER_COPIES": "1"}
         cluster.run(["n1", "n2", "n3"], save, [5, 6], 1, environ=alone)
         for name in ("n2", "n3"):
-            with cluster[name].agent(cluster.job) as agent:
-                until(lambda: (known := agent.survey(cluster.job).once_whole) and known.version == 6)
+            with cluster[name].agent(cluster.job) as agent:  # not what it hears from n1 when it is asked
+                until(lambda: [one.newest_whole for one in agent.store.status().jobs if one.job == cluster.job] == [6])
         cluster["n1"].lose()
         for name in ("n2", "n3"):
             cluster[name].kill_agent()

@@ -55,6 +55,16 @@ def test_a_torn_step_is_lost_where_somebody_knows_that_it_was_whole():
     assert older.lost == (torn.group,)
 
 
+def test_what_a_tier_that_could_not_be_asked_may_complete_is_neither_torn_nor_lost():
+    cut = step(7, found=(0,))
+    found = resolve([cut], once_whole=cut.group, unreachable={Tier.PEER: "n2 does not answer"})
+    assert (found.chosen, found.lost, found.torn, found.verdicts[cut.group]) == (None, (), (), Verdict.UNKNOWN)
+    assert "step 7 (epoch 1): not whole in what could be asked, nobody who answered has part 1 of 2" in found.explain()
+    assert resolve([], once_whole=cut.group, unreachable=[Tier.PEER]).lost == ()
+    given_up = resolve([cut], torn=[cut.group], unreachable=[Tier.PEER])
+    assert given_up.verdicts[cut.group] is Verdict.TORN, "a rank left its part out: nobody can have it"
+
+
 def test_torn_is_what_was_begun_after_all_that_was_ever_whole():
     cut, newer = step(7, found=(0,)), step(3, epoch=2, found=(1,), incarnation="b")
     assert resolve([cut, newer]).torn == (cut.group, newer.group)
@@ -280,7 +290,7 @@ def test_the_tiers_a_step_would_be_read_from_are_the_nearest_ones():
 def test_an_explanation_names_every_candidate_newest_first():
     found = resolve([step(1), step(3, found=(0,)), step(2)], unreachable=[Tier.DURABLE])
     assert found.explain().split("; ") == [
-        "step 3 (epoch 1): not whole, nobody has part 1 of 2",
+        "step 3 (epoch 1): not whole in what could be asked, nobody who answered has part 1 of 2",
         "step 2 (epoch 1): chosen",
         "step 1 (epoch 1): older than the chosen one",
         "durable tier: could not be asked",

@@ -80,7 +80,19 @@ def _tiles(one: Analysis) -> list[tuple[str, str, Part, Part]]:
     if one.save_s.count:
         each = f"blocked, median of {count(one.save_s.count, 'save')}"
         tiles.append(("", "a save", data(lasting(one.save_s.p50_s), one.save_s.p50_s), each))
+    if one.protected_step is not None:
+        tiles.append(_protected(one, one.protected_step))
     return tiles
+
+
+def _protected(one: Analysis, step: int) -> tuple[str, str, Part, Part]:
+    since_us, times = one.unprotected_since_us, len(one.unprotected)
+    total_s = sum(part.end_us - part.start_us for part in one.unprotected) / 1e6
+    more = f"unprotected {count(times, 'time')}, for {lasting(total_s)}" if times else "and never without for long"
+    if since_us is not None:
+        more = f"unprotected since {clock(since_us)}"
+    colour = "bad" if since_us is not None else "warn" if times else "good"
+    return colour, "protected up to", data(f"step {step:,}" if step >= 0 else "no step", step), more
 
 
 def _tile(colour: str, name: str, value: Part, more: Part) -> Markup:

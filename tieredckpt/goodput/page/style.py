@@ -45,6 +45,7 @@ section{background:var(--card);border:1px solid var(--line);border-radius:12px;p
 .full{stroke:var(--soft);stroke-dasharray:3 4;fill:none;opacity:.7}
 .hover{fill:transparent}.hover:hover{fill:var(--ink);opacity:.14}
 .bar:hover{opacity:.8}
+.unprotected{fill:#d33;stroke:var(--card);stroke-width:.6}.unprotected-key{background:#d33}
 .hist{fill:var(--hydrate)}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 th{color:var(--soft);font-weight:600;text-align:left;font-size:12.5px}

@@ -31,6 +31,7 @@ def timeline(one: Analysis) -> Markup:
         top,
         _hovered(one, box),
         chart.fault_marks(box, one),
+        _unprotected(one, box),
         chart.time_axis(box, seconds),
     )
     there = {kind_of(interval) for interval in one.timeline}
@@ -39,7 +40,33 @@ def timeline(one: Analysis) -> Markup:
     if not exact:
         each = lasting(seconds / _COLUMNS)
         note += f" Each column is {each} of the job: it is divided as that time was."
-    return section("timeline", "The world over time", picture, legend(there, marks), note=note)
+    if one.unprotected:
+        note += " The line along the bottom: newer saves were not protected."
+    return section("timeline", "The world over time", picture, legend(there, [marks, _unprotected_key(one)]), note=note)
+
+
+def _unprotected_key(one: Analysis) -> Markup | None:
+    return tag("span", tag("i", class_="k unprotected-key"), "unprotected") if one.unprotected else None
+
+
+def _unprotected(one: Analysis, box: chart.Frame) -> list[Markup]:
+    """Along the bottom, when newer saves were not protected; the longest, where there are very many."""
+    parts = []
+    times = sorted(one.unprotected, key=lambda part: part.start_us - part.end_us)[:_HOVERED]
+    for part in sorted(times, key=lambda part: part.start_us):
+        start, end = (max(0.0, (at - one.start_us) / 1e6) for at in (part.start_us, part.end_us))
+        first, last = box.x(start), box.x(end)
+        newer = f"newer than step {part.step:,}" if part.step >= 0 else "at all"
+        missed = f", {count(part.left_out, 'save')} skipped or failed" if part.left_out else ""
+        words = f"{since(start)}  nothing {newer} was protected for {lasting(end - start)}{missed}"
+        if part.lasts:
+            words += "; nothing says that it ended"
+        wide = max(last - first, 2.0)
+        shape = tag(
+            "rect", tag("title", words), x=first, y=box.bottom - 5, width=wide, height=5.0, class_="unprotected"
+        )
+        parts.append(shape)
+    return parts
 
 
 def _merged(intervals: Sequence[Interval]) -> list[tuple[int, int, str, int]]:

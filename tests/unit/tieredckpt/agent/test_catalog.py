@@ -1,8 +1,12 @@
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from peerstore.records import Group
 from tieredckpt.agent.catalog import Catalog
+from tieredckpt.agent.drain import delete_step
+from tieredckpt.durable import names
 from tieredckpt.durable.open import open_store
 from tieredckpt.errors import DurableRefusedError, TierUnavailableError
 from tieredckpt.settings import DurableSettings
@@ -62,3 +66,24 @@ def test_a_listing_has_an_end(directory):
     store.back = True
     Catalog(store, "job").listing()
     assert max(store.patience_s) <= 60
+
+
+def test_many_steps_are_deleted_without_a_look_at_all_of_them_each_time(directory, monkeypatch):
+    catalog, groups = Catalog(directory, "job"), [Group(1, step, 0, "a") for step in range(300)]
+    for group in groups:
+        directory.put(names.manifest("job", group, None), b"no manifest is read")
+        directory.put(names.quarantine("job", group), b"so no manifest is read")
+    before = catalog.listing()
+    monkeypatch.setattr(catalog, "manifest", lambda group: SimpleNamespace(shards=()))
+    kept = []
+    for group in groups[:200]:
+        delete_step(catalog, "job", group)
+        kept.append(catalog._listing.listing.manifests)
+    assert len({id(one) for one in kept}) == 1, "copied once, because somebody was given it"
+    assert len(before.manifests) == 300, "who was given a listing has it as it was"
+    after = catalog.listing()
+    assert sorted(after.manifests) == groups[200:]
+    assert after.quarantined == {*groups[200:]}
+    catalog.deleted(groups[200])
+    assert groups[200] in after.manifests
+    assert sorted(catalog.listing().manifests) == groups[201:]

@@ -1,8 +1,14 @@
 """Up to which step a job is protected, and since when not."""
 
+import time
+
 import pytest
 
 from tieredckpt.agent.protection import PATIENCE_S, in_words, protected
+from tieredckpt.ledger import LedgerWriter, read_ledger
+from tieredckpt.ledger.events import Protection
+from tieredckpt.node import Protected
+from tieredckpt.recorded import Recorded
 
 NOW = 1_000_000_000.0
 OLD = NOW - PATIENCE_S - 1
@@ -28,3 +34,30 @@ def test_in_words():
     assert in_words(protected(7, [], (0, 0.0), now=NOW)) == "protected up to step 7"
     said = in_words(protected(-1, [], (3, NOW), now=NOW))
     assert said == "no step is protected yet, unprotected since 2001-09-09 01:46:40Z (3 saves skipped or failed)"
+
+
+def test_what_the_agent_says_is_written_down_when_it_changes(tmp_path):
+    recorded = Recorded(LedgerWriter(tmp_path))
+    for found in (Protected(1), Protected(1), Protected(1, OLD, 1), Protected(3)):
+        recorded.protection(found)
+    assert [(one.step, one.since, one.left_out) for one in written(tmp_path)] == [
+        (1, None, 0),
+        (1, OLD, 1),
+        (3, None, 0),
+    ]
+
+
+def test_saves_that_no_agent_hears_of_are_left_out_too(tmp_path):
+    recorded = Recorded(LedgerWriter(tmp_path))
+    recorded.protection(None)  # and nothing was left out: nothing is known
+    recorded.protection(Protected(4))
+    before = time.time()
+    recorded.protection(None, missed=1)
+    recorded.protection(None, missed=1)
+    _, first, second = written(tmp_path)
+    assert (first.step, first.left_out, second.left_out) == (4, 1, 2)
+    assert before <= first.since == second.since <= time.time()
+
+
+def written(directory):
+    return [one for one in read_ledger(directory).events if isinstance(one, Protection)]

@@ -39,6 +39,7 @@ def test_another_stores_steps_do_not_count():
         ({}, CheckpointNotFoundError),
         ({Tier.MEMORY: "no agent"}, CheckpointNotFoundError),
         ({Tier.DURABLE: "away"}, TierUnavailableError),
+        ({Tier.PEER: "n2: no answer"}, TierUnavailableError),
         ({Tier.MEMORY: "no agent", Tier.DURABLE: "away"}, TierUnavailableError),
     ],
 )

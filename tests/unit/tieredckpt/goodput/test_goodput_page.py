@@ -206,3 +206,17 @@ def test_saves_block_the_training_as_long_as_they_do_on_the_time_line():
     assert analysis.wall.share("save") == pytest.approx(0.25)
     assert analysis.save_s.count == 40
     assert "40 saves, of all ranks; the training was blocked for 2.5 s in all, 25.0 % of the time" in page(analysis)
+
+
+def test_when_the_job_was_unprotected_is_on_the_page():
+    told = Told().began(0).world(0).steps(0, 20, at=0).protection(2, at=3).protection(2, at=6, since=4, left_out=2)
+    told.protection(8, at=9).protection(9, at=10).protection(9, at=15, since=14, left_out=1).ended(20)
+    source = page(analyse(told.events))
+    assert tile(source, "protected up to") == 9
+    assert "unprotected since 2023-11-14 22:13:34 UTC" in source.split('id="timeline"')[0]
+    assert source.split('id="timeline"')[1].split("</section>")[0].count('class="unprotected"') == 2
+    assert "newer than step 2" in source
+    kept = page(analyse(Told().began(0).world(0).steps(0, 20, at=0).protection(19, at=20).ended(21).events))
+    assert tile(kept, "protected up to") == 19
+    assert 'class="unprotected"' not in kept
+    assert "<dt>protected up to</dt>" not in page(analyse(JOBS["seconds"]))

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.ledgers import Told
+from tieredckpt.cli.accounts import summary
 from tieredckpt.goodput import Category, analyse
 from tieredckpt.ledger.events import Opened
 
@@ -12,6 +13,10 @@ SECOND = 1_000_000
 def seconds(analysis):
     """By category, without those that have none."""
     return {name: us / SECOND for name, us in analysis.wall.by.items() if us}
+
+
+def words_of(analysis):
+    return "\n".join(str(one) for one in summary(analysis))
 
 
 def test_a_run_without_faults():
@@ -224,3 +229,43 @@ def test_a_spare_that_waited_took_no_time_of_the_recovery():
 def test_nothing():
     found = analyse([])
     assert (found.wall.total, found.ettr, found.timeline, found.live) == (0, 0.0, (), True)
+
+
+def test_up_to_which_step_a_job_is_protected_and_since_when_not():
+    told = Told().began(0).world(0).steps(0, 10, at=0).protection(0, at=1).protection(2, at=3)
+    told.protection(2, at=6, since=4, left_out=1).protection(2, at=7, since=4, left_out=2).protection(7, at=8)
+    told.protection(8, at=9).ended(12)
+    found = analyse(told.events)
+    assert found.protected_step == 8
+    assert [(one.start_us, one.end_us, one.step, one.left_out, one.lasts) for one in found.unprotected] == [
+        (Told.us(4), Told.us(8), 2, 2, False)
+    ]
+    assert found.unprotected_since_us is None
+    assert "protected up to step 8; it was unprotected once, for 4.00 s" in words_of(found)
+
+
+def test_a_job_that_ends_unprotected():
+    told = Told().began(0).world(0).steps(0, 10, at=0).protection(2, at=3).protection(2, at=6, since=4, left_out=3)
+    found = analyse(told.ended(12).events)
+    assert [(one.start_us, one.end_us, one.lasts) for one in found.unprotected] == [(Told.us(4), Told.us(12), True)]
+    assert found.unprotected_since_us == Told.us(4)
+    assert (
+        "protected up to step 2, unprotected since 2023-11-14 22:13:24Z (3 saves skipped or failed); "
+        "it was unprotected once, for 8.00 s" in words_of(found)
+    )
+
+
+def test_a_run_that_was_never_protected_and_the_next_one_that_was():
+    told = Told().began(0).world(0).steps(0, 3, at=0).protection(-1, at=2, since=1, left_out=1)
+    told.began(50).world(50).steps(0, 5, at=50).protection(3, at=54).ended(60)
+    found = analyse(told.events)
+    assert [(one.start_us, one.end_us, one.step, one.lasts) for one in found.unprotected] == [
+        (Told.us(1), Told.us(54), -1, False)
+    ]
+    assert "protected up to step 3; it was unprotected once, for 53.00 s" in words_of(found)
+
+
+def test_nothing_is_said_of_protection_where_nobody_wrote_it_down():
+    found = analyse(Told().began(0).world(0).steps(0, 3, at=0).ended(4).events)
+    assert (found.protected_step, found.unprotected) == (None, ())
+    assert "protected" not in words_of(found)

@@ -1,0 +1,97 @@
+"""What writes a step to files reads other nodes' memory as a restore does: export, reshard, and files behind a URL."""
+
+from __future__ import annotations
+
+import json
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from elastic.cli import main as elastic
+from tests.e2e.peers.test_node_lost import full, save
+from tests.support.stores import flip
+from tieredckpt.cli import main
+from tieredckpt.cli.exits import Exit
+from tieredckpt.plain import folder_reader
+from tieredckpt.session import close_sessions
+from tieredckpt.together import Together
+
+pytestmark = pytest.mark.e2e
+
+ONCE = {"TIEREDCKPT_PEER_COPIES": "1"}
+
+
+def same(found, step):
+    return all(torch.equal(found[name], tensor) for name, tensor in full(step).items())
+
+
+@pytest.fixture
+def saved(cluster):
+    """A step of which each of two nodes has one half, and no node more."""
+    cluster.run(["n1", "n2"], save, [7], 1, environ=ONCE)
+    return cluster
+
+
+@pytest.fixture
+def on_n1(saved, monkeypatch):
+    """This process is on the first node."""
+    for name, value in saved["n1"].environ.items():
+        monkeypatch.setenv(name, value)
+    yield saved
+    close_sessions()
+
+
+def test_export_reads_other_nodes(on_n1, tmp_path, capsys):
+    assert main(["export", on_n1.job, str(tmp_path / "out"), "--json"]) == 0
+    assert same(load_file(tmp_path / "out"), 7)
+    read = json.loads(capsys.readouterr().out)["read_bytes"]
+    assert read.keys() == {"memory", "peer"}
+    assert min(read.values()) > 1000
+
+
+def test_reshard_reads_other_nodes(on_n1, tmp_path):
+    assert elastic(["reshard", f"tiered://{on_n1.job}", str(tmp_path / "out"), "--ranks", "3"]) == 0
+    state = {name: torch.zeros_like(tensor) for name, tensor in full(7).items()}
+    Together(None).dcp(dcp.load, state, storage_reader=folder_reader(tmp_path / "out", trust_objects=True))
+    assert same(state, 7)
+
+
+def test_files_behind_a_url_read_other_nodes(on_n1):
+    system = fsspec.filesystem("tiered", skip_instance_cache=True)
+    folder = f"tiered://{on_n1.job}/step-7"
+    names = [name for name in system.ls(folder, detail=False) if name.endswith(".distcp")]
+    assert len(names) == 2
+    assert all(len(system.cat_file(name)) == system.size(name) for name in names)
+
+
+def test_a_node_that_does_not_answer_is_no_damage(on_n1, tmp_path, capsys):
+    on_n1["n2"].freeze()
+    assert main(["export", f"{on_n1.job}/step-7", str(tmp_path / "out")]) == Exit.UNAVAILABLE
+    assert not (tmp_path / "out").exists()
+    assert "n2" in capsys.readouterr().err
+    on_n1["n2"].thaw()
+    assert main(["export", f"{on_n1.job}/step-7", str(tmp_path / "out")]) == 0
+
+
+def test_a_damaged_copy_here_is_read_from_the_node_that_has_another(cluster, monkeypatch, tmp_path, capsys):
+    cluster.run(["n1", "n2"], save, [7], 2)
+    for name, value in cluster["n1"].environ.items():
+        monkeypatch.setenv(name, value)
+    spoil(cluster["n1"], cluster.job)
+    assert main(["export", cluster.job, str(tmp_path / "out"), "--json"]) == 0
+    assert same(load_file(tmp_path / "out"), 7)
+    assert json.loads(capsys.readouterr().out)["read_bytes"]["peer"] > 1000
+    close_sessions()
+
+
+def spoil(host, job):
+    """A bit of each shard on this node is another one now."""
+    with host.agent(job) as agent:
+        for fact in agent.store.inventory(job):
+            pin = agent.store.pin(fact.key)
+            flip(f"/proc/self/fd/{pin.fd}", pin.record.size_bytes // 2)
+            agent.store.unpin(pin.id)
+            pin.close()

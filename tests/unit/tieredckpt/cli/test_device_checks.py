@@ -1,0 +1,134 @@
+"""``doctor --gpu`` on late devices: what is well, what is not, and that it always ends."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.support.late_device import LateDevice
+from tieredckpt.cli import device_checks
+from tieredckpt.cli.device_checks import about_devices
+from tieredckpt.cli.findings import Verdict, about_nccl
+from tieredckpt.device import NoDevice
+
+SIZE = 64 << 10
+LIMIT_S = 60.0
+
+
+def tried(device, limit_s=LIMIT_S):
+    def empty(size, place):
+        return device.put(torch.zeros(size, dtype=torch.uint8), place.index)
+
+    return about_devices(device, empty=empty, size_bytes=SIZE, limit_s=limit_s)
+
+
+def bad_ones(found):
+    return [one for one in found if one.verdict is Verdict.BAD]
+
+
+def test_every_device_is_tried_and_left_as_it_was():
+    device = LateDevice(seed=3, count=2)
+    found = tried(device)
+    assert [one.what for one in found] == ["device", *["registered memory", "copies", "health"] * 2]
+    assert bad_ones(found) == []
+    copies = [one for one in found if one.what == "copies"]
+    assert [one.measured.keys() for one in copies] == [{"to_GB_per_s", "from_GB_per_s"}] * 2
+    assert ["privateuseone:1" in one.text for one in copies] == [False, True]
+    device.close()
+    assert (device.registered, device.violations, device.races) == (set(), [], [])
+
+
+def test_without_a_device_it_is_said_what_was_not_tried():
+    found = about_devices(NoDevice())
+    assert [one.verdict for one in found] == [Verdict.BAD, Verdict.NOTE]
+    assert "reports no accelerator" in found[0].text
+    assert "not tried" in found[1].text
+
+
+def test_memory_that_cannot_be_registered_is_a_finding_and_the_rest_is_tried():
+    device = LateDevice(count=1)
+    device.refuses = "error 2"
+    (one,) = bad_ones(tried(device))
+    assert one.what == "registered memory"
+    assert "error 2" in one.text
+    assert "ulimit -l" in one.advice
+    assert device.violations == []
+
+
+def test_other_bytes_than_were_given_are_a_finding(monkeypatch):
+    device = LateDevice(count=1)
+    copy = device.copy
+
+    def flips(copies, stream):
+        copy(copies, stream)
+        (one,) = copies
+        if device.place_of(one.target):
+            device.launch(lambda it: it[100].bitwise_xor_(4), [one.target], stream=stream)
+
+    monkeypatch.setattr(device, "copy", flips)
+    (one,) = bad_ones(tried(device))
+    assert (one.what, "other bytes" in one.text) == ("copies", True)
+    device.close()
+    assert (device.registered, device.violations) == (set(), [])
+
+
+@pytest.mark.parametrize("where", ["copy", "register", "synchronize"])
+def test_a_device_that_raises_is_a_finding_and_keeps_no_memory(monkeypatch, where):
+    device = LateDevice(count=1)
+    given = getattr(device, where)
+    calls = []
+
+    def raises(*arguments):
+        calls.append(where)
+        if len(calls) == 1:
+            raise RuntimeError("an illegal memory access was encountered")
+        return given(*arguments)
+
+    monkeypatch.setattr(device, where, raises)
+    (one,) = bad_ones(tried(device))
+    assert (one.what, "illegal memory access" in one.text) == ("health", True)
+    device.close()
+    assert (device.registered, device.violations) == (set(), [])
+
+
+def test_an_event_that_never_completes_ends_the_trial_and_memory_stays_under_the_copy(monkeypatch):
+    """What a device may still write to is neither unregistered nor given back."""
+    device = LateDevice(count=1)
+    for_ever = threading.Event()
+    monkeypatch.setattr("tests.support.late_device.LateEvent.query", lambda _self: False)
+    monkeypatch.setattr(device, "synchronize", lambda _place: for_ever.wait())
+    monkeypatch.setattr(device_checks, "_left", [])
+    found = tried(device, limit_s=0.4)
+    assert bad_ones(found)[0].what == "health"
+    for_ever.set()
+    assert device.violations == []
+
+
+@pytest.mark.parametrize("where", ["copy", "register", "synchronize"])
+def test_a_device_that_does_not_come_back_is_a_finding(monkeypatch, where):
+    device = LateDevice(count=1)
+    for_ever = threading.Event()
+    monkeypatch.setattr(device, where, lambda *_: for_ever.wait() and "")
+    monkeypatch.setattr(device_checks, "_left", [])
+    found = tried(device, limit_s=0.2)
+    assert [one.what for one in bad_ones(found)] == ["health"]
+    assert "does not answer" in bad_ones(found)[0].text
+    for_ever.set()
+
+
+def test_the_nccl_environment_is_said_as_it_is():
+    unset = about_nccl({}, needed=True)
+    assert unset.verdict is Verdict.GOOD
+    assert "unset: TORCH_NCCL_ASYNC_ERROR_HANDLING=0, TORCH_NCCL_ENABLE_MONITORING=0" in unset.text
+    assert "costs their processes" in unset.text
+    is_set = about_nccl({"NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}, needed=True)
+    assert "set: NCCL_ASYNC_ERROR_HANDLING=0; unset: TORCH_NCCL_ENABLE_MONITORING=0" in is_set.text
+    assert "leaves their processes" in is_set.text
+    environ = {"TORCH_NCCL_ENABLE_MONITORING": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    assert about_nccl(environ, needed=False).verdict is Verdict.NOTE
+    wrong = about_nccl(environ, needed=True)
+    assert wrong.verdict is Verdict.BAD
+    assert "TORCH_NCCL_ENABLE_MONITORING=1: once the watchdog" in wrong.text
+    assert "unset TORCH_NCCL_ENABLE_MONITORING, TORCH_DISTRIBUTED_DEBUG" in wrong.advice

@@ -1,0 +1,131 @@
+"""A step that was captured in a graph changes tensors without Python: nothing is noted then, and that is said."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic.reshard.weights import seed_of, weighted_sum
+from tests.support.late_device import LateDevice
+from tieredckpt.device import Accelerator, accelerator, installed
+from tieredckpt.live.giving import hydrate
+from tieredckpt.live.keeping import Keeper, watching
+from tieredckpt.live.noting import Noter
+from tieredckpt.settings import load_settings
+
+GRAPH_CLASSES = [("cuda", torch.cuda.CUDAGraph)]
+if hasattr(torch.xpu, "XPUGraph"):  # from torch 2.11 on
+    GRAPH_CLASSES.append(("xpu", torch.xpu.XPUGraph))
+
+
+class Trained:
+    """A whole step that is captured once, with the optimizer's in it, and replayed from then on."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self.device = device
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.state = {"model": self.model, "optim": self.optimizer}
+        self.noter = Noter("job", load_settings())
+
+    def eager(self, step: int) -> None:
+        self.model(torch.ones(1, 3)).sum().backward()
+        self.optimizer.step()
+        self.noter.note(self.state, step)
+
+    def captured(self) -> None:
+        """What kernels of a graph do: no hook is called, and no version counted."""
+
+        def kernels() -> None:
+            for one in self.model.parameters():
+                torch.from_numpy(one.detach().numpy()).sub_(1.0)
+
+        self.device.replay(kernels)
+
+
+@pytest.fixture
+def trained():
+    with installed(LateDevice()) as device, watching() as held:
+        one = Trained(device)
+        one.held = held
+        held.enter(0)
+        yield one
+
+
+def test_a_state_that_a_replayed_graph_has_changed_is_not_kept(trained, caplog):
+    trained.eager(1)
+    trained.captured()  # of step 2, in which the rank is lost
+    with caplog.at_level("INFO"):
+        trained.held.hold()
+    assert trained.held.kept == {}
+    assert "replayed from a graph" in caplog.text
+
+
+def test_captured_steps_are_not_noted_which_is_said_once(trained, caplog):
+    trained.eager(0)
+    for step in range(1, 4):
+        trained.captured()
+        trained.noter.note(trained.state, step)
+    assert trained.held.notes == {}
+    assert len([one for one in caplog.records if "replayed from a graph" in one.message]) == 1
+    trained.held.hold()
+    assert trained.held.reached == {"job": 3}
+
+
+def test_the_next_world_says_why_it_has_only_what_was_saved(trained):
+    trained.eager(0)
+    trained.captured()
+    trained.noter.note(trained.state, 1)
+    trained.held.hold()
+    (found,) = hydrate(trained.held, torch.distributed.HashStore(), 0, 1, weigh=weigh)
+    assert (found.mode, found.reached) == ("snapshot", 1)
+    assert "replayed from a graph" in found.why
+
+
+def test_a_world_without_captured_steps_is_noted_again(trained):
+    trained.captured()
+    trained.held.hold()
+    trained.held.enter(1)
+    trained.eager(5)
+    trained.held.hold()
+    assert trained.held.kept["job"].step == 5
+
+
+def weigh(name, tensor, shape, offsets):
+    return weighted_sum(seed_of(name), tensor, shape, offsets)
+
+
+@pytest.mark.parametrize(("kind", "graph"), GRAPH_CLASSES, ids=[kind for kind, _ in GRAPH_CLASSES])
+def test_torch_s_own_graphs_are_seen_while_they_are_watched(kind, graph, monkeypatch):
+    """Also those that ``torch.compile(mode="reduce-overhead")`` makes: it replays through the same class."""
+    replayed, seen = [], []
+    monkeypatch.setattr(graph, "replay", lambda _self: replayed.append(1))
+    before = graph.replay
+    with Accelerator(kind).on_replay(lambda: seen.append(1)):
+        graph.replay(None)
+    assert (replayed, seen) == ([1], [1])
+    assert graph.replay is before
+    graph.replay(None)
+    assert (replayed, seen) == ([1, 1], [1])
+
+
+def test_reduce_overhead_replays_through_the_class_that_is_watched():
+    (folder,) = importlib.util.find_spec("torch._inductor").submodule_search_locations
+    source = (Path(folder) / "cudagraph_trees.py").read_text()
+    assert "torch.cuda.CUDAGraph()" in source
+    assert "self.graph.replay()" in source
+
+
+@pytest.mark.skipif(not isinstance(accelerator(), Accelerator), reason="no accelerator")
+def test_a_step_captured_on_the_device_is_seen():
+    place = accelerator().current()
+    tensor, held = torch.zeros(3, device=place), Keeper()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor.add_(1)
+    with accelerator().on_replay(held.is_replayed):
+        graph.replay()
+    assert held.replays

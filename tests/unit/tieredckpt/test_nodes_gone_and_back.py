@@ -1,0 +1,88 @@
+"""A node that a job went on without waits for the others; not for one that is in its own world and meets it here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch.distributed as dist
+
+from peerstore.cluster.nodes import Node, node_id
+from tieredckpt import joining
+from tieredckpt.node import Acquaintance
+from tieredckpt.settings import Settings
+
+ME, OTHER = Node(node_id("n0"), "127.0.0.1:1"), Node(node_id("n1"), "127.0.0.1:2")
+
+
+@dataclass
+class Agent:
+    """This node's, which has not heard of the other one since it came back."""
+
+    answers: list[tuple[str, ...]]
+    asked: int = 0
+
+    def me(self) -> Node:
+        return ME
+
+    def acquaintance(self, job: str) -> Acquaintance:
+        silent = self.answers[min(self.asked, len(self.answers) - 1)]
+        self.asked += 1
+        return Acquaintance(b"s" * 32, (ME,), 7, silent)
+
+
+@dataclass
+class Session:
+    node: Agent
+    job: str = "job"
+    settings: Settings = field(default_factory=Settings)
+    one_agent: bool = False
+    renew: object = None
+    joined: list[object] = field(default_factory=list)
+
+    def join(self, plan: object) -> None:
+        self.joined.append(plan)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """Of two ranks on two nodes, of which the second has said all that it has to."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    store.set("tieredckpt/job/nodes/restoring/1/1", joining._text(joining._Guest(OTHER, None)))
+    return store
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    naps: list[float] = []
+    monkeypatch.setattr(joining.time, "sleep", naps.append)
+    return naps
+
+
+def test_a_node_that_is_in_this_very_world_is_not_waited_for(store, slept):
+    store.set("tieredckpt/job/nodes/restoring/1/here/n1", "1")
+    session = Session(Agent([("n1",)]))
+    joining.join_others(session, restoring=True)
+    assert slept == []
+    (plan,) = session.joined
+    assert [node.id for node in plan.roster.nodes] == ["n0", "n1"]
+
+
+def test_one_that_is_away_is_waited_for_until_it_answers(store, slept):
+    session = Session(Agent([("n2",), ("n2",), ()]))
+    joining.join_others(session, restoring=True)
+    assert len(slept) == 2
+
+
+def test_a_node_says_that_it_is_here_before_it_waits_for_others(store, slept, monkeypatch):
+    monkeypatch.setattr(
+        joining.time, "sleep", lambda _s: slept.append(store.check(["tieredckpt/job/nodes/restoring/1/here/n0"]))
+    )
+    joining.join_others(Session(Agent([("n2",), ()])), restoring=True)
+    assert slept == [True]

@@ -1,0 +1,105 @@
+"""What NCCL's watchdog may do while a process recovers by itself: nothing.
+
+By default torch's watchdog ends the process when a peer is lost, or aborts the communicator before anybody has asked
+which device work was complete. Who runs the job hears of a lost rank sooner, and aborts all groups of all ranks. Torch
+reads these variables when it makes a group; so they are set before the first one. Pure.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+NONBLOCKING = "TORCH_NCCL_USE_COMM_NONBLOCKING"
+
+
+class State(str, enum.Enum):
+    SET = "set"
+    """As it has to be."""
+    UNSET = "unset"
+    """``elastic.run`` sets it."""
+    CONTRADICTED = "contradicted"
+    """``elastic.run`` refuses."""
+
+
+class Rule(NamedTuple):
+    names: tuple[str, ...]
+    """The last ones are older, and torch reads them as well."""
+    fits: Callable[[str], bool]
+    sets: str | None
+    """The value where it is unset; ``None``: it stays unset."""
+    why: str
+    """What would happen otherwise."""
+
+
+class Found(NamedTuple):
+    """What the environment says to one rule."""
+
+    name: str
+    value: str
+    """What it is; where it is unset, what it will be."""
+    state: State
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value}"
+
+
+def is_on(value: str) -> bool:
+    """As torch reads its switches: what it refuses is not on either."""
+    return value.strip().lower() in ("y", "yes", "1", "t", "true")
+
+
+def _is_off(value: str) -> bool:
+    return not is_on(value)
+
+
+RULES = (
+    Rule(
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
+        lambda value: value.strip() == "0",
+        "0",
+        "NCCL's watchdog would end this process, or abort its groups, before the survivors of a fault know what they "
+        "hold",
+    ),
+    Rule(
+        ("TORCH_NCCL_ENABLE_MONITORING",),
+        _is_off,
+        "0",
+        "once the watchdog of one rank had seen an error, NCCL's monitor would end the processes of all",
+    ),
+    Rule(
+        ("TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG"),
+        _is_off,
+        None,
+        "torch turns the error handling of NCCL's watchdog on again with it",
+    ),
+    Rule(
+        ("TORCH_DISTRIBUTED_DEBUG",),
+        lambda value: value.strip().upper() != "DETAIL",
+        None,
+        "torch turns the error handling of NCCL's watchdog on again with it; INFO does not",
+    ),
+    Rule(
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",),
+        lambda _value: True,
+        "0",
+        "after an error the watchdog would keep the lock that collectives are begun under for a minute",
+    ),
+)
+
+
+def examined(environ: Mapping[str, str]) -> list[Found]:
+    """What ``environ`` says to each of the rules, in their order."""
+    return [found for rule in RULES if (found := _examined(rule, environ)) is not None]
+
+
+def _examined(rule: Rule, environ: Mapping[str, str]) -> Found | None:
+    there = [(name, environ[name]) for name in rule.names if name in environ]
+    for name, value in there:
+        if not rule.fits(value):
+            return Found(name, value, State.CONTRADICTED, rule.why)
+    if there:
+        return Found(*there[0], State.SET, rule.why)
+    return None if rule.sets is None else Found(rule.names[0], rule.sets, State.UNSET, rule.why)

@@ -1,0 +1,102 @@
+"""This process's reads out of other nodes' memory, for whoever restores and whoever writes files."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+from peerstore.cluster.nodes import node_id
+from peerstore.errors import PeerStoreError, ShardDamagedError
+from peerstore.peers.board import Wish
+from peerstore.peers.calling import Pass, Peer
+from peerstore.peers.messages import Suspect
+from peerstore.peers.pulling import Puller
+from peerstore.peers.spans import Target
+from peerstore.records import ShardKey
+from peerstore.transport.seam import Transport
+from tieredckpt.errors import CheckpointDamagedError, PeersLostError, TierUnavailableError
+from tieredckpt.manifest import ShardIndex
+from tieredckpt.node import Node, Passport, Source
+from tieredckpt.resolve import Tier
+
+log = logging.getLogger(__name__)
+
+
+class PeerReader:
+    """Reads of one job's shards from the agents that hold them. Any thread."""
+
+    def __init__(self, node: Node, job: str, transport: Transport, *, streams: int) -> None:
+        self._node = node
+        self._job = job
+        self._transport = transport
+        self._streams = streams
+        self._puller: tuple[Passport, Puller] | None = None
+        self._peers: dict[str, Peer] = {}
+        self._lock = threading.Lock()
+
+    def read(
+        self,
+        wanted: Mapping[int, Sequence[Target]],
+        shards: Mapping[int, ShardIndex],
+        sources: Mapping[int, tuple[Source, ...]],
+        found: Mapping[int, Sequence[Tier]],
+    ) -> tuple[list[int], dict[str, int]]:
+        """Fill what is wanted of each part. The parts that have to come from the durable tier, and the bytes by node.
+
+        :class:`CheckpointDamagedError` or :class:`PeersLostError` for a part that nobody delivers and that is not
+        durable.
+        """
+        if not wanted:
+            return [], {}
+        wishes = [
+            Wish(shards[part], targets, [source.node for source in sources[part]]) for part, targets in wanted.items()
+        ]
+        pulled = self._puller_of(source for part in wanted for source in sources[part]).pull(wishes)
+        left = []
+        for part in wanted:
+            shard, failure = shards[part], pulled.failed.get(shards[part].key)
+            if failure is None:
+                continue
+            if Tier.DURABLE not in found[part]:
+                kind = CheckpointDamagedError if isinstance(failure, ShardDamagedError) else PeersLostError
+                raise kind(f"{shard.key} cannot be read from other nodes: {failure}") from failure
+            log.warning("%s is read from the durable tier: %s", shard.key, failure)
+            left.append(part)
+        return left, dict(pulled.bytes_from)
+
+    def is_damaged(self, source: Source, key: ShardKey, chunks: tuple[int, int]) -> bool:
+        """Whether ``source`` finds that chunks of its copy have changed; it drops the copy then."""
+        self._puller_of([source])
+        damaged: bool = self._peers[source.node].call("suspect", Suspect(key, (chunks,)), bool)
+        return damaged
+
+    def close(self) -> None:
+        with self._lock:
+            self._forget()
+        self._transport.close()
+
+    def _puller_of(self, sources: Iterable[Source]) -> Puller:
+        try:
+            passport = self._node.passport(self._job)
+        except PeerStoreError as error:
+            raise TierUnavailableError(f"{self._job}: {error}") from error
+        if passport is None:
+            raise TierUnavailableError(f"{self._job}: this node's agent does not know the job's other nodes")
+        with self._lock:
+            if self._puller is None or self._puller[0] != passport:
+                self._forget()
+                self._puller = passport, Puller(self._peers.__getitem__, streams=self._streams)
+            credentials = Pass(self._job, node_id(passport.node), passport.secret)
+            for source in sources:
+                known = self._peers.get(source.node)
+                if known is None or known.address != source.address:
+                    self._peers[source.node] = Peer(self._transport, source.address, credentials)
+            return self._puller[1]
+
+    def _forget(self) -> None:
+        for peer in self._peers.values():
+            with contextlib.suppress(PeerStoreError):
+                peer.close()
+        self._peers.clear()
