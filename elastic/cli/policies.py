@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +9,13 @@ import msgspec
 import yaml
 
 from elastic.control.messages import MAX_NODES
-from elastic.control.movement import HangLimits
 from elastic.errors import PolicyError
+from elastic.schedulers.allocation import node_range
 from elastic.world import foreign
 from elastic.world.policy import ScalingPolicy
 from tieredckpt.yaml_text import load_yaml
 
 _FOREIGN = ("elasticPolicy", "restartPolicy")
-_NODES = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?", re.ASCII)
-
-
-def node_range(text: str) -> tuple[int, int]:
-    """``2`` or ``1:4``."""
-    found = _NODES.fullmatch(text)
-    if found is None:
-        raise PolicyError(f"--nnodes {text!r}: write a number of nodes, or MIN:MAX")
-    least = int(found[1])
-    most = int(found[2] or found[1])
-    if not 1 <= least <= most:
-        raise PolicyError(f"--nnodes {text!r}: MIN is at least 1 and at most MAX")
-    return least, most
-
-
-def hang_limits(step: str, first: str) -> HangLimits:
-    """Seconds, ``auto`` or ``off``."""
-    return HangLimits(_limit("--hang-timeout", step), _limit("--first-step-timeout", first))
-
-
-def _limit(option: str, text: str) -> float | None:
-    if text == "auto":
-        return None
-    try:
-        seconds = 0.0 if text == "off" else float(text)
-    except ValueError:
-        seconds = -1.0
-    if not math.isfinite(seconds) or seconds < 0 or (seconds == 0 and text != "off"):
-        raise PolicyError(f"{option} {text!r}: write a number of seconds above 0, auto or off")
-    return seconds
 
 
 def policy_from(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import shlex
@@ -17,28 +19,38 @@ import click
 
 from elastic.cli.exits import Exit, exit_for
 from elastic.cli.options import pass_screen
-from elastic.cli.policies import hang_limits, policy_from
+from elastic.cli.policies import policy_from
 from elastic.cli.screen import ElasticScreen
 from elastic.control import settings as names
 from elastic.control.launching import Launcher
-from elastic.control.resumable import in_words, resumable_steps
+from elastic.control.leadership import is_url, leadership_at
+from elastic.control.messages import Over
+from elastic.control.own_address import gloo_interface, leads_back, own_address, wait_known
+from elastic.control.resumable import began_ns, in_words, resumable_steps
+from elastic.control.running_clock import since_boot
 from elastic.control.runs import Run, RunPlace, secret_of
 from elastic.control.tasks import STATUS, CoordinatorTask, NodeTask, coordinate, environ_of, one_line
-from elastic.errors import PolicyError
+from elastic.errors import ControlLostError, PolicyError, RefusedError
 from elastic.inject.record import Record
 from elastic.rootless.placement import ROOTLESS
+from elastic.schedulers.agreed_secret import agreed_secret
+from elastic.schedulers.allocation import Place, Wanted, place_of
+from elastic.schedulers.slurm_commands import nodes_left, requeued
 from peerstore.cluster.nodes import node_id
 from peerstore.transport.addresses import (
+    interface_of,
     is_any,
     is_loopback,
     join_address,
-    local_address_for,
     outward_address,
     split_address,
 )
 from tieredckpt.ledger import LEDGER
 
+log = logging.getLogger(__name__)
+
 _GRACE_S = 30.0
+_NAME_KNOWN_S = 120.0
 _LOCAL = "127.0.0.1:0"
 
 
@@ -46,9 +58,11 @@ def _elasticity(command: Any) -> Any:
     """How large a job may be, and how patient it is."""
     for option in reversed(
         (
-            click.option("--nnodes", default="1", show_default=True, metavar="MIN[:MAX]", help="Nodes of the job."),
+            click.option("--nnodes", metavar="MIN[:MAX]", help="Nodes of the job. [default: the scheduler's, or 1]"),
             click.option(
-                "--nproc", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks of every node."
+                "--nproc",
+                type=click.IntRange(1, 1024),
+                help="Ranks of every node. [default: the GPUs that the scheduler gave, or 1]",
             ),
             click.option(
                 "--policy",
@@ -66,14 +80,18 @@ def _elasticity(command: Any) -> Any:
             click.option(
                 "--hang-timeout",
                 default="auto",
+                envvar=names.HANG,
                 metavar="S|auto|off",
-                help="A fault when no rank gets on so long; auto: ten times the longest step, at least 600.",
+                help="A fault when no rank gets on so long; auto: ten times the longest step, at least 600. "
+                "[$ELASTIC_HANG_TIMEOUT]",
             ),
             click.option(
                 "--first-step-timeout",
                 default="auto",
+                envvar=names.FIRST_STEP,
                 metavar="S|auto|off",
-                help="The same until a world's first step; auto: ten times the longest so far, 3600 at first.",
+                help="The same until a world's first step; auto: ten times the longest so far, 3600 at first. "
+                "[$ELASTIC_FIRST_STEP_TIMEOUT]",
             ),
             click.option(
                 "--store",
@@ -90,7 +108,7 @@ def _elasticity(command: Any) -> Any:
 
 def _policy(options: dict[str, Any]) -> Any:
     return policy_from(
-        options["nnodes"],
+        options["nnodes"] or "1",
         options["policy"],
         scaling_timeout_s=options["grow_after"],
         faulty_scale_down_timeout_s=options["shrink_after"],
@@ -102,17 +120,29 @@ def _policy(options: dict[str, Any]) -> Any:
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @_elasticity
 @click.option("--spares", type=click.IntRange(0), default=0, show_default=True, help="Warm processes of every node.")
-@click.option("--job", default="", metavar="NAME", help="The job's name. [default: the script's]")
-@click.option("--node", default="", metavar="NAME", help="This node's name. [default: the host's]")
+@click.option("--job", default="", metavar="NAME", help="The job's name. [default: the script's, and Slurm's number]")
+@click.option("--node", default="", metavar="NAME", help="This node's name. [default: Slurm's, or the host's]")
 @click.option(
     "--simulate-nodes", type=click.IntRange(1, 64), metavar="N", help="So many nodes on this machine, n0, n1, ..."
 )
-@click.option("--coordinator", default="", metavar="HOST:PORT", help="Several machines: where the coordinator is.")
+@click.option(
+    "--coordinator",
+    default="",
+    metavar="HOST:PORT|URL",
+    help="Several machines: where the coordinator is, or where it is noted which of them leads: "
+    "kubernetes://NAMESPACE/LEASE, or file:///SHARED/FILE.",
+)
+@click.option("--listen", default="", metavar="HOST:PORT", help="With a URL: where others reach this machine.")
 @click.option("--coordinator-here", is_flag=True, help="Start the coordinator on this machine, on that port.")
 @click.option(
     "--secret", default="", metavar="file:PATH", help="Several machines: what they all know. [$ELASTIC_SECRET]"
 )
 @click.option("--grace", type=float, default=_GRACE_S, show_default=True, help="Seconds after SIGTERM or SIGINT.")
+@click.option(
+    "--requeue",
+    is_flag=True,
+    help="Under Slurm: the job goes back into the queue after SIGUSR1, or when its first node is lost.",
+)
 @click.option(
     "--log-dir", type=click.Path(path_type=Path), help="What ranks print, a file each. [default: elastic-logs/JOB]"
 )
@@ -131,19 +161,38 @@ def run(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options:
 
     On several machines, run the same with --coordinator HOST:PORT and the same --secret on each, and with
     --coordinator-here on one of them. On the others SIGTERM means that this machine is asked back: the job goes on.
+
+    With --coordinator URL on each, any of them leads, and another one takes over where its machine is lost. SIGTERM
+    means on all of them that this machine is asked back; `elastic stop` stops the job.
+
+    Under Slurm `srun --ntasks-per-node=1 elastic run SCRIPT` needs none of that; nor do pods with Kubeflow's PET_*, but
+    for the secret. What is given as an option wins. Slurm's signals mean the job: SIGUSR1 stops it, too.
     """
-    several = bool(options["coordinator"])
-    if options["coordinator_here"] and not several:
+    if options["coordinator_here"] and is_url(options["coordinator"]):
         raise PolicyError("--coordinator-here needs --coordinator HOST:PORT, where the other machines find it")
-    place = RunPlace(names.run_directory(), options["job"] or _job_of(script))
-    leads = not several or options["coordinator_here"]
+    if options["listen"] and not is_url(options["coordinator"]):
+        raise PolicyError("--listen needs --coordinator URL: else nobody looks for a coordinator here")
+    if is_url(options["coordinator"]):
+        _try(options["coordinator"])
+    options |= {"scheduled": (scheduled := _place(options))}
+    options |= {"nnodes": scheduled.nnodes, "nproc": scheduled.nproc, "node": scheduled.node}
+    options |= {"coordinator": scheduled.coordinator, "coordinator_here": scheduled.several and scheduled.leads}
+    leads = scheduled.leads
+    place = RunPlace(names.run_directory(), options["job"] or "-".join(filter(None, (_job_of(script), scheduled.run))))
+    command = _command(script, args, options)
+    scheduled.refuse_more(_policy(options).min_replicas)
     secret = names.secret_from(options["secret"])
-    if several and secret is None:
+    if scheduled.several and secret is None and not scheduled.agreement:
         raise PolicyError("several machines need a secret they all know: --secret file:/path, or $ELASTIC_SECRET")
+    if scheduled.is_given_its_coordinator:
+        wait_known(scheduled.coordinator, _NAME_KNOWN_S)
     first = _node_names(options)[0]
-    command, _ = _command(script, args, options), _policy(options)
     logs = (options["log_dir"] or Path("elastic-logs") / place.job).absolute()
-    with place.held("lock" if leads else f"{first}.lock"):
+    with contextlib.ExitStack() as held:
+        held.enter_context(place.held("lock" if leads else f"{first}.lock"))
+        if scheduled.several and secret is None:
+            shared = names.shared_directory()
+            secret = held.enter_context(agreed_secret(shared, scheduled.agreement, makes=leads))
         record = Run(
             job=place.job,
             coordinator=options["coordinator"],
@@ -162,7 +211,24 @@ def run(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **options:
             Record(place.directory).forget()
         leader = _coordinator_task(place, record, options) if leads else None
         nodes = [_node_task(place, record, name, options) for name in _node_names(options)]
-        return _launch(screen, place, record, nodes, leader)
+        again = scheduled.run if options["requeue"] else ""
+        return _launch(screen, place, record, nodes, leader, notices=scheduled.notices, requeue=again)
+
+
+def _place(options: dict[str, Any]) -> Place:
+    """What this is in its job, by its options and by the scheduler that started it."""
+    wanted = Wanted(
+        nnodes=options["nnodes"],
+        nproc=options["nproc"],
+        node=options["node"],
+        coordinator=options["coordinator"],
+        coordinator_here=options["coordinator_here"],
+        simulated=options["simulate_nodes"],
+    )
+    found = names.allocation()
+    if options["requeue"] and not (found is not None and found.notices):
+        raise PolicyError("--requeue: this is no step of a job of Slurm's, started with srun")
+    return place_of(wanted, found, is_mine=lambda address: interface_of(address) is not None)
 
 
 @click.command("join")
@@ -183,7 +249,7 @@ def join(screen: ElasticScreen, /, job: str | None, node: str, **options: Any) -
             place,
             record,
             name,
-            {**options, "node": "", "simulate_nodes": 2, "coordinator": "", "coordinator_here": False},
+            {**options, "node": "", "simulate_nodes": 2, "coordinator": "", "coordinator_here": False, "listen": ""},
         )
         return _launch(screen, place, record, [task], None)
 
@@ -193,6 +259,12 @@ def join(screen: ElasticScreen, /, job: str | None, node: str, **options: Any) -
 @click.option("--listen", required=True, metavar="HOST:PORT", help="Where nodes reach it; no host: on every address.")
 @click.option("--job", required=True, metavar="NAME", help="The job's name.")
 @click.option("--secret", default="", metavar="file:PATH", help="What all nodes know. [$ELASTIC_SECRET]")
+@click.option(
+    "--leadership",
+    default="",
+    metavar="URL",
+    help="Stand by, and lead where nobody else does: as `elastic run --coordinator URL` of the nodes.",
+)
 @click.option("-v", "--verbose", count=True, help="Say what is decided, and why.")
 @pass_screen
 def coordinator(screen: ElasticScreen, /, listen: str, job: str, secret: str, verbose: int, **options: Any) -> int:
@@ -208,38 +280,62 @@ def coordinator(screen: ElasticScreen, /, listen: str, job: str, secret: str, ve
         raise PolicyError("a coordinator needs the secret of its nodes: --secret file:/path, or $ELASTIC_SECRET")
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="elastic: %(message)s")
     place = RunPlace(names.run_directory(), job)
+    if options["leadership"]:
+        _try(options["leadership"])
     task = CoordinatorTask(
         job=place.job,
         secret_file="",
         listen=listen,
         policy=_policy(options),
-        nproc=options["nproc"],
+        nproc=options["nproc"] or 1,
         fresh=False,
-        epoch_file=str(place.epoch_file),
+        epoch_file="" if options["leadership"] else str(place.epoch_file),
         store=_store(options["store"]),
-        hang=hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        leadership=options["leadership"],
+        stands_by=True,
     )
     over, reason = coordinate(task, known)
+    while over is Over.DISMISSED:  # another one leads
+        log.warning("%s", one_line(reason))
+        over, reason = coordinate(task, known)
     screen.note(one_line(f"{over.value}: {reason}"))
     return STATUS[over]
 
 
 def _launch(
-    screen: ElasticScreen, place: RunPlace, record: Run, nodes: list[NodeTask], leader: CoordinatorTask | None
+    screen: ElasticScreen,
+    place: RunPlace,
+    record: Run,
+    nodes: list[NodeTask],
+    leader: CoordinatorTask | None,
+    *,
+    notices: bool = False,
+    requeue: str = "",
 ) -> int:
+    """``requeue``: the number of a job of Slurm's that may go back into the queue."""
     import logging
 
     import msgspec
 
     logging.basicConfig(level=logging.WARNING, format="elastic: %(message)s", stream=sys.stderr)
 
+    is_noted = is_url(record.coordinator)
+
     def known(address: str) -> None:
-        if leader is not None:
+        if leader is not None or is_noted:
             place.write(msgspec.structs.replace(record, coordinator=address))
         screen.note(f"job {record.job}: coordinator on {address}, what ranks print is in {record.logs}")
 
-    began_ns = time.time_ns()
-    launcher = Launcher(nodes, leader, secret_of(record), grace_s=record.grace_s, told_address=known)
+    began = since_boot(), time.time_ns()
+    launcher = Launcher(
+        nodes,
+        leader,
+        secret_of(record),
+        grace_s=record.grace_s,
+        notices=notices,
+        told_address=known,
+    )
     words = ""
     try:
         status = launcher.run()
@@ -249,16 +345,29 @@ def _launch(
     finally:
         words = (place.last_words() if leader is not None else "") or words
         if leader is not None and status in (Exit.STOPPED, Exit.GAVE_UP):
-            steps = resumable_steps([environ_of(task) for task in nodes if task.agent], began_ns)
+            steps = resumable_steps([environ_of(task) for task in nodes if task.agent], began_ns(*began))
             screen.note(_resuming(one_line(words, in_words(steps)), screen.words))
-        if leader is not None:
+        if leader is not None or is_noted:
             place.remove()
         for task in nodes:
-            (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
+            with contextlib.suppress(PermissionError):
+                (place.directory / f"{task.node}.secret").unlink(missing_ok=True)
             _tidy(Path(task.directory))
     if leader is None and status in (Exit.STOPPED, Exit.GAVE_UP):
         screen.note(_resuming("", screen.words))
+    if requeue and _is_to_requeue(requeue, nodes[0], status, noticed=launcher.noticed):
+        screen.note(requeued(requeue))
     return status
+
+
+def _is_to_requeue(job: str, mine: NodeTask, status: int, *, noticed: bool) -> bool:
+    """A job that a notice has stopped, by who leads it; one whose leader Slurm has lost, by the first that is left."""
+    if status == Exit.STOPPED:
+        return noticed and mine.beside
+    if status != Exit.GAVE_UP or mine.beside or not mine.coordinator_node:
+        return False
+    left = nodes_left(job)
+    return mine.coordinator_node not in left and left[:1] == (mine.node,)
 
 
 def _resuming(words: str, command: Sequence[str]) -> str:
@@ -268,15 +377,17 @@ def _resuming(words: str, command: Sequence[str]) -> str:
 
 def _tidy(directory: Path) -> None:
     """What a supervisor has in its directory is of no use any more; what an agent has there may be."""
-    if not (directory / "agent").exists():
-        shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(PermissionError):
+        if not (directory / "agent").exists():
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _coordinator_task(place: RunPlace, record: Run, options: dict[str, Any]) -> CoordinatorTask:
     listen = _LOCAL
     if options["coordinator"]:
         host, port = split_address(options["coordinator"])
-        listen = join_address("" if is_any(host) else host, port)
+        everywhere = is_any(host) or _scheduled(options).is_given_its_coordinator or leads_back(options["coordinator"])
+        listen = join_address("" if everywhere else host, port)
     return CoordinatorTask(
         job=record.job,
         secret_file=record.secret_file,
@@ -287,19 +398,23 @@ def _coordinator_task(place: RunPlace, record: Run, options: dict[str, Any]) -> 
         store=_store(options["store"]),
         address_file=str(place.address_file),
         end_file=str(place.end_file),
-        hang=hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
         ledger=record.ledger,
         verbose=options["verbose"],
     )
 
 
 def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any]) -> NodeTask:
-    directory, host = place.node(name), _host(record.coordinator)
+    directory = place.node(name)
+    if is_url(record.coordinator):
+        host = _listens(options["listen"])
+    else:
+        host = own_address(record.coordinator, _scheduled(options).others)
     mine = {LEDGER: record.ledger} if record.ledger else {}
     if not is_loopback(host):
         mine |= _peer_secret(record)
-    elif "lo" in (known for _, known in socket.if_nameindex()):
-        mine |= names.gloo_on_loopback()
+    if (interface := gloo_interface(host)) is not None:
+        mine |= names.gloo_on(interface)
     if options["node"] and not names.has_agent_name():
         mine["TIEREDCKPT_AGENT_NODE"] = name
     if memory := _memory_of(place, name, options):
@@ -315,12 +430,44 @@ def _node_task(place: RunPlace, record: Run, name: str, options: dict[str, Any])
         nproc=record.nproc,
         spares=record.spares,
         host=host,
+        lead=_lead(record, options, host) if is_url(record.coordinator) and "nnodes" in options else None,
         grace_s=record.grace_s,
         agent=options["agent"],
         environ=mine,
         beside=options["coordinator_here"] or not options["coordinator"],
+        coordinator_node=_scheduled(options).other_leader,
+        scheduled_job=_scheduled(options).run,
         verbose=options["verbose"],
     )
+
+
+def _lead(record: Run, options: dict[str, Any], host: str) -> CoordinatorTask:
+    """The coordinator that any node of the job may have to start."""
+    port = split_address(options["listen"])[1] if options["listen"] else 0
+    return CoordinatorTask(
+        job=record.job,
+        secret_file=record.secret_file,
+        listen=join_address(host, port),
+        policy=_policy(options),
+        nproc=record.nproc,
+        fresh=False,
+        store=_store(options["store"]),
+        hang=names.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
+        ledger=record.ledger,
+        leadership=record.coordinator,
+        verbose=options["verbose"],
+    )
+
+
+def _try(url: str) -> None:
+    """A place that can never be asked is refused before anything is started; one that is away may be back."""
+    with contextlib.closing(leadership_at(url)) as leadership:
+        try:
+            leadership.read()
+        except RefusedError:
+            raise
+        except ControlLostError as error:
+            log.warning("%s", error)
 
 
 def _memory_of(place: RunPlace, name: str, options: dict[str, Any]) -> Path | None:
@@ -355,12 +502,14 @@ def _store(said: str) -> str:
     return said
 
 
-def _host(coordinator: str) -> str:
-    """Where other nodes reach this one."""
-    if not coordinator:
-        return "127.0.0.1"
-    host, _ = split_address(coordinator)
-    return outward_address() if is_any(host) else local_address_for(coordinator)
+def _scheduled(options: dict[str, Any]) -> Place:
+    return options.get("scheduled") or Place("1", 1)
+
+
+def _listens(listen: str) -> str:
+    """Where other nodes reach this one, and the coordinator that it may have."""
+    host, _ = split_address(listen or ":0")
+    return outward_address() if is_any(host) else host
 
 
 def _node_names(options: dict[str, Any]) -> list[str]:

@@ -12,8 +12,7 @@ import queue
 import secrets
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,8 @@ from elastic.control import showing
 from elastic.control.changes import CoordinatorEnd
 from elastic.control.connections import PATIENCE_S, Connection, Connections
 from elastic.control.desk import Desk, DeskSettings
+from elastic.control.elector import Elector
+from elastic.control.leadership import FINISHED, Leadership
 from elastic.control.link import COORDINATOR
 from elastic.control.messages import (
     MAX_NODE_BYTES,
@@ -38,8 +39,12 @@ from elastic.control.messages import (
 )
 from elastic.control.ordering import for_node, refusal
 from elastic.control.recording import Recorder
+from elastic.control.running_clock import RunningClock, since_boot
 from elastic.control.wholeness import Wholeness
 from elastic.errors import PolicyError
+from elastic.world import actions as act
+from elastic.world import events as happen
+from elastic.world.members import World
 from peerstore.errors import PeerStoreError, ProtocolError, RequestError
 from peerstore.frames import decode
 from peerstore.server import private_directory
@@ -51,6 +56,8 @@ from tieredckpt.ledger import Ledger, NullLedger
 log = logging.getLogger(__name__)
 
 _TURN_S = 0.1
+_ABSENT_S = 1.0
+"""Between two turns: what is longer, it did not run, or was busy, and is nobody else's silence."""
 _SEND_S = 10.0
 _GREETING_S = 10.0
 _ANSWER_S = 20.0
@@ -70,24 +77,33 @@ class Coordinator:
         epoch_file: Path | None = None,
         farewell_s: float = 60.0,
         ledger: Ledger | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        leadership: Leadership | None = None,
+        candidate: str = "",
+        since_term: int = 0,
+        stands_by: bool = False,
+        clock: Callable[[], float] = since_boot,
     ) -> None:
+        """``leadership``: it begins to lead when the record there says that it does, as ``candidate``; see
+        :class:`~elastic.control.elector.Elector`. ``stands_by``: it waits also while another one leads.
+        """
         if settings.policy.max_replicas > MAX_NODES:
             raise PolicyError(
                 f"max_replicas is {settings.policy.max_replicas}: a job has {MAX_NODES} nodes at the most"
             )
         floor = -1 if fresh else _epoch_in(epoch_file)
-        self._recorder = Recorder(ledger or NullLedger(), settings.job, again=not fresh)
+        self._clock = RunningClock(_ABSENT_S, clock)
+        self._ledger = ledger or NullLedger()
+        self._recorder = None if leadership is not None else Recorder(self._ledger, settings.job, again=not fresh)
         self.desk = Desk(
             settings,
             incarnation=secrets.token_hex(8),
-            now=clock(),
+            now=self._clock(),
             fresh=fresh,
             floor=floor,
-            witness=self._recorder.saw,
+            witness=self._saw,
         )
         self._epoch_file, self._epoch, self._silent = epoch_file, floor, False
-        self._secret, self._clock, self._farewell_s = secret, clock, farewell_s
+        self._secret, self._farewell_s = secret, farewell_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._connections = Connections()
         self._nodes: dict[str, Connection] = {}
@@ -98,10 +114,25 @@ class Coordinator:
         self._ending = threading.Event()
         self._listener = TcpTransport(timeout_s=_SEND_S, most=MAX_NODES).listen(listen, self._serve)
         self.address = self._listener.address
+        self._elector: Elector | None = None
+        self._stands_by, self._since_term = stands_by, since_term
+        if leadership is not None:
+            self._elector = Elector(
+                leadership, candidate, self.address, since_term=since_term, changed=lambda: self._post(_nothing)
+            )
 
     def run(self) -> tuple[Over, str]:
+        """Until the job is over, and how; ``DISMISSED``: another coordinator leads it."""
         over_at: float | None = None
+        if self._elector is not None:
+            self._elector.start()
         while not self._ending.is_set():
+            if self._elector is not None and not self._elector.acts:
+                if (end := self._may_not_lead(self._elector)) is not None:
+                    self.close()
+                    return end
+                self._ending.wait(_TURN_S)
+                continue
             self._turn()
             if self.desk.over is not None:
                 over_at = self._clock() if over_at is None else over_at
@@ -110,8 +141,26 @@ class Coordinator:
         self.close()
         over = self.desk.over or Over.STOPPED
         reason = self.desk.reason if self.desk.over is not None else "the coordinator was told to end"
-        self._recorder.ended(over, f"{reason} ({self.whole})" if over in (Over.STOPPED, Over.GAVE_UP) else reason)
+        if self._recorder is not None:
+            self._recorder.ended(over, f"{reason} ({self.whole})" if over in (Over.STOPPED, Over.GAVE_UP) else reason)
         return over, reason
+
+    def _saw(self, desk: Desk, before: World, event: happen.Event, actions: Sequence[act.Action], now: float) -> None:
+        if self._recorder is not None:
+            self._recorder.saw(desk, before, event, actions, now)
+
+    def _may_not_lead(self, elector: Elector) -> tuple[Over, str] | None:
+        """Why it never will (again). Until that is known, whoever is connected waits."""
+        over, reason = elector.finished
+        if elector.lost:
+            return Over.DISMISSED, f"this coordinator leads no longer: {elector.lost}"
+        if self.desk.term == 0 and over == FINISHED:
+            return Over.FINISHED, f"{reason}; delete the record of who leads to run the job again"
+        if self.desk.term == 0 and over and (elector.follows or self._since_term):
+            return Over(over), reason
+        if self.desk.term == 0 and elector.follows and not self._stands_by:
+            return Over.DISMISSED, f"{elector.follows} leads"
+        return None
 
     @property
     def whole(self) -> Wholeness:
@@ -121,7 +170,7 @@ class Coordinator:
     def end(self) -> None:
         """Have ``run`` return at once, whatever becomes of the job; from any thread."""
         self._ending.set()
-        self._post(lambda: None)
+        self._post(_nothing)
 
     def close(self) -> None:
         self._ending.set()
@@ -129,12 +178,18 @@ class Coordinator:
         self._drain()
         self._connections.close(self._clock())
         self._nodes.clear()
+        if self._elector is not None:
+            self._elector.close()
 
     def _turn(self) -> None:
         """Whatever has arrived by now is heard, then decided on together, then everybody is told."""
+        if self._elector is not None and self.desk.term == 0:
+            self.desk.leads(self._elector.term, self._elector.epoch)
+            self._recorder = Recorder(self._ledger, self.desk.settings.job, again=self._elector.epoch >= 0)
         ready = self._connections.wait(_TURN_S)
-        self._drain()
         now = self._clock()
+        self.desk.was_away(self._clock.skipped(), now)
+        self._drain()
         for connection, has_said in ready:
             self._serve_ready(connection, now, reads=has_said)
         for connection in self._connections.stuck(now):
@@ -179,6 +234,9 @@ class Coordinator:
 
     def _epoch_is_noted(self) -> bool:
         """Before anybody hears of it: whatever happens to everybody, no two worlds have the same number."""
+        if self._elector is not None:
+            over = "" if self.desk.over is None else self.desk.over.value
+            return self._elector.noted(self.desk.world.epoch, over, self.desk.reason)
         if self._epoch_file is not None and self.desk.world.epoch > self._epoch:
             try:
                 _note_epoch(self._epoch_file, self.desk.world.epoch)
@@ -253,6 +311,10 @@ class Coordinator:
             self._gone(connection)
 
     def _said(self, connection: Connection, says: NodeSays, now: float) -> None:
+        if self._elector is not None and self._is_of_another(says):
+            log.warning("node %s has obeyed another coordinator, in term %d", says.node, says.term)
+            self._elector.heard(says.term)
+            return
         refused = self.desk.hear(says, now)
         if refused and (above := self.desk.life_before(says, now)):
             log.info("the clock of node %s has gone back: it is told to begin after its last supervisor", says.node)
@@ -270,6 +332,11 @@ class Coordinator:
         connection.life = says.life
         self._nodes[says.node] = connection
 
+    def _is_of_another(self, says: NodeSays) -> bool:
+        """Whether another one leads, or has led, in this term or a later one."""
+        mine, its = self.desk.term, says.term
+        return its > mine or (its == mine > 0 and says.leader != self.desk.incarnation)
+
     def _gone(self, connection: Connection) -> None:
         self._connections.end(connection)
         if self._nodes.get(connection.node) is connection:
@@ -281,6 +348,10 @@ class Coordinator:
         if self._packed is None or self._packed[0] is not formed:
             self._packed = formed, msgspec.Raw(_encode(formed))
         return self._packed[1]
+
+
+def _nothing() -> None:
+    """Only wakes who waits."""
 
 
 def _note_epoch(file: Path, epoch: int) -> None:

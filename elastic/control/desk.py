@@ -98,6 +98,8 @@ class Desk:
         self.incarnation = incarnation
         self.world: World = begun(settings.policy, nproc=settings.nproc, now_s=now)
         self.floor = floor
+        self.term = 0
+        """In which its coordinator leads, where any machine's may."""
         self.nodes: dict[str, Seen] = {}
         self.formed: Formed | None = None
         self.broken: str | None = None
@@ -226,6 +228,25 @@ class Desk:
                 self.nodes[node].leave_by, self.nodes[node].leave_reason = until, question.reason
             self._take([happen.CapacityAskedBack(question.nodes, until, question.reason)], now)
 
+    def leads(self, term: int, floor: int) -> None:
+        """From now on, and nothing has been decided yet: no world may have a number up to ``floor``."""
+        self.term, self.floor = term, max(floor, self.floor)
+
+    def was_away(self, seconds: float, now: float) -> None:
+        """Time that the clock here does not count: a machine that is asked back goes when it was to all the same."""
+        if seconds <= 0:
+            return
+        for seen in self.nodes.values():
+            if seen.leave_by is not None:
+                seen.leave_by -= seconds
+        leaving = {
+            name: replace(member, leave_by_s=member.leave_by_s - seconds)
+            for name, member in self.world.members.items()
+            if member.leave_by_s is not None
+        }
+        if leaving:
+            self.world = replace(self.world, members={**self.world.members, **leaving}, tick_s=now)
+
     def tick(self, now: float) -> None:
         """Time has passed."""
         if self.gathering:
@@ -294,7 +315,8 @@ class Desk:
 
     def _form(self, form: act.Form, now: float) -> None:
         self.movement = Movement(now, self.pace)
-        self.formed = self._met(Formed(form.epoch, form.nodes, form.restarts, form.reason))
+        hang_s = self.settings.hang.longest_s(self.pace)
+        self.formed = self._met(Formed(form.epoch, form.nodes, form.restarts, form.reason, hang_s=hang_s))
         self._count_reports()
         self.broken = self.pause = self.target = None
         self.wanted = 0
@@ -463,17 +485,25 @@ class Desk:
 
     def _keep_store(self, now: float) -> None:
         """Some node keeps it; the ranks of a world that was formed while there was none are waiting for it."""
-        if self.settings.store == "":
-            keeper = self.nodes.get(self.keeper)
-            if keeper is None or self.is_past(keeper.says) or self._is_silent(keeper, now):
-                here = [node for node, seen in self.nodes.items() if seen.connected and not self.is_past(seen.says)]
-                having = [node for node in here if self.nodes[node].says.store]
-                placed = [node for node in here if self.state is not None and node in self.state.places]
-                self.keeper = next(iter((*having, *placed, *here)), "")
-                self._due.update(self.nodes)
+        if self.settings.store == "" and (keeper := self._best_keeper(now)) != self.keeper:
+            self.keeper = keeper
+            self._due.update(self.nodes)
         if self.formed is not None and not self.formed.store and (formed := self._met(self.formed)).store:
             self.formed = formed
             self._due.update(self.nodes)
+
+    def _best_keeper(self, now: float) -> str:
+        """The one there is, as long as it has a store, or is about to and nobody else has one."""
+        keeper = self.nodes.get(self.keeper)
+        is_there = keeper is not None and not self.is_past(keeper.says) and not self._is_silent(keeper, now)
+        if is_there and keeper is not None and keeper.says.store:
+            return self.keeper
+        here = [node for node, seen in self.nodes.items() if seen.connected and not self.is_past(seen.says)]
+        having = [node for node in here if self.nodes[node].says.store]
+        if is_there and not having:
+            return self.keeper
+        placed = [node for node in here if self.state is not None and node in self.state.places]
+        return next(iter((*having, *placed, *here)), "")
 
     # -- a coordinator that starts again ------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import msgspec
 from elastic.control.link import ask
 from elastic.control.messages import Gone, Question, Resize, Stop
 from elastic.control.processes import Running, told
+from elastic.control.running_clock import RunningClock
 from elastic.control.tasks import STATUS, CoordinatorTask, NodeTask, command_of, environ_for
 from elastic.errors import ControlLostError, ElasticError, GaveUpError
 
@@ -46,12 +47,17 @@ class Launcher:
         secret: bytes,
         *,
         grace_s: float,
+        notices: bool = False,
         told_address: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """``notices``: a signal comes to all machines of the job and means the job, SIGUSR1 too: it is to end soon."""
         self._nodes = nodes
         self._coordinator = coordinator
         self._secret = secret
         self._grace_s = grace_s
+        self._notices = notices
+        self.noticed = False
+        """Whether SIGUSR1 was such a notice."""
         self._told_address = told_address
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Running] = {}
@@ -61,8 +67,8 @@ class Launcher:
         """How the coordinator ended."""
         self._over_at: float | None = None
         self._restarts: collections.deque[float] = collections.deque()
-        self._epoch_note = os.memfd_create("elastic-epoch", os.MFD_CLOEXEC) if coordinator is not None else -1
-        """Where one coordinator leaves the newest world's number to the next: in no directory, which may be full."""
+        self._kept: list[int] = []
+        """Files in memory for the coordinators: in no directory, which may be full or forbidden meanwhile."""
         self._address = nodes[0].coordinator if nodes else ""
         self._interrupts = 0
         self._asking: list[threading.Thread] = []
@@ -73,8 +79,9 @@ class Launcher:
         before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
         try:
             if self._coordinator is not None:
-                note = f"/proc/{os.getpid()}/fd/{self._epoch_note}"
-                self._coordinator = msgspec.structs.replace(self._coordinator, epoch_file=note)
+                note = self._keep("elastic-epoch")  # where one leaves the newest world's number to the next
+                secret = self._keep("elastic-secret", self._secret)
+                self._coordinator = msgspec.structs.replace(self._coordinator, epoch_file=note, secret_file=secret)
                 self._lead(self._coordinator)
                 self._address = self._wait_address(self._coordinator)
             self._told_address(self._address)
@@ -85,10 +92,17 @@ class Launcher:
             return self._verdict()
         finally:
             self._end_all()
-            if self._epoch_note >= 0:
-                os.close(self._epoch_note)
+            for descriptor in self._kept:
+                os.close(descriptor)
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _keep(self, name: str, content: bytes = b"") -> str:
+        """A file of this user's alone that is there as long as this process."""
+        self._kept.append(os.memfd_create(name, os.MFD_CLOEXEC))
+        os.fchmod(self._kept[-1], 0o600)
+        os.write(self._kept[-1], content)
+        return f"/proc/{os.getpid()}/fd/{self._kept[-1]}"
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
@@ -111,9 +125,10 @@ class Launcher:
         )
 
     def _wait_address(self, task: CoordinatorTask) -> str:
-        path, deadline = Path(task.address_file), time.monotonic() + _START_S
+        clock = RunningClock(1.0)
+        path, deadline = Path(task.address_file), clock() + _START_S
         while not path.exists():
-            if self._status is not None or time.monotonic() > deadline or self._interrupts:
+            if self._status is not None or clock() > deadline or self._interrupts:
                 raise ControlLostError(f"the coordinator did not start on {task.listen}")
             self._turn()
         return path.read_text()
@@ -188,9 +203,10 @@ class Launcher:
         self._inbox.put(partial(self._heed, signal.Signals(number)))
 
     def _heed(self, number: signal.Signals) -> None:
-        if number is signal.SIGUSR1:
+        if number is signal.SIGUSR1 and not self._notices:
             self._ask(Resize(None, "SIGUSR1"), 1.0)
             return
+        self.noticed |= number is signal.SIGUSR1
         self._interrupts += number is signal.SIGINT
         if self._interrupts > 1:
             self._say("ended at once")
@@ -199,7 +215,7 @@ class Launcher:
                 running.signal(signal.SIGKILL)
             if self._leader is not None:
                 self._leader.signal(signal.SIGKILL)
-        elif self._coordinator is None:
+        elif self._coordinator is None and not self._notices:
             for running in self._running.values():
                 running.signal(signal.SIGTERM)
         else:

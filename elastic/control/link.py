@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from elastic.control.changes import NodeEnd
+from elastic.control.leadership import address_of, is_url, leadership_at
 from elastic.control.messages import MAX_NODE_BYTES, Answer, NodeHears, NodeSays, Question
 from elastic.errors import ControlLostError, RefusedError
 from peerstore.cluster.nodes import NodeId
@@ -44,7 +46,10 @@ def open_channel(address: str, *, job: str, me: NodeId, secret: bytes) -> Channe
 
 
 def ask(address: str, question: Question, *, job: str, secret: bytes, timeout_s: float = 30.0) -> Answer:
-    """One question of a command line, and its answer."""
+    """One question of a command line, and its answer. ``address``: also a URL of where it is noted who leads."""
+    if is_url(address):
+        with contextlib.closing(leadership_at(address)) as leadership:
+            address = address_of(leadership.read())
     try:
         channel = open_channel(address, job=job, me=ASKING, secret=secret)
         try:
@@ -65,23 +70,28 @@ def ask(address: str, question: Question, *, job: str, secret: bytes, timeout_s:
 
 
 class Link:
-    """``heard`` gets the coordinator's orders, ``cut_off`` is told when it cannot be reached, ``refused`` when it does
-    not want this node; all from threads of the link.
+    """``where`` says where the coordinator is, before every attempt, or raises :class:`ControlLostError`.
+
+    ``heard`` gets its orders, ``came`` is told when it was reached, ``cut_off`` when it cannot be, ``refused`` when it
+    has not wanted this node so many times in a row; all from threads of the link.
     """
 
     def __init__(
         self,
-        address: str,
+        where: Callable[[], str],
         *,
         job: str,
         node: NodeId,
         secret: bytes,
+        refusals: int,
         heard: Callable[[NodeHears], None],
+        came: Callable[[], None],
         cut_off: Callable[[str], None],
         refused: Callable[[str], None],
     ) -> None:
-        self._address, self._job, self._node, self._secret = address, job, node, secret
-        self._heard, self._cut_off, self._refused = heard, cut_off, refused
+        self._where, self._job, self._node, self._secret = where, job, node, secret
+        self._heard, self._came, self._cut_off, self._refused = heard, came, cut_off, refused
+        self._refusals = refusals
         self._changed = threading.Condition()
         self._latest: NodeSays | None = None
         self._sent = 0
@@ -109,6 +119,11 @@ class Link:
         """Let go of the coordinator, and do not come back for so long."""
         with self._changed:
             self._cut_until = time.monotonic() + seconds
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of this coordinator, and look again where it is."""
+        with self._changed:
             channel = self._channel
         if channel is not None:
             channel.close()
@@ -131,23 +146,25 @@ class Link:
         return self._latest is not None and self._latest.number > self._sent
 
     def _talk(self) -> None:
-        pause_s = _FIRST_PAUSE_S
+        pause_s, refused = _FIRST_PAUSE_S, 0
         while self._may_connect():
             try:
-                channel = open_channel(self._address, job=self._job, me=self._node, secret=self._secret)
-            except PeerRefusedError as error:
-                self._refused(str(error))
-                return
-            except PeerStoreError as error:
+                channel = open_channel(self._where(), job=self._job, me=self._node, secret=self._secret)
+            except (PeerStoreError, ControlLostError) as error:
+                refused = refused + 1 if isinstance(error, PeerRefusedError) else 0
+                if refused >= self._refusals:
+                    self._refused(str(error))
+                    return
                 self._cut_off(str(error))
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping, pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 continue
-            pause_s = _FIRST_PAUSE_S
+            pause_s, refused = _FIRST_PAUSE_S, 0
             if not self._takes(channel):
                 channel.close()
                 return
+            self._came()
             try:
                 while (incoming := channel.receive()) is not None:
                     self._heard(self._end.decode(incoming.header))

@@ -138,6 +138,8 @@ class Formed(msgspec.Struct, frozen=True):
     """"" while it is not known yet: the ranks have to wait for it."""
     stores: tuple[str, ...] = ()
     """Where its keys are spread over several: all of them, in the order in which all ranks know them."""
+    hang_s: float | None = None
+    """The longest that no rank may get on, as far as that is known; ``None``: for ever."""
 
 
 class NodeSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="node"):
@@ -178,6 +180,10 @@ class NodeSays(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="nod
     """Number of the newest command of that coordinator that was carried out."""
     store: str = ""
     """Where a store that this node keeps is reached."""
+    term: Number = 0
+    """The latest term in which it has obeyed a coordinator; 0 where the coordinator is in one place for good."""
+    leader: str = ""
+    """Which coordinator that was."""
 
 
 class Do(enum.Enum):
@@ -217,6 +223,8 @@ class NodeHears(msgspec.Struct, frozen=True):
     """It was given up for lost meanwhile: it is to begin a new life."""
     above: Number = 0
     """Later than this one, whatever the node's clock says: it may have gone back since."""
+    term: Number = 0
+    """In which the coordinator leads; 0 where it is in one place for good."""
     over: Over | None = None
     reason: str = ""
 

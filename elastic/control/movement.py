@@ -46,6 +46,11 @@ class HangLimits(msgspec.Struct, frozen=True):
             return given or float("inf")
         return max(_LEAST_S, _TIMES * seen_s) if stepped or seen_s else _FIRST_S
 
+    def longest_s(self, pace: Pace) -> float | None:
+        """Of a world that begins now; ``None``: for ever."""
+        found = max(self.limit_s(pace, stepped=False), self.limit_s(pace, stepped=True))
+        return None if found == float("inf") else found
+
     def silent_limit_s(self, pace: Pace) -> float:
         if self.step_s == 0:
             return float("inf")

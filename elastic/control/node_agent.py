@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+from elastic.control.memory_release import release
 from elastic.control.processes import importable
 from peerstore.client import Client, connect
 from peerstore.errors import PeerStoreError
-from peerstore.launch import connect_or_launch, replace_hung
-from peerstore.owners import started_at
+from peerstore.launch import connect_or_launch, replace_hung, signal_agent
 from peerstore.settings import AgentPlace
 from tieredckpt.agent.messages import CutOff
 from tieredckpt.agent_node import agent_command, caretakers
@@ -35,6 +35,7 @@ class NodeAgent:
     def __init__(self, environ: Mapping[str, str], job: Path | None = None) -> None:
         """An agent in ``job``, the job's own directory, is for nobody else: it ends with it, whoever started it."""
         self._environ, self._job = environ, job
+        self._began_ns = time.time_ns()
         self._mine: AgentPlace | None = None
         self._place: AgentPlace | None = None
         """Of the agent that is looked after."""
@@ -53,6 +54,7 @@ class NodeAgent:
                 self._mine = place
             if self._job is not None and self._job in place.directory.parents:
                 self._mine = place
+                self._began_ns = 0  # all it has is of this job, also what was sealed under an earlier supervisor
             launch().close()
             caretakers.begin(place, launch, partial(replace_hung, place))
             self._place = place
@@ -71,14 +73,19 @@ class NodeAgent:
             log.warning("the node agent was not cut off: %s", error)
 
     def end(self) -> None:
-        """The job has succeeded: nobody will ask for its memory again."""
+        """The job has succeeded: what the durable tier has of it need not be in memory, and nobody needs the agent."""
+        needed = self._place is not None and not self._released()
         self.close()
-        if self._mine is not None:
-            with contextlib.suppress(OSError, ValueError):
-                pid = int(self._mine.lock.read_text())
-                if started_at(pid) >= 0:
-                    os.kill(pid, signal.SIGTERM)
+        if self._mine is not None and not needed:
+            signal_agent(self._mine, signal.SIGTERM)
             self._mine = None
+
+    def _released(self) -> bool:
+        try:
+            return release(self._environ, self._began_ns)
+        except (TieredCheckpointError, PeerStoreError, OSError) as error:
+            log.warning("what is in memory of this job stays there: %s", error)
+            return True
 
     def close(self) -> None:
         """Whoever else needs the agent says so."""

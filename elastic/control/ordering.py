@@ -11,7 +11,7 @@ def for_node(desk: Desk, node: str, now: float) -> NodeHears:
     seen = desk.nodes[node]
     life, number = seen.says.life, seen.says.number
     released = desk.released.get(node)
-    is_released = released is not None and released.life >= life
+    is_released = released is not None and released.life == life  # a smaller one may be of a clock that went back
     formed, broken = _world_of(desk, seen.says)
     pause = desk.pause if formed is not None and formed is desk.formed else None
     return NodeHears(
@@ -30,6 +30,7 @@ def for_node(desk: Desk, node: str, now: float) -> NodeHears:
         leave_s=None if seen.leave_by is None else max(0.0, seen.leave_by - now),
         life_over=desk.is_past(seen.says) and not is_released,
         above=desk.world.gone.get(node, 0),
+        term=desk.term,
         over=desk.over,
         reason=desk.reason or seen.leave_reason,
     )

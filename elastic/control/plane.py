@@ -62,6 +62,8 @@ class Assignment(msgspec.Struct, frozen=True):
     stores: tuple[str, ...] = ()
     """Where the keys of this epoch are spread over several such stores, the same and in the same order for all ranks:
     ``store`` is one of them then, for who asks by the environment. None: ``store`` has them all."""
+    hang_s: float | None = None
+    """After how long without any rank getting on that is a hang; ``None``: never, or nobody looks."""
 
 
 class Progress(msgspec.Struct, frozen=True):

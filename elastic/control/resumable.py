@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 
+from elastic.control.running_clock import since_boot
 from peerstore.errors import PeerStoreError
 from tieredckpt.agent.memory_service.names import JOB
 from tieredckpt.agent_node import AgentNode
@@ -31,6 +33,11 @@ def resumable_steps(environs: Iterable[Mapping[str, str]], since_ns: int) -> dic
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.info("which step is there was not asked of every node: %s", error)
     return found
+
+
+def began_ns(boot_s: float, wall_ns: int, *, wall: Callable[[], int] = time.time_ns) -> int:
+    """When a job began that did at these times, as clocks say that may have gone back meanwhile."""
+    return min(wall_ns, wall() - int((since_boot() - boot_s) * 1e9))
 
 
 def in_words(steps: Mapping[str, int]) -> str:

@@ -111,7 +111,8 @@ class RunPlace:
 
     def remove(self) -> None:
         for path in (self.file, self.secret_file, self.address_file, self.end_file):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(PermissionError):  # the job may have succeeded all the same
+                path.unlink(missing_ok=True)
 
     def read(self) -> Run:
         """Only where nobody but this user can have written it: it says which files are secrets, and what is asked."""

@@ -6,7 +6,7 @@ goes in; which processes are to be started and ended comes out, and :mod:`~elast
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,6 +31,9 @@ _SPARE_TRIES = 3
 """Spares that end before they are warm are started again so often."""
 _SPARE_WAIT_S = 30.0
 """A spare that was used is replaced after so long at the latest."""
+_MUTE_S = 10.0
+"""A process that has said nothing for so long is stopped, or something in it keeps the interpreter's lock: it says
+something every second from a thread of its own."""
 _INJECTIONS = 100
 """So many are told to ranks, the newest ones."""
 
@@ -94,6 +97,9 @@ class Process:
         """Since when nothing was heard of it, where it was to say something."""
         return 0.0 if self.heard_at is None or self.ended is not None else max(0.0, now - self.heard_at)
 
+    def is_mute(self, now: float) -> bool:
+        return self.quiet_s(now) > _MUTE_S
+
     def said_in(self, epoch: int) -> RankSays | None:
         """What it says, where that is about this world."""
         return self.says if self.says is not None and self.says.epoch == epoch == self.given else None
@@ -145,6 +151,8 @@ class Seats:
     leave_by: float | None = None
     leaving: str = ""
     coordinator: str = ""
+    leader: tuple[int, str] = (0, "")
+    """The latest term in which a coordinator was obeyed, and which one: in a term there is no other."""
     done: int = 0
     heard: int = 0
     number: int = 0
@@ -198,6 +206,11 @@ class Seats:
         self.leave_by = until if self.leave_by is None else min(until, self.leave_by)
         self.leaving = self.leaving or reason
 
+    def was_away(self, seconds: float) -> None:
+        """Time that the clock here does not count: this machine goes when it was to all the same."""
+        if self.leave_by is not None:
+            self.leave_by -= seconds
+
     # -- from ranks ---------------------------------------------------------------------------------------------------
 
     def said(self, token: str, says: RankSays, now: float) -> None:
@@ -223,7 +236,16 @@ class Seats:
 
     # -- from the coordinator -----------------------------------------------------------------------------------------
 
+    def obeys(self, orders: NodeHears) -> bool:
+        """Whether who says this leads the job, as far as is known here. Else nothing of it counts."""
+        leader = (orders.term, orders.coordinator)
+        if orders.term < self.leader[0] or (orders.term == self.leader[0] > 0 and leader != self.leader):
+            return False
+        self.leader = leader
+        return True
+
     def ordered(self, orders: NodeHears, now: float) -> None:
+        """What a coordinator says that is obeyed."""
         if orders.life != self.life:
             return
         if orders.coordinator != self.coordinator:
@@ -238,7 +260,7 @@ class Seats:
         for command in orders.commands:
             if command.number > self.done:
                 self.done = command.number
-                self._carry_out(command)
+                self._carry_out(command, now)
         if self.refill_by is None and self._lacking_spares() > 0:
             self.refill_by = now + _SPARE_WAIT_S
         if orders.over is not None:
@@ -282,7 +304,7 @@ class Seats:
             for process in self.seated():
                 process.given = process.placed
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: Command, now: float) -> None:
         if self.over is not None:
             return
         if command.injection is not None:
@@ -293,7 +315,7 @@ class Seats:
                 if not process.is_ready and process.seat is not None:
                     self._seat(process.seat)
         for seat in command.local_ranks:
-            self._seat(seat, promote=command.do is Do.PROMOTE)
+            self._seat(seat, self.warm_spares(now) if command.do is Do.PROMOTE else ())
 
     def _inject(self, injection: Injection) -> None:
         if injection.is_at_once and injection.kind in OUTSIDE:
@@ -330,13 +352,16 @@ class Seats:
     def spares(self) -> list[Process]:
         return [process for process in self.processes.values() if process.seat is None]
 
-    def _seat(self, seat: int, *, promote: bool = False) -> None:
+    def warm_spares(self, now: float) -> list[Process]:
+        """Those that could take a seat at once: one that is stopped could not."""
+        return [process for process in self.spares() if process.is_ready and not process.is_mute(now)]
+
+    def _seat(self, seat: int, warm_spares: Sequence[Process] = ()) -> None:
         for process in [one for one in self.seated() if one.seat == seat]:
             self._drop(process.token)
         self.births += 1
-        warm = next((one for one in self.spares() if one.is_ready), None) if promote else None
-        if warm is not None:
-            warm.seat = seat
+        if warm_spares:
+            warm_spares[0].seat = seat
         else:
             self._start(seat)
 
@@ -357,6 +382,22 @@ class Seats:
     def _lacking_spares(self) -> int:
         given_up = self.over is not None or self.wasted_spares >= _SPARE_TRIES
         return 0 if given_up else self.wanted_spares - len(self.spares())
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        self._end_mute(now)
+        self.refill_due(now)
+
+    def _end_mute(self, now: float) -> None:
+        """Who has not left a broken world yet has time for that as long as its process runs."""
+        if self.broken is None or self.over is not None:
+            return
+        for process in self.seated():
+            if process.is_mute(now):
+                self.effects.append(End(process.token))
+                self.ended(
+                    process.token, f"it was in a broken world, and said nothing for {process.quiet_s(now):.0f} s"
+                )
 
     def refill_due(self, now: float) -> None:
         """A spare that was used is replaced once the ranks have gone on: until then they want the cores that starting

@@ -15,6 +15,7 @@ import msgspec
 
 from elastic.control.messages import MAX_RANK_BYTES, PROTOCOL, Over, RankGreeting, RankHears, RankSays, Request, Stand
 from elastic.control.plane import Assignment, Dismissed, Notice, Progress, Want
+from elastic.control.running_clock import RunningClock
 from elastic.control.settings import RankSeat
 from elastic.errors import ControlLostError, DeadlineError, GaveUpError, RefusedError, StaleEpochError
 from elastic.inject.plan import Injection
@@ -28,6 +29,8 @@ _PROGRESS_S = 0.5
 _BEAT_S = 1.0
 """So often it says something, also where there is nothing new: that it can."""
 _HEARD_S = 30.0
+_ABSENT_S = 2.0
+"""Between two looks at the clock: this process did not run for the rest of it, and waited for nobody."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -41,6 +44,7 @@ class SupervisorPlane:
             raise ControlLostError(
                 f"this node's supervisor does not answer on {seat.socket}: it has ended, or is another user's"
             ) from error
+        self._clock = RunningClock(_ABSENT_S)
         self._changed = threading.Condition()
         self._says = RankSays(0, Stand.INSIDE)
         self._progress: Progress | None = None
@@ -81,7 +85,7 @@ class SupervisorPlane:
             if self._progress is not None:  # of its steps; what it has sealed is still so
                 self._progress = Progress(-1, self._progress.sealed)
             self._say(stand=Stand.READY)
-            until = _until(timeout_s)
+            until = self._until_s(timeout_s)
             while True:
                 self._wait(lambda: self._is_over or self._offered is not None, until, "there was no world")
                 self._check_over()
@@ -112,7 +116,9 @@ class SupervisorPlane:
             if self._says.paused is None:
                 self._say(paused=step)
             self._wait(
-                lambda: self._is_stale or self._hears.target is not None, _until(timeout_s), "not all others paused"
+                lambda: self._is_stale or self._hears.target is not None,
+                self._until_s(timeout_s),
+                "not all others paused",
             )
             self._check_epoch()
             target = self._hears.target
@@ -210,18 +216,21 @@ class SupervisorPlane:
         self._say(**changes)
         number = self._sent
         limit_s = _HEARD_S if timeout_s is None else timeout_s
-        self._wait(lambda: self._hears.heard >= number, _until(limit_s), "the supervisor did not answer")
+        self._wait(lambda: self._hears.heard >= number, self._until_s(limit_s), "the supervisor did not answer")
+
+    def _until_s(self, timeout_s: float | None) -> float | None:
+        return None if timeout_s is None else self._clock() + timeout_s
 
     def _wait(self, happened: Callable[[], bool], until: float | None, what: str) -> None:
         while not happened():
             if self._lost:
                 raise ControlLostError(f"the connection to the supervisor is lost: {self._lost}")
-            left_s = None if until is None else until - time.monotonic()
+            left_s = None if until is None else until - self._clock()
             if left_s is not None and left_s <= 0:
                 if self._hears.cut_off:
                     raise ControlLostError("the coordinator does not answer")
                 raise DeadlineError(f"{what} within the time given")
-            self._changed.wait(left_s)
+            self._changed.wait(None if left_s is None else min(left_s, _ABSENT_S / 2))
 
     # -- what was heard -----------------------------------------------------------------------------------------------
 
@@ -294,7 +303,7 @@ class SupervisorPlane:
         before = self._hears
         with self._changed:
             limit_s = None if hears.notice is None else hears.notice.deadline_s
-            self._until = _until(limit_s)
+            self._until = None if limit_s is None else time.monotonic() + limit_s
             self._hears = hears
             kept = tuple(one for one in self._says.requests if one.number > hears.heard)
             if len(kept) != len(self._says.requests):
@@ -326,7 +335,3 @@ class SupervisorPlane:
 
 _NEW: dict[str, object] = {"paused": None, "sealed": None, "fault": None, "final": False}
 """What was said in a world that is left."""
-
-
-def _until(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s

@@ -9,11 +9,12 @@ import contextlib
 import logging
 import os
 import queue
+import random
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,15 @@ from typing import IO, Any
 from elastic.control import settings as names
 from elastic.control import tidings
 from elastic.control.door import Door, Line
-from elastic.control.keeping import StoreKeeper
+from elastic.control.keeping import CoordinatorKeeper, StoreKeeper
 from elastic.control.kills import Kills
+from elastic.control.leadership import FINISHED, Leadership, address_of, is_url, leadership_at
 from elastic.control.link import Link
 from elastic.control.messages import NodeHears, NodeSays, Over, RankHears, RankSays
 from elastic.control.processes import Printed, Running, told
+from elastic.control.running_clock import RunningClock, since_boot
 from elastic.control.seats import Cut, End, Inject, Seats, Start
+from elastic.errors import ControlLostError
 from elastic.inject.outside import strike
 from elastic.inject.plan import Injection
 from peerstore.cluster.nodes import node_id
@@ -36,6 +40,13 @@ from peerstore.server import private_directory
 
 log = logging.getLogger(__name__)
 
+_SILENT_S = 10.0
+"""Another coordinator may lead by then: where one may, who says nothing for so long is looked for anew."""
+_CANDIDATES = 8
+_NEXT_CANDIDATES_S = 20.0
+_FAREWELL_S = 60.0
+_REFUSALS = 20
+"""In a row, where it is noted who leads: another job may have come to the address of one that leads no longer."""
 _REASON_S = 0.2
 """How long the kernel may take to say how a process ended whose connection has closed."""
 
@@ -48,7 +59,7 @@ class SupervisorSettings:
     job: str
     node: str
     coordinator: str
-    """``host:port``."""
+    """``host:port``, or a URL of where it is noted who leads."""
     command: tuple[str, ...]
     """What a rank is."""
     directory: Path
@@ -68,6 +79,11 @@ class SupervisorSettings:
     keeps_agent: bool = False
     """The supervisor starts the node's agent where none is there."""
     environ: Mapping[str, str] = field(default_factory=dict)
+    candidate: Callable[[int], Sequence[str]] | None = None
+    """Where ``coordinator`` is a URL of where it is noted who leads: the command of a coordinator that may, if it is to
+    know that the job was led in that term already."""
+    candidate_name: str = ""
+    """That one's name in the record."""
 
 
 class Supervisor:
@@ -79,7 +95,7 @@ class Supervisor:
         spawn: Spawn = Running,
         terminal: IO[bytes] | None = None,
         cutting: Callable[[float], None] = lambda _seconds: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = since_boot,
     ) -> None:
         self.settings = settings
         self.seats = Seats(
@@ -89,7 +105,8 @@ class Supervisor:
             new_life=self._new_life,
             wanted_spares=settings.spares,
         )
-        self._spawn, self._terminal, self._cutting, self._clock = spawn, terminal, cutting, clock
+        self._spawn, self._terminal, self._cutting = spawn, terminal, cutting
+        self._clock = RunningClock(2 * settings.heartbeat_s, clock)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Any] = {}
         self._lines: dict[str, Line] = {}
@@ -100,6 +117,17 @@ class Supervisor:
         self._alone_since: float | None = None
         self._fading_since: float | None = None
         self._last_life = 0
+        self._leadership: Leadership | None = None
+        self._is_unknown = False
+        """Who leads cannot be asked at the moment."""
+        self._holder = ""
+        """Who leads, as was read last."""
+        self._over: tuple[Over, str] | None = None
+        """How the job has ended, as is noted where it is noted who leads."""
+        self._heard_at: float | None = None
+        """When the coordinator that is connected said something last; ``None`` while none is."""
+        self._candidacy_s = 0.0
+        """So long after it was cut off this node may lead."""
         self._kills = Kills()
         private_directory(settings.directory)
         post = self._post
@@ -110,12 +138,15 @@ class Supervisor:
             said=lambda token, says: post(partial(self._said, token, says)),
             left=lambda token, line: post(partial(self._left, token, line)),
         )
+        self._coordinator = None if settings.candidate is None else CoordinatorKeeper(settings.candidate, spawn=spawn)
         self._link = Link(
-            settings.coordinator,
+            self._where,
             job=settings.job,
             node=node_id(settings.node),
             secret=secret,
+            refusals=_REFUSALS if is_url(settings.coordinator) else 1,
             heard=lambda orders: post(partial(self._ordered, orders)),
+            came=lambda: post(self._reached),
             cut_off=lambda why: post(partial(self._cut_off, why)),
             refused=lambda why: post(partial(self.seats.end, Over.REFUSED, why)),
         )
@@ -124,12 +155,18 @@ class Supervisor:
 
     def ask_back(self, reason: str, grace_s: float | None = None) -> None:
         """This machine goes away: its ranks stop with all others, and the supervisor ends."""
-        until = self._clock() + (self.settings.grace_s if grace_s is None else grace_s)
-        self._post(partial(self.seats.asked_back, until, reason))
+        within_s = self.settings.grace_s if grace_s is None else grace_s
+        self._post(lambda: self.seats.asked_back(self._clock() + within_s, reason))
 
     def kill(self, reason: str, over: Over = Over.STOPPED) -> None:
         """End at once."""
         self._post(partial(self._kill_all, reason, over))
+
+    @property
+    def alone_s(self) -> float:
+        """For how long the coordinator has not been reached."""
+        since = self._alone_since
+        return 0.0 if since is None else self._clock() - since
 
     def _post(self, call: Callable[[], None]) -> None:
         self._inbox.put(call)
@@ -149,24 +186,32 @@ class Supervisor:
             self._end_all()
             self._link.close()
             self._door.close()
+            if self._coordinator is not None:
+                is_told = self.seats.over in (Over.FINISHED, Over.STOPPED, Over.GAVE_UP)
+                self._coordinator.close(within_s=_FAREWELL_S if is_told else 0.0)
 
     def _turn(self) -> None:
         self._act()
         self._tell_ranks()
         self._report()
-        try:
-            call = self._inbox.get(timeout=self._patience_s())
-            while True:
-                call()
-                call = self._inbox.get_nowait()
-        except queue.Empty:
-            pass
+        call = self._next(self._patience_s())
+        self._clock()
+        self.seats.was_away(self._clock.skipped())
+        while call is not None:
+            call()
+            call = self._next(0.0)
         now = self._clock()
         due = [call for when, call in self._timers if when <= now]
         self._timers = [(when, call) for when, call in self._timers if when > now]
         for call in due:
             call()
         self._watch(now)
+
+    def _next(self, within_s: float) -> Callable[[], None] | None:
+        try:
+            return self._inbox.get(block=within_s > 0, timeout=within_s or None)
+        except queue.Empty:
+            return None
 
     def _patience_s(self) -> float:
         now = self._clock()
@@ -179,10 +224,20 @@ class Supervisor:
     def _watch(self, now: float) -> None:
         """What time alone brings about."""
         seats, settings = self.seats, self.settings
-        seats.refill_due(now)
+        seats.tick(now)
         if seats.leave_by is not None and now >= seats.leave_by and seats.over is None:
             seats.goodbye = f"{seats.leaving}, and its time is up"
             self._kill_all(seats.goodbye, over=Over.DISMISSED)
+        if self._is_unknown and self._alone_since is not None:
+            self._alone_since = now  # a coordinator may be there, and who could tell is not
+        if self._heard_at is not None and now - self._heard_at > _SILENT_S and is_url(settings.coordinator):
+            self._heard_at = None
+            log.warning("node %s: the coordinator has said nothing for %g s", settings.node, _SILENT_S)
+            self._link.drop()
+        if self._coordinator is not None:
+            alone_s = 0.0 if self._alone_since is None else now - self._alone_since
+            wanted = self._alone_since is not None and seats.over is None and alone_s >= self._candidacy_s
+            self._coordinator.keep(wanted=wanted and not self._is_unknown, term=seats.leader[0], now=now)
         if self._alone_since is not None and now - self._alone_since > settings.alone_s:
             seats.end(Over.GAVE_UP, f"the coordinator has not answered for {settings.alone_s:g} s")
         if seats.over is None:
@@ -297,7 +352,45 @@ class Supervisor:
         memory = self._kills.since_asked() if status == -signal.SIGKILL else ""
         self.seats.ended(token, f"{told(status)}{', ' if memory else ''}{memory} (see {path})", at)
 
+    def _where(self) -> str:
+        """Where the coordinator is; on the link's thread."""
+        if not is_url(self.settings.coordinator):
+            return self.settings.coordinator
+        try:
+            if self._leadership is None:
+                self._leadership = leadership_at(self.settings.coordinator)
+            record = self._leadership.read()
+        except ControlLostError:
+            self._is_unknown = True
+            raise
+        except Exception as error:
+            self._is_unknown = True
+            log.exception("who leads the job cannot be asked")
+            raise ControlLostError(f"who leads the job cannot be asked: {error}") from error
+        self._is_unknown = False
+        self._holder = "" if record is None else record.holder
+        led = self.seats.leader[0]
+        if record is not None and record.over and (record.term >= led > 0 or record.over == FINISHED):
+            self._over = Over(record.over), record.reason
+            if not record.holder:
+                raise ControlLostError(f"the job is over: {record.reason}")
+        return address_of(record)
+
+    def _reached(self) -> None:
+        self._heard_at = self._clock()
+
     def _ordered(self, orders: NodeHears) -> None:
+        if not self.seats.obeys(orders):
+            log.warning("node %s: a coordinator of term %d leads no longer", self.settings.node, orders.term)
+            self._link.drop()
+            return
+        self._heard_at = self._clock()
+        if (
+            self._coordinator is not None
+            and self._alone_since is not None
+            and self._holder != self.settings.candidate_name
+        ):
+            self._coordinator.dismiss()
         self._alone_since, self.seats.cut_off = None, False
         if orders.life_over and orders.life == self.seats.life and self.seats.over is None:
             self._last_life = max(self._last_life, orders.above)
@@ -306,10 +399,24 @@ class Supervisor:
             self.seats.ordered(orders, self._clock())
 
     def _cut_off(self, why: str) -> None:
+        self._heard_at = None
+        if self._over is not None and self.seats.over is None:
+            self.seats.end(*self._over)
+            if not self.seats.leader[0]:
+                where = self.settings.coordinator
+                log.warning("job %s has finished; to run it again, delete the record of %s", self.settings.job, where)
         if self._alone_since is None:
             self._alone_since = self._clock()
+            self._candidacy_s = self._turn_to_lead_s()
             log.warning("node %s: the coordinator cannot be reached: %s", self.settings.node, why)
         self.seats.cut_off = True
+
+    def _turn_to_lead_s(self) -> float:
+        """Few nodes of a large job are candidates at once: others only where none of those is there."""
+        formed = self.seats.formed
+        if formed is None or self.seats.node not in formed.places:
+            return random.uniform(0.0, 1.0)
+        return formed.places.index(self.seats.node) // _CANDIDATES * _NEXT_CANDIDATES_S
 
     def _keeps(self, address: str) -> None:
         self.seats.store = address

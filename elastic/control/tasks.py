@@ -8,13 +8,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
+import socket
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from elastic.control.leadership import leadership_at
 from elastic.control.messages import Over
 from elastic.control.movement import HangLimits
 from elastic.control.processes import importable, module
@@ -25,11 +30,15 @@ from peerstore.descriptors import raise_limit
 from peerstore.signals import heed
 from peerstore.transport.secret import read_secret
 
+if TYPE_CHECKING:
+    from elastic.control.supervisor import Supervisor
+
 STATUS = {Over.FINISHED: 0, Over.DISMISSED: 0, Over.REFUSED: 6, Over.STOPPED: 7, Over.GAVE_UP: 8}
 """The exit status of these processes; any other was not meant to be."""
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 10.0
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
@@ -53,6 +62,14 @@ class CoordinatorTask(msgspec.Struct, frozen=True, tag="coordinator"):
     hang: HangLimits = HangLimits()
     ledger: str = ""
     """Where it writes down what happens; "" where the environment says so, or nowhere."""
+    leadership: str = ""
+    """The URL of where it is noted who leads: it begins when it does."""
+    candidate: str = ""
+    """This candidate's name there; no other one has it at the same time."""
+    since_term: int = 0
+    """A term in which its node has obeyed a coordinator."""
+    stands_by: bool = False
+    """It stays while another one leads."""
     verbose: int = 0
 
 
@@ -74,6 +91,11 @@ class NodeTask(msgspec.Struct, frozen=True, tag="node"):
     environ: dict[str, str] = {}
     beside: bool = False
     """Its coordinator is beside it, and says itself how the job ended."""
+    lead: CoordinatorTask | None = None
+    """The coordinator that this node starts where nobody leads the job."""
+    coordinator_node: str = ""
+    scheduled_job: str = ""
+    """The job of Slurm's that both nodes were given to, where that is so."""
     verbose: int = 0
 
 
@@ -124,7 +146,16 @@ def coordinate(task: CoordinatorTask, secret: bytes) -> tuple[Over, str]:
         epoch_file = None
     ledger = LedgerWriter(task.ledger, name=WHO) if task.ledger else ledger_from_environ()
     coordinator = Coordinator(
-        settings, secret, listen=task.listen, fresh=task.fresh, epoch_file=epoch_file, ledger=ledger
+        settings,
+        secret,
+        listen=task.listen,
+        fresh=task.fresh,
+        epoch_file=epoch_file,
+        ledger=ledger,
+        leadership=leadership_at(task.leadership) if task.leadership else None,
+        candidate=task.candidate or _name_of_candidate(socket.gethostname()),
+        since_term=task.since_term,
+        stands_by=task.stands_by,
     )
     heed({signal.SIGTERM: coordinator.end, signal.SIGINT: coordinator.end})
     log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)
@@ -147,11 +178,20 @@ def one_line(words: str, resumable: str = "") -> str:
     return f"{why} ({resumable or said})" if resumable or said else why
 
 
+def _name_of_candidate(where: str) -> str:
+    return f"{where}-{secrets.token_hex(4)}"
+
+
+def _candidate(lead: CoordinatorTask, name: str) -> Callable[[int], Sequence[str]]:
+    return lambda term: command_of(msgspec.structs.replace(lead, candidate=name, since_term=term))
+
+
 def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:
     """Be a node's supervisor. SIGTERM: this machine is asked back. SIGINT: end now. SIGUSR1: the job has finished."""
     from elastic.control.node_agent import NodeAgent
     from elastic.control.supervisor import Supervisor, SupervisorSettings
 
+    name = _name_of_candidate(task.node)
     settings = SupervisorSettings(
         job=task.job,
         node=task.node,
@@ -166,6 +206,8 @@ def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:
         end_s=task.end_s,
         heartbeat_s=task.heartbeat_s,
         environ=task.environ,
+        candidate=None if task.lead is None else _candidate(task.lead, name),
+        candidate_name=name,
     )
     agent = NodeAgent({**os.environ, **task.environ}, settings.directory.parent)
     supervisor = Supervisor(settings, secret, terminal=sys.stdout.buffer, cutting=agent.cut_off)
@@ -179,7 +221,13 @@ def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:
     starting = threading.Thread(target=agent.start, name="elastic-agent", daemon=True)
     if task.agent:
         starting.start()
+    ended = threading.Event()
+    if task.coordinator_node:
+        threading.Thread(
+            target=_look_after_coordinator, args=(task, supervisor, ended), name="elastic-allocation", daemon=True
+        ).start()
     over, reason = supervisor.run()
+    ended.set()
     if task.agent:
         starting.join()
     if over is Over.FINISHED:
@@ -187,3 +235,15 @@ def supervise(task: NodeTask, secret: bytes) -> tuple[Over, str]:
     elif agent.stays is not None:
         log.warning("what is in memory stays in %s, for whoever resumes the job", agent.stays)
     return over, reason
+
+
+def _look_after_coordinator(task: NodeTask, supervisor: Supervisor, ended: threading.Event) -> None:
+    """Nobody starts a coordinator again whose machine is not the job's any more. Asked only when it is missed."""
+    from elastic.schedulers.slurm_commands import nodes_left
+
+    while not ended.wait(_LOOK_S):
+        left = nodes_left(task.scheduled_job) if supervisor.alone_s > _LOOK_S else ()
+        if left and task.coordinator_node not in left:
+            job = f"job {task.scheduled_job}"
+            supervisor.kill(f"Slurm has taken {task.coordinator_node}, the coordinator's, from {job}", Over.GAVE_UP)
+            return

@@ -20,10 +20,35 @@ from collections.abc import Callable
 
 import msgspec
 
+from elastic.control.leadership import DURATION_S, LeaderRecord
 from elastic.control.plane import Assignment, Dismissed, Notice, Progress, Want
 from elastic.errors import DeadlineError, GaveUpError, PolicyError, StaleEpochError
 
 OnBroken = Callable[[Notice], None]
+
+
+class MemoryLeadership:
+    """The record of who leads a job, for candidates in one process."""
+
+    def __init__(self, duration_s: float = DURATION_S) -> None:
+        self.duration_s = duration_s
+        self.record: LeaderRecord | None = None
+        self._writes = 0
+        self._lock = threading.Lock()
+
+    def read(self) -> LeaderRecord | None:
+        return self.record
+
+    def write(self, record: LeaderRecord, over: LeaderRecord | None) -> LeaderRecord | None:
+        with self._lock:
+            if (self.record and self.record.version) != (over and over.version):
+                return None
+            self._writes += 1
+            self.record = msgspec.structs.replace(record, version=str(self._writes))
+            return self.record
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class MemoryPlane:

@@ -44,6 +44,7 @@ def _for_rank(seats: Seats, token: str, now: float) -> RankHears:
         restarts=formed.restarts,
         reason=formed.reason,
         stores=formed.stores,
+        hang_s=formed.hang_s,
     )
     return RankHears(heard, assignment, _notice(seats, formed.epoch, now), seats.target, cut_off=seats.cut_off)
 
@@ -78,7 +79,7 @@ def for_coordinator(seats: Seats, now: float) -> NodeSays:
         life=seats.life,
         seats=seats.nproc,
         births=seats.births,
-        spares=sum(process.is_ready for process in seats.spares()),
+        spares=len(seats.warm_spares(now)),
         formed=seats.formed,
         broken=seats.broken,
         pausing=_pausing(seats, now),
@@ -111,6 +112,8 @@ def for_coordinator(seats: Seats, now: float) -> NodeSays:
         coordinator=seats.coordinator,
         done=seats.done,
         store=seats.store,
+        term=seats.leader[0],
+        leader=seats.leader[1],
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from elastic.inject.plan import Kind
-from peerstore.owners import started_at
+from peerstore.launch import signal_agent
 from peerstore.settings import AgentPlace
 
 OOM_BYTES = 256 << 20
@@ -98,10 +98,7 @@ def lose_agent(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _end_agent(directory: Path) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        pid = int(AgentPlace(directory).lock.read_text())
-        if started_at(pid) >= 0:
-            os.kill(pid, signal.SIGKILL)
+    signal_agent(AgentPlace(directory), signal.SIGKILL)
 
 
 def supervisor_of_this_rank() -> int:

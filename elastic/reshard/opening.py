@@ -14,11 +14,11 @@ from elastic.reshard.offline import Target
 from elastic.reshard.place import Folder, Place, Stored
 from elastic.reshard.plain import PlainSource
 from elastic.reshard.stored import StoredSource
+from tieredckpt.cli.exporting import source_of
 from tieredckpt.cli.sight import Sight, open_sight
 from tieredckpt.durable.open import open_store
 from tieredckpt.errors import CheckpointNotFoundError
 from tieredckpt.export.output import check_folder
-from tieredckpt.export.source import StepSource
 from tieredckpt.location import Location
 from tieredckpt.plain import folder_reader, plain_reader
 from tieredckpt.settings import Settings, override
@@ -80,5 +80,4 @@ def _of_job(sight: Sight, location: Location, name: str) -> Source:
     if plain is not None and (view is None or view.group.version < plain):
         return PlainSource(name, plain_reader(sight.durable(job), job, plain, trust_objects=True), plain)
     assert view is not None  # noqa: S101 - one of the two was found
-    memory = sight.agent.store if sight.agent is not None else None
-    return StoredSource(name, StepSource(sight.describe(job, view.group), memory, lambda: sight.store(job)))
+    return StoredSource(name, source_of(sight, job, view.group))

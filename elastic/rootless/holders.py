@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from elastic.rootless.guarding import Guard
+from elastic.rootless.guarding import Call, Guard
 from peerstore.errors import PeerStoreError
 from peerstore.transport.addresses import resolve, split_address
 
@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 _TRY = timedelta(seconds=10)
 """A client that is made asks the name service for the server's name, and gives up when that took longer than this."""
+
+_UNSENT, _TRIES = "Broken pipe", 5
+"""What torch says of a request that it could not send: its connection had been cut before."""
 
 T = TypeVar("T")
 Address = tuple[str, int]
@@ -94,22 +97,27 @@ class Holder:
         ``within_s`` is how long the server may wait before it answers; ``again`` is whether it may be asked twice,
         where a connection breaks that had lain idle.
         """
-        client, is_fresh = self._client()
         limit_s = within_s + self._patience.answer_s
-        until = time.monotonic() + limit_s
-        try:
-            with self._guard.over(limit_s, self.cut):
-                result = work(client)
-        except dist.DistNetworkError as error:
-            self._lost(str(error), late=time.monotonic() >= until)
-            if again and not is_fresh and self.state is State.ANSWERS:
-                return self.call(work, within_s=within_s, again=False)
-            raise NoAnswerError(f"the connection to {self.address} broke") from error
-        except dist.DistStoreError:  # the wait was in vain, and that was the answer
-            self._keep(client)
-            raise
-        self._keep(client)
-        return result
+        for _ in range(_TRIES):
+            client, is_fresh = self._client()
+            until = time.monotonic() + limit_s
+            try:
+                with self._guard.over(limit_s, self.cut) as call:
+                    result = work(client)
+            except dist.DistNetworkError as error:
+                self._lost(str(error), late=time.monotonic() >= until)
+                if self.state is State.ANSWERS and _UNSENT in str(error):  # whoever cut it ended something else
+                    continue
+                if self.state is State.ANSWERS and again and not is_fresh:
+                    again = False
+                    continue
+                raise NoAnswerError(f"the connection to {self.address} broke") from error
+            except dist.DistStoreError:  # the wait was in vain, and that was the answer
+                self._keep(client, call)
+                raise
+            self._keep(client, call)
+            return result
+        raise NoAnswerError(f"each connection to {self.address} was cut as soon as it was made")
 
     def cut(self) -> int:
         """Whoever waits for an answer gets an error."""
@@ -134,23 +142,29 @@ class Holder:
         while not self._closed and self.state is not State.GONE:
             self._knock()
             try:
-                with self._guard.over(self._patience.connect_s, self.cut):
+                with self._guard.over(self._patience.connect_s, self.cut) as call:
                     client = self._connected()
-                self.state = State.ANSWERS
-                if not self._closed:  # else it was not there yet when all others were cut
-                    return client, True
+                why = "it took too long to connect"
+                if not call.was_ended:
+                    self.state = State.ANSWERS
+                    if not self._closed:  # else it was not there yet when all others were cut
+                        return client, True
             except dist.DistError as error:
-                if time.monotonic() > until:
-                    self._is_mute(str(error))
-                    break
+                why = str(error)
+            if not self._closed and time.monotonic() > until:
+                self._is_mute(why)
+                break
         raise NoAnswerError(f"the store on {self.address} {self.state.value}")
 
     def _connected(self) -> dist.TCPStore:
         return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=_TRY)
 
-    def _keep(self, client: dist.TCPStore) -> None:
+    def _keep(self, client: dist.TCPStore, call: Call | None = None) -> None:
+        """For the next one who asks, unless all connections were cut while ``call`` was through."""
         with self._lock:
-            if not self._closed:
+            if call is not None and call.was_ended:
+                self._free.clear()
+            elif not self._closed:
                 self._free.append(client)
 
     def _lost(self, why: str, *, late: bool) -> None:

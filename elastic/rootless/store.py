@@ -73,10 +73,14 @@ class RootlessStore(dist.Store):
             def ask(client: dist.TCPStore, within_s: float, key: str = key) -> None:
                 client.wait([key], timedelta(seconds=within_s))
 
-            self._when_there(key, ask, timedelta(seconds=max(0.001, until - time.monotonic())))
+            # Where one member has all keys there is no other one to ask, and torch warns of each wait that ends.
+            within = timedelta(seconds=max(0.001, until - time.monotonic()))
+            self._when_there(key, ask, within, look_s=float("inf") if self._is_one else None)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._is_there(key) for key in keys)
+        if self._is_one and keys:
+            return self._are_there(keys)
+        return all(self._are_there([key]) for key in keys)
 
     def add(self, key: str, value: int) -> int:
         return self._at_first(key, lambda client: client.add(key, value), lambda _: value != 0)
@@ -114,9 +118,21 @@ class RootlessStore(dist.Store):
         return sorted(found)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        def ask(client: dist.TCPStore, within_s: float) -> list[bytes]:
+            client.set_timeout(timedelta(seconds=within_s))
+            return client.multi_get(list(keys))
+
+        if self._is_one and keys:
+            return self._when_there(keys[0], ask, self._timeout)
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        def tell(client: Any) -> None:
+            client.multi_set(list(keys), list(values))
+
+        if self._is_one and keys:
+            self._everywhere(keys[0], tell)
+            return
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
@@ -169,6 +185,11 @@ class RootlessStore(dist.Store):
         _open.discard(self)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_one(self) -> bool:
+        """Whether one member has all keys: then one request may name several."""
+        return len(self._holders) == 1
 
     @property
     def _timeout(self) -> timedelta:
@@ -232,26 +253,35 @@ class RootlessStore(dist.Store):
                 self._tried(holder, mirror or work, again=mirror is not None)
         return result
 
-    def _is_there(self, key: str) -> bool:
-        """Whether any holder has it: a ``set`` may have reached only one."""
-        answers = [self._tried(holder, lambda client: client.check([key])) for holder in self._in_turn(key)]
+    def _are_there(self, keys: Sequence[str]) -> bool:
+        """Whether any holder has them: a ``set`` may have reached only one. They are held by the same ones."""
+        key = keys[0]
+        answers = [self._tried(holder, lambda client: client.check(list(keys))) for holder in self._in_turn(key)]
         if not any(answers):
             self._living(key)
             raise dist.DistNetworkError(f"no holder of {key!r} answers: {_states(self._living(key))}")
         return any(answer[0] for answer in answers if answer is not None)
 
     def _when_there(
-        self, key: str, ask: Callable[[dist.TCPStore, float], T], within: timedelta, *, most: int | None = None
+        self,
+        key: str,
+        ask: Callable[[dist.TCPStore, float], T],
+        within: timedelta,
+        *,
+        most: int | None = None,
+        look_s: float | None = None,
     ) -> T:
         """The servers wait, each for a while: nobody asks again and again. A member that dies is passed over."""
         until = time.monotonic() + within.total_seconds()
         while True:
             for holder in self._in_turn(key, most):
-                left_s = min(self._patience.look_s, max(0.001, until - time.monotonic()))
+                left_s = min(look_s or self._patience.look_s, max(0.001, until - time.monotonic()))
                 try:
                     return holder.call(lambda client, s=left_s: ask(client, s), within_s=left_s)  # type: ignore[misc]
-                except NoAnswerError:
+                except NoAnswerError as error:
                     self._check_open()
+                    if self._is_one and holder.state is not State.ANSWERS:
+                        raise dist.DistNetworkError(f"no holder of {key!r} answers: {_states([holder])}") from error
                 except dist.DistStoreError:  # not there yet
                     self._check_open()
                 if time.monotonic() >= until:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import re
 import threading
+import time
 
 import torch.distributed as dist
 
@@ -14,7 +16,7 @@ from elastic.rootless.holders import Cut, Holder, NoAnswerError, Patience
 log = logging.getLogger(__name__)
 
 _KEY = re.compile(r"elastic/(\d+)/")
-_END_S = 1.0
+_END_S, _EXIT_S, _LOOK_S = 1.0, 15.0, 0.2
 
 
 def prefix_of(epoch: int) -> str:
@@ -39,6 +41,8 @@ class Sweep:
         self._guard = Guard()
         self._holder = Holder(address, cut=cut, guard=self._guard, patience=patience or Patience())
         self._epoch = epoch
+        # A thread that is in torch's C++ when the interpreter ends aborts the process.
+        atexit.register(self._end_at_exit)
         self._thread = threading.Thread(target=self._run, name="elastic-sweep", daemon=True)
         self._thread.start()
 
@@ -48,12 +52,24 @@ class Sweep:
         return not self._thread.is_alive()
 
     def end(self) -> None:
-        """What it has not done by now is done after the next meeting."""
+        """What it has not done by now is done after the next meeting.
+
+        Where it hangs in a server that is stopped it is left there: the next world has connections to the same server,
+        and only all of them can be cut.
+        """
         if not self.join(0):
             self._holder.end()
             self._guard.hurry()
             self.join(_END_S)
+        self._guard.forget()
         self._guard.close()
+
+    def _end_at_exit(self) -> None:
+        """There is no other world any more."""
+        until = time.monotonic() + _EXIT_S
+        while not self.join(0) and time.monotonic() < until:
+            self._holder.end()
+            self.join(_LOOK_S)
 
     def _run(self) -> None:
         try:
@@ -64,6 +80,7 @@ class Sweep:
             log.info("old keys are still on %s: %s", self._holder.address, error)
         finally:
             self._holder.close()
+            atexit.unregister(self._end_at_exit)
 
 
 def _all_keys(client: dist.TCPStore) -> list[str]:

@@ -7,20 +7,9 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from elastic.world.consequences import names_another
 from tieredckpt.errors import TieredCheckpointError
 
-_WORDS = (
-    "gloo",
-    "NCCL",
-    "nccl",
-    "ProcessGroup",
-    "process group",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket Timeout",
-    "TCPStore",
-)
 _KINDS = (dist.DistError, ConnectionError, TieredCheckpointError)
 _DEEP = 20
 
@@ -47,4 +36,4 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 def _looks_so(error: BaseException) -> bool:
     if isinstance(error, _KINDS):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+    return isinstance(error, RuntimeError) and names_another(str(error))

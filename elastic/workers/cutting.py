@@ -15,7 +15,7 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from elastic.rootless.holders import Address
@@ -25,18 +25,19 @@ log = logging.getLogger(__name__)
 _TASKS = Path("/proc/self/task")
 _LOOP = "gloo_tcp_loop"
 _TRIES = 50
-_WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
+_WATCHED = re.compile(r"^tfd:\s*(\d+).*\bino:([0-9a-f]+)", re.MULTILINE)
 
 
 def cut_gloo() -> int:
     """End every connection that gloo has; returns how many. Whoever waits for one gets an error, here and elsewhere."""
-    return sum(_cut(number) for poll in _polls() for number in _watched(poll))
+    watched = [each for poll in _polls() for each in _watched(poll)]
+    return sum(_cut(number, lambda one, inode=inode: _inode(one) == inode) for number, inode in watched)  # type: ignore[misc]
 
 
 def cut_store(addresses: Collection[Address]) -> int:
     """End this process's connections to a store at these addresses: its client waits without looking up."""
     numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
-    return sum(_cut(number) for number in numbers if _remote(number) in addresses)
+    return sum(_cut(number, lambda one: _remote(one) in addresses) for number in numbers)
 
 
 def _polls() -> Iterator[int]:
@@ -44,8 +45,8 @@ def _polls() -> Iterator[int]:
     for task in _tasks():
         for _ in range(_TRIES):  # a loop that is just handling something waits again in a moment
             call = _read(task / "syscall").split()
-            if len(call) > 1 and call[0] != "-1":
-                yield int(call[1], 16)
+            if len(call) > 1 and call[0] != "-1" and _is_poll(number := int(call[1], 16)):
+                yield number
                 break
             time.sleep(0.001)
         else:
@@ -58,8 +59,18 @@ def _tasks() -> list[Path]:
     return []
 
 
-def _watched(poll: int) -> list[int]:
-    return [int(number) for number in _WATCHED.findall(_read(Path(f"/proc/self/fdinfo/{poll}")))]
+def _is_poll(number: int) -> bool:
+    """Whatever else a loop calls has another number first, or none."""
+    with contextlib.suppress(OSError):
+        return str(Path(f"/proc/self/fd/{number}").readlink()) == "anon_inode:[eventpoll]"
+    return False
+
+
+def _watched(poll: int) -> list[tuple[int, int]]:
+    """The descriptors, and the inodes of their sockets: a number may be somebody else's a moment later."""
+    return [
+        (int(number), int(inode, 16)) for number, inode in _WATCHED.findall(_read(Path(f"/proc/self/fdinfo/{poll}")))
+    ]
 
 
 def _read(path: Path) -> str:
@@ -68,20 +79,23 @@ def _read(path: Path) -> str:
     return ""
 
 
-def _cut(number: int) -> bool:
+def _cut(number: int, is_meant: Callable[[socket.socket], bool]) -> bool:
     with contextlib.suppress(OSError), _borrowed(number) as one:
-        if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if is_meant(one) and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             one.shutdown(socket.SHUT_RDWR)
             return True
     return False
 
 
-def _remote(number: int) -> Address | None:
-    with contextlib.suppress(OSError), _borrowed(number) as one:
-        if one.family in (socket.AF_INET, socket.AF_INET6):
-            name = one.getpeername()
-            return name[0].removeprefix("::ffff:"), name[1]
-    return None
+def _inode(one: socket.socket) -> int:
+    return os.fstat(one.fileno()).st_ino
+
+
+def _remote(one: socket.socket) -> Address | None:
+    if one.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    name = one.getpeername()
+    return name[0].removeprefix("::ffff:"), name[1]
 
 
 @contextlib.contextmanager

@@ -13,11 +13,13 @@ import signal
 import threading
 from contextlib import ExitStack
 
-from elastic.control.plane import ControlPlane, Want
+from elastic.control.plane import ControlPlane, Progress, Want
+from elastic.control.settings import has_hang_limit
 from elastic.errors import ElasticError
 from elastic.workers.gate import Gate, Way
 from elastic.workers.loop import current_world
 from elastic.workers.watching import Watch, Wish, signals_to, usual_wishes
+from elastic.workers.world import newest_sealed
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class Detector:
         self._plane = plane
         self._calls = 0
         self._detected = False
+        self._is_late_told = has_hang_limit()
         self._undo = ExitStack()
         self._signals: set[int] = set()
         self._undo.callback(plane.close)
@@ -53,12 +56,15 @@ class Detector:
         """Having come to the next step: whether it is not to be begun."""
         if self._detected:
             return True
+        # It cannot say that it evaluates: how long a step may take is asked of it only where somebody has said so.
+        self._plane.progress(Progress(self._calls or -1, newest_sealed(), free=not self._is_late_told))
         way = self._gate.enter(self._calls)
         if way is Way.ON:
             self._calls += 1
             return False
         if way is Way.LEAVE:  # no common step any more: what the others get is their own matter
             log.warning("the world is broken: %s", self._gate.why_broken)
+            self._plane.progress(Progress(self._calls or -1, newest_sealed(), free=True))  # out of it, and may save
         self._detected = True
         return True
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.constants import default_pg_timeout
 
 from elastic.control.plane import Assignment
 from elastic.errors import PolicyError
@@ -28,6 +29,10 @@ from tieredckpt.device import accelerator
 log = logging.getLogger(__name__)
 
 _STORE_PATIENCE = timedelta(minutes=5)
+_LONGER = 1.5
+"""By how much a collective waits longer than it takes to find a hang: that may wait for one more report, and the limit
+grows with the longest step."""
+_MOST_S = 7 * 24 * 3600.0
 
 
 def usual_backend() -> str:
@@ -80,9 +85,29 @@ class Groups:
             store=dist.PrefixStore(prefix_of(place.epoch), self._store()),
             rank=place.rank,
             world_size=place.world_size,
-            timeout=self._timeout,
+            timeout=self._collectives_wait(),
         )
         self._sweep()
+
+    def _collectives_wait(self) -> timedelta | None:
+        """Longer than it takes to find a hang: else the ranks that wait report errors of their own, and who does not
+        answer is not to blame. ``None``: as torch has it.
+        """
+        hang_s = self._assignment.hang_s
+        if self._timeout is not None:
+            own_s = self._timeout.total_seconds()
+            if hang_s is not None and own_s <= hang_s:
+                log.warning(
+                    "Policy(timeout=) is %g s, and a hang is found after up to %g s: until then collectives may end by "
+                    "themselves, and ranks that waited are taken for the fault. Set --hang-timeout and "
+                    "--first-step-timeout below it, or leave it out",
+                    own_s,
+                    hang_s,
+                )
+            return self._timeout
+        if hang_s is None:
+            return None
+        return max(default_pg_timeout, timedelta(seconds=min(_LONGER * hang_s, _MOST_S)))
 
     def _store(self) -> torch.distributed.Store:
         if self._spread is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -49,19 +48,12 @@ class DeviceHealth:
 
 
 def within(limit_s: float, call: Callable[[], Any], what: str) -> None:
-    """``call`` on a thread that is left behind where it does not come back: a driver that hangs cannot be woken."""
-    problem: list[BaseException] = []
+    """:class:`UnhealthyError` where ``call`` raises, or does not come back within ``limit_s``."""
+    from tieredckpt.device import answered
 
-    def work() -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - handed over
-            problem.append(error)
-
-    thread = threading.Thread(target=work, name="elastic-health", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if thread.is_alive():
-        raise UnhealthyError(f"{what} has not answered for {limit_s:g} s")
-    if problem:
-        raise UnhealthyError(f"{what} is broken: {problem[0]}") from problem[0]
+    try:
+        answered(limit_s, call)
+    except TimeoutError as error:
+        raise UnhealthyError(f"{what} has not answered for {limit_s:g} s") from error
+    except Exception as error:
+        raise UnhealthyError(f"{what} is broken: {error}") from error

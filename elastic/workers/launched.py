@@ -8,12 +8,12 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
+from elastic.control.movement import HangLimits
 from elastic.control.plane import Assignment, ControlPlane
 from elastic.control.plugged import plugged_plane
-from elastic.control.settings import is_supervised, seat_from
+from elastic.control.settings import hang_limits_in, is_supervised, seat_from
 from elastic.control.supervised import SupervisorPlane
 from elastic.errors import PolicyError
 from elastic.rootless.holders import Patience
@@ -50,7 +50,7 @@ def by_environment(environ: Mapping[str, str]) -> StorePlane:
     place = place_in(environ)
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     made = [served(host, port)] if place.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else []
-    return _kept(host, port, place, made)
+    return _kept(host, port, place, made, hang_limits_in(environ))
 
 
 def place_in(environ: Mapping[str, str], *, epoch: int = 0) -> Assignment:
@@ -80,19 +80,21 @@ def place_in(environ: Mapping[str, str], *, epoch: int = 0) -> Assignment:
 
 
 def alone() -> StorePlane:
-    """A world of one, which nobody else can see."""
+    """A world of one, which nobody else can see, and which nobody would start again."""
     server = served("127.0.0.1", 0)
     place = Assignment(0, 0, 1, 0, 1, 0, 1, f"127.0.0.1:{server.port}", reason="started alone")
     return _kept("127.0.0.1", server.port, place, [server])
 
 
-def _kept(host: str, port: int, place: Assignment, servers: list[dist.TCPStore]) -> StorePlane:
+def _kept(
+    host: str, port: int, place: Assignment, servers: list[dist.TCPStore], limits: HangLimits | None = None
+) -> StorePlane:
     """The plane holds on to the servers that were made for it."""
 
-    def connect(_servers: list[dist.TCPStore] = servers) -> torch.distributed.Store:
+    def connect(_servers: list[dist.TCPStore] = servers) -> RootlessStore:
         return connected(host, port)
 
-    return StorePlane(connect, place)
+    return StorePlane(connect, place, limits=limits)
 
 
 def served(host: str, port: int) -> dist.TCPStore:

@@ -74,7 +74,7 @@ class Policy:
     """Of the default process group; ``None``: NCCL for CUDA tensors where there is a GPU, gloo for the others;
     ``"none"``: the train function makes its groups, and leaves none behind."""
     timeout: timedelta | None = None
-    """Of its collectives; ``None``: torch's own."""
+    """Of its collectives; ``None``: longer than it takes who runs the job to find a hang, and torch's own at least."""
     on_error: Literal["again", "raise"] = "again"
     """After an exception of the train function: take part in the next world (who runs the job counts, and gives up in
     the end), or report it and end."""

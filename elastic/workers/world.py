@@ -62,6 +62,8 @@ class World:
         self._finalizers = Finalizers()
         self._calls = 0
         self._steps_taken = False
+        self._done = -1
+        """How many steps are completed, once one was in this world: what comes before that is no step."""
         self.completed = 0
         """Steps completed, as far as :meth:`steps` was told."""
         self.ended: Notice | None = None
@@ -177,10 +179,11 @@ class World:
             if checkpoint is not None:
                 _note(*checkpoint, self.completed)
             self.completed += 1
+            self._done = self.completed
             self._say()
 
     def _say(self, *, free: bool = False) -> None:
-        self._plane.progress(Progress(self.completed, newest_sealed(), free))
+        self._plane.progress(Progress(self._done, newest_sealed(), free))
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -219,7 +222,7 @@ class World:
         """The train function has been left: what it wanted to be called is."""
         self._finalizers.run()
         with suppress(ElasticError):  # nobody is there to be told
-            self._plane.progress(Progress(self.completed, newest_sealed()))
+            self._say()
 
     def event_detected(self) -> bool:
         """Called once a step by all ranks: whether to save and leave, with the same answer for all of them.
@@ -230,6 +233,8 @@ class World:
             return True
         if self._calls > 0:
             self._record.stepped(self._record.next_step + self._calls - 1)
+            self._done = self._calls
+            self._say()
         way = self._gate.enter(self._calls)
         if way is Way.LEAVE:
             raise WorldChanged(self._gate.why_broken)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -12,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic.control.plane import Assignment
-from elastic.rootless.holders import Patience
+from elastic.rootless.holders import Holder, Patience
 from elastic.rootless.placement import holders_of
 from elastic.rootless.store import RootlessStore
 from elastic.rootless.sweeping import Sweep, is_past, prefix_of
@@ -220,6 +222,50 @@ def test_nothing_is_left_of_a_store_that_was_closed(connect):
         store.get("key 1")
 
 
+def test_an_idle_connection_that_somebody_else_cut_costs_nothing(servers, connect):
+    """Whoever ends a world of this process ends what leads to an address; another store may have connections there."""
+    key, store = key_at(1, 2), connect()
+    for count in range(1, 6):
+        assert store.add(key, 1) == count
+        cut_store(store._holders[1]._addresses)
+    assert connect().add(key, 0) == 5
+
+
+def test_a_connection_that_is_cut_as_it_is_made_is_not_the_one_that_asks(servers, connect, monkeypatch):
+    made, connected = [], Holder._connected
+
+    def and_cut_at_once(self):
+        client = connected(self)
+        if not made:
+            assert cut_store(self._addresses)
+        made.append(client)
+        return client
+
+    monkeypatch.setattr(Holder, "_connected", and_cut_at_once)
+    assert connect().add(key_at(0), 1) == 1
+    assert connect().add(key_at(0), 0) == 1
+
+
+def test_an_answer_that_came_as_its_connection_was_ended_is_an_answer(servers, connect):
+    """It took too long, and was there all the same: the next one is asked over another connection."""
+    short = Patience(look_s=0.2, answer_s=2.0)
+    (holder,) = [one for one in connect(short)._holders if one.port == servers[0].port]
+
+    def late(client):
+        said = client.add("sum", 1)
+        until(lambda: cut(client))
+        return said
+
+    def cut(client):
+        try:
+            return client.check(["sum"]) is None
+        except dist.DistNetworkError:
+            return True
+
+    assert holder.call(late, again=False) == 1
+    assert holder.call(lambda client: client.add("sum", 1), again=False) == 2
+
+
 # -- meetings of process groups ---------------------------------------------------------------------------------------
 
 
@@ -332,6 +378,48 @@ def test_a_sweep_of_a_server_that_is_stopped_can_be_ended(servers):
     sweep.end()
     servers[0].go_on()
     assert sweep.join(60)
+
+
+def test_a_sweep_that_was_ended_cuts_nobody_any_more(servers):
+    """It may hang in a server that is stopped for long; the next world has connections to the same addresses."""
+    after, ended = [], threading.Event()
+
+    def cut(addresses):
+        after.append(ended.is_set())
+        return cut_store(addresses)
+
+    servers[0].stop()
+    sweep = Sweep(servers[0].address, 5, cut=cut)
+    assert not sweep.join(0.05)
+    sweep.end()
+    ended.set()
+    sweep.join(1.0)
+    servers[0].go_on()
+    assert sweep.join(60)
+    assert True not in after
+    assert after
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_process_ends_well_although_it_sweeps(servers, ends):
+    """Whatever is in torch's C++ when an interpreter ends aborts the process."""
+    client = dist.TCPStore(servers[0].host, servers[0].port, is_master=False, wait_for_workers=False, timeout=_LONG)
+    for number in range(5000):
+        client.set(f"{prefix_of(1)}/{number}", "x")
+    command = [sys.executable, "-c", _SWEEPS, servers[0].address, str(ends)]
+    assert subprocess.run(command, timeout=120, check=False).returncode == 0
+
+
+_SWEEPS = """
+import sys
+from elastic.rootless.sweeping import Sweep
+from elastic.workers.cutting import cut_store
+sweep = Sweep(sys.argv[1], 5, cut=cut_store)
+while not sweep.deleted and not sweep.join(0.001):
+    pass
+if sys.argv[2] == "True":
+    sweep.end()
+"""
 
 
 def _keys_of(server: StoreServer) -> list[str]:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from integration.hyperpod.operator.client import AgentClient
+from integration.hyperpod.operator.client import AgentClient, Heard
+from tests.support.neighbours import until
 
 MIB = 1 << 20
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -154,6 +155,40 @@ def test_one_jobs_silent_agents_leave_threads_for_the_next_job():
             assert heard.answer is not None
             assert time.monotonic() - before < LONG_S / 2
         many.join()
+
+
+def test_silent_agents_of_many_jobs_leave_the_next_job_alone():
+    """A rack is gone: hundreds of agents in a dozen jobs say nothing, and another job's are heard meanwhile."""
+    silent: list[socket.socket] = []
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                silent.append(nobody.accept()[0])
+
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as nobody, agent(first=GOOD) as good:
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        addresses = {str(number): f"127.0.0.1:{nobody.getsockname()[1]}" for number in range(32)}
+        with AgentClient(timeout_s=10 * LONG_S) as client:
+            jobs = [threading.Thread(target=client.ask_all, args=(addresses,)) for _ in range(12)]
+            for job in jobs:
+                job.start()
+            until(lambda: len(silent) >= 256, "they are all asked")
+            heard: dict[str, Heard] = {}
+            other = threading.Thread(target=lambda: heard.update(client.ask_all({"a": good})))
+            other.start()
+            try:
+                until(lambda: heard, "the other job is heard while they are waited for", LONG_S)
+            finally:
+                nobody.shutdown(socket.SHUT_RDWR)
+                accepting.join()
+                for one in silent:
+                    one.close()
+                for job in jobs:
+                    job.join()
+                other.join()
+            assert heard["a"].answer is not None
 
 
 def test_the_answers_of_one_job_have_a_bound_together(monkeypatch):

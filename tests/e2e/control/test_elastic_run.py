@@ -128,6 +128,20 @@ def test_the_coordinator_is_killed_and_again_in_the_middle_of_a_resize(job: Job)
     assert job.ended(run) == 0
 
 
+def test_a_coordinator_is_started_again_although_the_file_of_the_secret_is_gone(job: Job) -> None:
+    run = job.run("--simulate-nodes", "2", "--nnodes", "2", "--shrink-after", "60")
+    before = job.world(2)
+    secret = job.folder / "run/job/secret"
+    aside = secret.rename(secret.with_name("aside"))
+    kill(job.coordinator())
+    kill(before[1]["pid"])
+    after = job.world(2, after=before[0]["epoch"])
+    assert after[0]["pid"] == before[0]["pid"]
+    aside.rename(secret)
+    job.finish()
+    assert job.ended(run) == 0
+
+
 def test_a_resize_during_a_resize(job: Job) -> None:
     run = job.run("--simulate-nodes", "3", "--nnodes", "1:3")
     before = job.world(3)

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from elastic.control.node_agent import NodeAgent
+from elastic.inject.deeds import lose_agent
 from peerstore.owners import started_at
 from peerstore.settings import AgentPlace
 from tests.support.agents import agent_directory, agent_pid, end_agent, wait_gone
@@ -120,3 +121,19 @@ def test_one_that_outlived_its_supervisor_ends_with_the_job_that_it_is_of(own):
             wait_gone(pid)
         else:  # other jobs may use it
             assert started_at(pid) >= 0
+
+
+def test_only_the_agent_is_ended_and_not_who_was_given_its_number():
+    """It has died, and its directory says yet which process it was."""
+    with started() as (agent, pid), subprocess.Popen(["sleep", "600"]) as innocent:
+        try:
+            directory = agent.stays
+            agent.close()
+            os.kill(pid, signal.SIGKILL)
+            wait_gone(pid)
+            AgentPlace(directory).lock.write_text(str(innocent.pid))
+            agent.end()
+            lose_agent({"TIEREDCKPT_AGENT_DIRECTORY": str(directory)})
+        finally:
+            innocent.send_signal(signal.SIGUSR1)  # nothing else has ended it before
+        assert innocent.wait(20) == -signal.SIGUSR1

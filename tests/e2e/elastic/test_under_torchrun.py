@@ -31,7 +31,8 @@ def pids(folder, count):
 
 
 def test_torchrun_ends_well_when_one_rank_is_told_to_stop(agent_dir, tmp_path, zygote, port):
-    running = zygote.start(run_torchrun, launched.__file__, str(tmp_path), environ={"OMP_NUM_THREADS": "1"})
+    two = ["--nproc-per-node=2"]
+    running = zygote.start(run_torchrun, launched.__file__, two, str(tmp_path), environ={"OMP_NUM_THREADS": "1"})
     os.kill(pids(tmp_path, 2)[1], signal.SIGUSR1)
     (tmp_path / "go").touch()  # without the signal it would never end
     assert running.wait().status == 0

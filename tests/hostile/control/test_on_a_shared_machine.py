@@ -222,7 +222,7 @@ def test_what_is_no_file_is_not_waited_for(place, kind, tmp_path):
 @pytest.mark.parametrize("configured", ["", "a secret of the agents' own"])
 def test_agents_of_several_machines_prove_the_jobs_secret(place, monkeypatch, configured):
     """Else their nodes would tell each other one where ranks meet, and that asks nobody who he is."""
-    monkeypatch.setattr(running, "_host", lambda _: "10.0.0.7")
+    monkeypatch.setattr(running, "own_address", lambda *_: "10.0.0.7")
     if configured:
         monkeypatch.setenv("TIEREDCKPT_PEER_SECRET", configured)
     options = {"simulate_nodes": None, "coordinator": "10.0.0.1:7", "coordinator_here": False, "agent": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 import threading
@@ -85,4 +86,10 @@ def is_connected(store) -> bool:
     """Whether a client of this process has a connection to the store by now, and waits there."""
     remote = address_of(store)
     numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
-    return any(cutting._remote(number) == remote for number in numbers)
+    return any(leads_to(number, remote) for number in numbers)
+
+
+def leads_to(number, remote) -> bool:
+    with contextlib.suppress(OSError), cutting._borrowed(number) as one:
+        return cutting._remote(one) == remote
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import msgspec
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.control.messages import Gone, Leave, Resize
-from elastic.control.ordering import refusal
+from elastic.control.ordering import for_node, refusal
 from elastic.control.tidings import for_coordinator
 from tests.support.control_table import Node, Table
 
@@ -250,3 +251,26 @@ def test_a_node_that_has_left_may_come_back():
     table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
     table.settle(60)
     assert set(table.desk.formed.places) == {"n0", "n1"}
+
+
+def test_a_node_that_has_left_may_come_back_after_its_clock_went_back():
+    table = Table(2)
+    table.settle(60)
+    table.desk.asked(Leave(("n1",), 20.0, "its machine goes"), table.now)
+    table.settle(5)
+    assert "n1" not in table.nodes
+    table._lives = itertools.chain([0], table._lives)  # an hour ago, by the clock that it has now
+    table.nodes["n1"] = Node(table, "n1", table.nproc, table.spares)
+    table.settle(60)
+    assert set(table.desk.formed.places) == {"n0", "n1"}
+    assert table.nodes["n1"].seats.over is None
+
+
+def test_the_node_that_was_dismissed_stays_dismissed_whatever_it_says():
+    table = Table(2)
+    table.settle(60)
+    table.desk.asked(Leave(("n1",), 20.0, "its machine goes"), table.now)
+    node = table.nodes["n1"]
+    table.settle(5)
+    node.report()
+    assert for_node(table.desk, "n1", table.now).release is not None

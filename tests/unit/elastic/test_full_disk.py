@@ -11,7 +11,9 @@ import pytest
 from elastic.control import coordinator as shell
 from elastic.control import tasks
 from elastic.control.coordinator import Coordinator
+from elastic.control.door import Door
 from elastic.control.messages import Over
+from elastic.control.runs import RunPlace
 from elastic.control.tasks import CoordinatorTask
 from elastic.world.policy import ScalingPolicy
 
@@ -72,3 +74,15 @@ def test_one_that_is_started_again_needs_no_file(task, tmp_path, monkeypatch):
     away = str(tmp_path / "not there" / "address")
     tasks.coordinate(tasks.msgspec.structs.replace(task, fresh=False, address_file=away), b"s" * 32)
     assert ran == [None]
+
+
+def test_a_directory_that_lets_nobody_in_keeps_what_is_in_it_and_ends_no_job_that_has_finished(tmp_path, monkeypatch):
+    def forbidden(path, missing_ok=False):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    place = RunPlace(tmp_path / "run", "job")
+    place.prepare()
+    door = Door(tmp_path / "rank.sock", came=lambda *_: "", said=lambda *_: None, left=lambda *_: None)
+    monkeypatch.setattr(Path, "unlink", forbidden)
+    door.close()
+    place.remove()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.cli.policies import hang_limits
 from elastic.control.messages import Formed, NodeSays
 from elastic.control.movement import HangLimits, Movement, Pace
-from elastic.control.plane import Progress
+from elastic.control.plane import Assignment, Progress
+from elastic.control.settings import hang_limits, hang_limits_in
 from elastic.errors import PolicyError
+from elastic.workers.groups import Groups
 from elastic.world.events import Hang, RankLost
+from tests.support.control_table import Table
 from tests.support.examples import examples
 
 WORLD = Formed(7, ("n0", "n1"), 0, "")
@@ -123,6 +127,44 @@ def test_outside_of_its_steps_a_rank_may_take_as_long_as_it_likes():
     assert moving(10.0).hangs(WORLD, stopped, SHORT, 9999.0)
 
 
+def test_the_longest_that_a_rank_may_wait_is_known_when_a_world_is_formed():
+    assert SHORT.longest_s(Pace()) == 100.0
+    assert HangLimits().longest_s(Pace()) == 3600.0
+    assert HangLimits().longest_s(Pace(step_s=500.0, first_s=90.0)) == 5000.0
+    assert hang_limits("9", "off").longest_s(Pace()) is None
+    table = Table(2, hang=HangLimits(step_s=7.0, first_s=50.0))
+    table.settle(15)
+    assert {place.hang_s for place in table.assignments} == {50.0}
+
+
+def timeouts(monkeypatch, given, hang_s):
+    """What torch was told."""
+    told = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_a, timeout, **_n: told.append(timeout))
+    monkeypatch.setattr(Groups, "_store", lambda _self: dist.HashStore())
+    place = Assignment(0, 0, 1, 0, 1, 0, 1, "127.0.0.1:1", hang_s=hang_s)
+    Groups(place, backend="gloo", timeout=given).enter()
+    return told[0]
+
+
+@pytest.mark.parametrize(
+    ("hang_s", "least_s"), [(100.0, 1800.0), (1799.0, 1801.0), (3600.0, 3601.0), (90_000.0, 90_001.0)]
+)
+def test_groups_wait_longer_than_a_hang_takes_to_be_found(monkeypatch, hang_s, least_s):
+    assert timeouts(monkeypatch, None, hang_s) >= timedelta(seconds=least_s)
+
+
+def test_groups_wait_as_long_as_torch_says_where_nobody_looks_for_hangs(monkeypatch):
+    assert timeouts(monkeypatch, None, None) is None
+
+
+def test_a_timeout_that_is_given_counts_and_one_that_is_too_short_is_said(monkeypatch, caplog):
+    assert timeouts(monkeypatch, timedelta(seconds=900), 600.0) == timedelta(seconds=900)
+    assert caplog.messages == []
+    assert timeouts(monkeypatch, timedelta(seconds=300), 600.0) == timedelta(seconds=300)
+    assert "Policy(timeout=) is 300 s, and a hang is found after up to 600 s" in caplog.text
+
+
 def test_off_is_off():
     off = hang_limits("off", "off")
     reports = both(report("n0", 4, quiet=(9999,)), report("n1", 4))
@@ -157,3 +199,11 @@ def test_nobody_hangs_as_long_as_steps_take_no_longer_than_ten_times_the_longest
     limit = max(600.0, 10 * pace.step_s) if moves else 3600.0
     assert bool(found) is (now + later - last > limit)
     assert movement.hangs(WORLD, reports, HangLimits(), math.inf if first else now + later) == [] or not found
+
+
+def test_where_there_is_no_command_line_of_ours_limits_are_in_the_environment():
+    assert hang_limits_in({}) == HangLimits()
+    said = {"ELASTIC_HANG_TIMEOUT": "90", "ELASTIC_FIRST_STEP_TIMEOUT": "off"}
+    assert hang_limits_in(said) == HangLimits(90.0, 0.0)
+    with pytest.raises(PolicyError, match=r"\$ELASTIC_FIRST_STEP_TIMEOUT 'soon'"):
+        hang_limits_in({"ELASTIC_FIRST_STEP_TIMEOUT": "soon"})

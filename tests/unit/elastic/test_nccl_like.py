@@ -178,6 +178,41 @@ def test_an_environment_that_has_the_watchdog_act_is_refused(name, value):
     assert environ == {name: value}
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TORCH_NCCL_ENABLE_MONITORING", "1"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "True"),
+        ("TORCH_NCCL_DESYNC_DEBUG", "1"),
+        ("NCCL_DESYNC_DEBUG", "yes"),
+        ("TORCH_DISTRIBUTED_DEBUG", "detail"),
+    ],
+)
+def test_what_has_torch_end_the_process_all_the_same_is_refused(name, value):
+    """The monitor by itself; the others turn error handling on again, whatever it is set to."""
+    environ = {_HANDLING: "0", name: value}
+    with pytest.raises(PolicyError, match=f"{name}={value}: "):
+        leave_errors_to_us(environ)
+    assert environ == {_HANDLING: "0", name: value}
+
+
+def test_all_that_is_wrong_with_an_environment_is_said_at_once():
+    with pytest.raises(PolicyError, match=r"HANDLING=3: .*MONITORING=1: .*Unset .*HANDLING and .*MONITORING"):
+        leave_errors_to_us({_HANDLING: "3", "TORCH_NCCL_ENABLE_MONITORING": "1"})
+
+
+def test_what_is_set_as_it_has_to_be_stays_as_it_is():
+    environ = {
+        "NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "false",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+        "TORCH_DISTRIBUTED_DEBUG": "INFO",
+    }
+    before = dict(environ)
+    leave_errors_to_us(environ)
+    assert environ == before
+
+
 def test_only_what_raises_when_it_is_aborted_is_not_silent():
     assert [groups(name).is_silent for name in ("gloo", "cpu:gloo,cuda:nccl", "nccl", nccl_like.NAME)] == [
         False,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from elastic.cli import running
-from elastic.control.resumable import in_words, resumable_steps
+from elastic.control.resumable import began_ns, in_words, resumable_steps
+from elastic.control.running_clock import since_boot
 from elastic.control.runs import Run, RunPlace
 from elastic.control.settings import RankSeat
 from elastic.control.supervised import SupervisorPlane
@@ -54,6 +55,22 @@ def test_what_was_sealed_since_is_asked_of_the_agents(agent_dir):
     assert resumable_steps([os.environ, os.environ], middle) == {"new": 8}
     assert resumable_steps([os.environ], began) == {"new": 8, "old": 90}
     assert resumable_steps([{**os.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir / "nobody")}], began) == {}
+
+
+@pytest.mark.e2e
+def test_what_was_sealed_after_the_clock_went_back_was_sealed_since(agent_dir):
+    hour_ns = 3600 * 10**9
+    began = since_boot(), time.time_ns() + hour_ns  # so it said when the job began
+    with Checkpointer("tiered://new") as ckpt:
+        ckpt.save({"w": torch.ones(3)}, 7).wait()
+    assert resumable_steps([os.environ], began[1]) == {}
+    assert resumable_steps([os.environ], began_ns(*began)) == {"new": 7}
+
+
+def test_a_clock_that_stays_or_goes_ahead_changes_nothing_of_when_a_job_began():
+    boot_s, wall_ns = since_boot(), time.time_ns()
+    assert wall_ns - 10**9 <= began_ns(boot_s, wall_ns) <= wall_ns
+    assert began_ns(boot_s, wall_ns, wall=lambda: time.time_ns() + 3600 * 10**9) == wall_ns
 
 
 def test_the_words_name_the_job_where_there_are_several():

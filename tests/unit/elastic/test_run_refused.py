@@ -113,3 +113,38 @@ def test_who_names_sizes_in_a_file_needs_no_nnodes(policy):
     for text, expected in sizes.items():
         assert policy_from("1", policy(f"elasticPolicy:\n  {text}\n")).sizes == expected
     assert policy_from("2:3", policy("elasticPolicy:\n  scalingTimeoutInSeconds: 5\n")).sizes == (2, 3)
+
+
+IN_A_STEP = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    "SLURMD_NODENAME": "n2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "said"),
+    [
+        (IN_A_STEP, ("--nnodes", "4"), "--nnodes 4 and $SLURM_STEP_NODELIST=n[1-3]"),
+        (IN_A_STEP | {"SLURM_STEP_TASKS_PER_NODE": "8(x3)"}, (), "elastic run --nproc 8"),
+        (IN_A_STEP, ("--coordinator", "elsewhere:7"), "several machines need a secret they all know"),
+        ({"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-3]"}, (), "srun --ntasks-per-node=1 elastic run"),
+        ({"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1"}, ("--requeue",), "this is no step of a job of Slurm's"),
+        ({"PET_NNODES": "2", "PET_MASTER_ADDR": "h", "PET_NODE_RANK": "1"}, (), "several machines need a secret"),
+        ({}, ("--requeue",), "this is no step of a job of Slurm's"),
+    ],
+)
+def test_what_a_scheduler_has_not_given(refused, monkeypatch, environ, options, said):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert said in refused(*options)
+
+
+def test_a_policy_of_more_nodes_than_the_scheduler_has_given(refused, policy, monkeypatch):
+    for name, value in IN_A_STEP.items():
+        monkeypatch.setenv(name, value)
+    assert "--policy and $SLURM_STEP_NODELIST=n[1-3]" in refused(
+        "--policy", policy("min_replicas: 4\nmax_replicas: 4\n")
+    )

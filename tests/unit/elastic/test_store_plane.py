@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
+import signal
 import threading
+import time
 
+import msgspec
 import pytest
 import torch.distributed as dist
 
+from elastic.control.movement import HangLimits
 from elastic.control.plane import Assignment, Dismissed, Progress, Want
 from elastic.errors import ControlLostError, DeadlineError, GaveUpError, PolicyError, StaleEpochError
 from elastic.rootless.holders import Patience
+from elastic.rootless.store import RootlessStore
+from elastic.workers.cutting import cut_store
 from elastic.workers.launched import alone, connected, launched_plane
-from elastic.workers.store_plane import StorePlane
+from elastic.workers.store_plane import StorePlane, pauses_s
 from tests.support.neighbours import until
 from tests.support.planes import PATIENCE_S, all_ready, at_once, results, wants
 from tests.support.store_servers import server_processes
@@ -30,7 +38,7 @@ def start(server):
 
         def planes(size):
             def connect():
-                return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+                return connected("127.0.0.1", server.port)
 
             places = [Assignment(0, rank, size, 0, 1, rank, size, f"127.0.0.1:{server.port}") for rank in range(size)]
             made = [StorePlane(connect, place) for place in places]
@@ -44,6 +52,19 @@ def test_a_world_is_the_same_for_all_its_ranks(start):
     places = all_ready(start(3))
     assert {(place.epoch, place.world_size, place.store) for place in places} == {(0, 3, places[0].store)}
     assert [place.rank for place in places] == [0, 1, 2]
+
+
+def test_ranks_are_told_how_long_a_hang_takes_to_be_found(server):
+    """Their collectives wait longer than that."""
+    place = Assignment(0, 0, 1, 0, 1, 0, 1, f"127.0.0.1:{server.port}")
+    for number, (limits, hang_s) in enumerate(
+        [(HangLimits(40.0, 50.0), 50.0), (HangLimits(0, 50.0), None), (None, None)]
+    ):
+        plane = StorePlane(lambda: connected("127.0.0.1", server.port), place, limits=limits, prefix=f"{number}/")
+        try:
+            assert plane.ready(timeout_s=PATIENCE_S).hang_s == hang_s
+        finally:
+            plane.close()
 
 
 def test_an_attempt_has_nothing_of_the_one_before(start):
@@ -131,6 +152,19 @@ def test_what_is_said_before_the_beginning_is_refused(start):
         plane.request(Want.STOP, "too early")
 
 
+def test_a_deadline_is_as_far_away_on_machines_whose_clocks_say_something_else(start, monkeypatch):
+    """And on one that is set meanwhile: it is asked for and read on clocks an hour apart."""
+    (plane,) = start(1)
+    all_ready([plane])
+    real = time.time
+    plane.request(Want.STOP, "soon", deadline_s=50.0)
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    until(plane.notice)
+    assert 0 < plane.notice().deadline_s <= 50
+    monkeypatch.setattr(time, "time", lambda: real() + 3600)
+    assert 0 < plane.notice().deadline_s <= 50
+
+
 def test_of_two_deadlines_the_earlier_one_holds(start):
     plane = start(1)[0]
     plane.ready()
@@ -160,9 +194,10 @@ def test_a_launcher_says_where_a_rank_is(server):
         {
             "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_RESTART_COUNT": "2",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "ELASTIC_HANG_TIMEOUT": "90",
         }
     )  # fmt: skip
+    assert plane._limits == HangLimits(step_s=90.0)
     place = plane._place
     assert (place.rank, place.local_rank, place.node_rank, place.node_count, place.restarts) == (9, 1, 1, 2, 2)
     plane.close()
@@ -170,7 +205,7 @@ def test_a_launcher_says_where_a_rank_is(server):
 
 def test_an_epoch_is_newer_than_all_that_any_of_its_ranks_has_been_in(server):
     def connect():
-        return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        return connected("127.0.0.1", server.port)
 
     def world(*least):
         places = [Assignment(floor, rank, len(least), 0, 1, rank, 1, "n:1") for rank, floor in enumerate(least)]
@@ -194,7 +229,7 @@ def test_who_knows_that_nobody_comes_any_more_waits_no_longer(start):
 
 def test_another_size_is_no_stop_where_the_processes_stay(server):
     def connect():
-        return dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        return connected("127.0.0.1", server.port)
 
     plane = StorePlane(connect, Assignment(0, 0, 1, 0, 1, 0, 1, "n:1"), last=False)
     plane.ready()
@@ -205,20 +240,166 @@ def test_another_size_is_no_stop_where_the_processes_stay(server):
     plane.close()
 
 
-def test_a_store_that_is_stopped_is_a_lost_one_and_keeps_nobody(zygote):
-    """Torch's own client waits for ever for the answer of a server that is stopped."""
-    patience = Patience(look_s=0.2, answer_s=1.0, connect_s=1.0)
-    with server_processes(zygote, 1) as (server,):
+PATIENCE = Patience(look_s=0.2, answer_s=1.0, connect_s=1.0)
+"""Torch's own client waits for ever for the answer of a server that is stopped."""
 
-        def connect():
-            return connected(server.host, server.port, patience=patience)
 
-        plane = StorePlane(connect, Assignment(0, 0, 1, 0, 1, 0, 1, server.address))
-        plane.ready()
-        server.stop()
-        (told,) = at_once(lambda: plane.request(Want.RESIZE, "other numbers"))
-        with pytest.raises(ControlLostError, match="does not answer"):
-            told.result(PATIENCE_S)
-        until(lambda: wants(plane) is Want.RESTART)
-        (closed,) = at_once(plane.close)
-        closed.result(PATIENCE_S)
+@pytest.fixture
+def stoppable(zygote):
+    """A store's server in a process of its own, and what makes ranks of a world that meets there."""
+    with server_processes(zygote, 1) as (server,), contextlib.ExitStack() as stack:
+
+        def planes(size, beat_s=0.05):
+            places = [Assignment(0, rank, size, 0, 1, rank, size, server.address) for rank in range(size)]
+
+            def connect():
+                return connected(server.host, server.port, patience=PATIENCE)
+
+            made = [StorePlane(connect, place, limits=HangLimits(), beat_s=beat_s) for place in places]
+            stack.callback(lambda: results(at_once(*(plane.close for plane in made))))
+            return made
+
+        yield server, planes
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda plane: plane.request(Want.RESIZE, "other numbers"), id="request"),
+        pytest.param(lambda plane: plane.fault("its loss is not finite"), id="fault", marks=pytest.mark.nightly),
+        pytest.param(lambda plane: plane.pause(3), id="pause", marks=pytest.mark.nightly),
+        pytest.param(lambda plane: plane.gather("the end"), id="gather", marks=pytest.mark.nightly),
+    ],
+)
+def test_no_call_waits_for_a_store_that_is_stopped(stoppable, call):
+    server, start = stoppable
+    (plane,) = start(1, beat_s=3600.0)  # nobody else sees that it does not answer
+    plane.ready()
+    server.stop()
+    (told,) = at_once(lambda: call(plane))
+    with pytest.raises(ControlLostError, match="does not answer"):
+        told.result(PATIENCE_S)
+    (closed,) = at_once(plane.close)
+    closed.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_waits_for_others_at_a_store_that_is_stopped(stoppable, rank):
+    server, start = stoppable
+    plane = start(2)[rank]
+    (coming,) = at_once(plane.ready)
+    until(lambda: plane._store.check(["elastic/plane/epochs"]) or rank == 1)
+    server.stop()
+    with pytest.raises(ControlLostError, match="does not answer"):
+        coming.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda plane: plane.pause(3), lambda plane: plane.gather("the end")], ids=["pause", "gather"]
+)
+def test_who_waits_for_others_is_told_that_the_store_is_stopped(stoppable, wait):
+    server, start = stoppable
+    planes = start(2)
+    all_ready(planes)
+    (waiting,) = at_once(lambda: wait(planes[0]))
+    came = ["elastic/plane/0/paused", "elastic/plane/0/came/the end"]
+    until(lambda: any(planes[1]._store.check([name]) for name in came))
+    server.stop()
+    with pytest.raises(StaleEpochError, match="the store that the ranks met at is gone"):
+        waiting.result(PATIENCE_S)
+    until(lambda: all(wants(plane) is Want.RESTART for plane in planes))
+    results(at_once(*(plane.close for plane in planes)))
+
+
+# -- who hangs, and what it costs to know -----------------------------------------------------------------------------
+
+
+class Counted(RootlessStore):
+    """One rank's client, and what it asks for."""
+
+    def __init__(self, port):
+        super().__init__((f"127.0.0.1:{port}",), cut=cut_store, copies=1)
+        self.asked = collections.Counter()
+
+
+def _counted(name):
+    def call(self, *args):
+        self.asked[name] += 1
+        return getattr(RootlessStore, name)(self, *args)
+
+    return call
+
+
+for _name in ("set", "get", "wait", "check", "add", "compare_set", "multi_get", "multi_set"):
+    setattr(Counted, _name, _counted(_name))
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_what_a_rank_asks_for_is_the_same_in_a_world_of_any_size(server, size):
+    """At rest: one request that waits. Of an event: that one is answered, and what happened is read."""
+    places = [Assignment(0, rank, size, 0, 1, rank, size, "n:1") for rank in range(size)]
+    made = [
+        StorePlane(lambda: Counted(server.port), place, limits=HangLimits(), beat_s=3600.0, last=False)
+        for place in places
+    ]
+    all_ready(made)
+    until(lambda: all(plane._store.asked["wait"] == 1 and plane._heartbeats._beats == 1 for plane in made))
+    until(lambda: made[0]._store.asked["multi_get"] == 2)  # of the meeting, and of the judge
+    before = [plane._store.asked.copy() for plane in made]
+    made[1].request(Want.RESIZE, "other numbers")
+    until(lambda: all(plane._store.asked["wait"] == 2 for plane in made))
+    after = [dict(plane._store.asked - earlier) for plane, earlier in zip(made, before, strict=True)]
+    heard = {"wait": 1, "get": 1}
+    assert after == [heard, heard | {"compare_set": 1, "multi_set": 1}, *[heard] * (size - 2)]
+    results(at_once(*(plane.close for plane in made)))
+
+
+def test_who_waits_for_others_to_come_looks_ever_more_seldom():
+    pauses = list(itertools.islice(pauses_s(), 700))
+    assert pauses[0] <= 0.02
+    assert max(pauses) == 1.0
+    assert sum(pauses) > 600.0
+
+
+def test_what_somebody_told_who_ended_before_it_woke_others_is_heard(start):
+    first, second = start(2)
+    all_ready([first, second])
+    told = msgspec.json.encode({"want": "restart", "reason": "rank 0: it is about to end", "by": "0.1"})
+    first._store.compare_set(first._name("event/0"), "", told.decode())
+    until(lambda: {wants(first), wants(second)} == {Want.RESTART})
+
+
+def test_what_no_rank_can_have_told_ends_the_world_and_is_not_passed_over(start):
+    (plane,) = start(1)
+    plane.ready()
+    plane._store.set(plane._name("event/0"), "no event")
+    plane._store.set(plane._name("wake/0/0"), "1")
+    until(lambda: wants(plane) is Want.RESTART)
+
+
+def _hangs(say, port, leaves):
+    """A world of one whose rank does no step."""
+    limits = HangLimits(step_s=0.3, first_s=0.3)
+    place = Assignment(0, 0, 1, 0, 1, 0, 1, "n:1")
+    plane = StorePlane(lambda: connected("127.0.0.1", port), place, limits=limits, beat_s=0.05, leave_s=0.3)
+    plane.ready()
+    until(plane.notice)
+    say(plane.notice().reason)
+    if leaves:
+        plane.progress(Progress(-1, free=True))
+        threading.Event().wait(1.0)
+        return "out of it"
+    signal.pause()
+    return "never"
+
+
+def test_a_process_that_does_not_leave_a_world_in_which_somebody_hangs_ends_with_an_error(server, zygote):
+    running = zygote.start(_hangs, server.port, False)
+    until(lambda: running.has_ended)
+    assert "no rank has got on for" in running.lines()[0]
+    with pytest.raises(AssertionError):  # it ended with an error
+        running.wait()
+
+
+def test_one_that_leaves_it_takes_as_long_as_it_likes(server, zygote):
+    assert zygote.start(_hangs, server.port, True).wait().result == "out of it"

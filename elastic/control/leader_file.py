@@ -1,0 +1,106 @@
+"""The record of who leads a job in a file, which all its machines see: a directory on storage that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import SplitResult, unquote
+
+import msgspec
+
+from elastic.control.leadership import LeaderRecord
+from elastic.errors import ControlLostError, PolicyError, RefusedError
+from peerstore.decode import from_json
+from peerstore.owners import trusted_users
+
+_LOCK_S = 2.0
+_AGAIN_S = 0.02
+_MOST_BYTES = 64 << 10
+
+
+class FileLeadership:
+    """``file:///DIRECTORY/NAME``: the record is that file, and changes under a lock on ``NAME.lock``.
+
+    The storage has to have locks that hold on all machines: NFS 4, Lustre with ``flock``, and what is on one machine.
+    """
+
+    def __init__(self, path: Path, duration_s: float) -> None:
+        self.path, self.duration_s = path, duration_s
+
+    @classmethod
+    def at(cls, url: SplitResult, duration_s: float) -> FileLeadership:
+        path = Path(unquote(url.path))
+        if url.netloc not in ("", "localhost") or not path.is_absolute() or not path.name:
+            raise PolicyError(f"{url.geturl()}: write file:///DIRECTORY/NAME, with a directory that all machines share")
+        return cls(path, duration_s)
+
+    def read(self) -> LeaderRecord | None:
+        try:
+            trusted_users(self.path.parent, setting="--coordinator file:///DIRECTORY/NAME")
+            with self._locked():
+                return self._there()
+        except (PermissionError, FileNotFoundError) as error:
+            raise RefusedError(str(error)) from error
+        except OSError as error:
+            raise ControlLostError(f"{self.path}: {error}") from error
+
+    def write(self, record: LeaderRecord, over: LeaderRecord | None) -> LeaderRecord | None:
+        try:
+            with self._locked():
+                there = self._there()
+                if (there and there.version) != (over and over.version):
+                    return None
+                new = msgspec.structs.replace(record, version=secrets.token_hex(8))
+                self._put(new)
+                return new
+        except PermissionError as error:
+            raise RefusedError(str(error)) from error
+        except OSError as error:
+            raise ControlLostError(f"{self.path}: {error}") from error
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _there(self) -> LeaderRecord | None:
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            data = file.read(_MOST_BYTES)
+        try:
+            return from_json(data, LeaderRecord)
+        except msgspec.MsgspecError as error:
+            raise ControlLostError(f"{self.path} does not say who leads: {error}") from error
+
+    def _put(self, record: LeaderRecord) -> None:
+        beside = self.path.with_name(f".{self.path.name}.new")
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(msgspec.json.encode(record))
+            file.flush()
+            os.fsync(fd)
+        beside.replace(self.path)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        lock = self.path.with_name(f"{self.path.name}.lock")
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            deadline = time.monotonic() + _LOCK_S
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise ControlLostError(f"{lock} has been held for {_LOCK_S:g} s") from None
+                    time.sleep(_AGAIN_S)
+            yield
+        finally:
+            os.close(fd)

@@ -1,0 +1,94 @@
+"""Every place where it may be noted who leads a job; a Lease on a real API server: ``tests/system/kubernetes``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastic.control.leadership import LeaderRecord, Leadership, leadership_at
+from elastic.control.testing import MemoryLeadership
+from elastic.errors import ControlLostError, RefusedError
+from tests.support import leadership_contract as contract
+
+
+class Place:
+    def __init__(self, open_one: Callable[[], Leadership], delete: Callable[[], None]) -> None:
+        self.open, self.delete = open_one, delete
+
+
+@pytest.fixture(params=["memory", "file"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param == "memory":
+        memory = MemoryLeadership()
+        return Place(lambda: memory, lambda: setattr(memory, "record", None))
+    path = tmp_path / "who leads"
+    return Place(lambda: leadership_at(f"file://{tmp_path}/who%20leads?lease=2.5"), path.unlink)
+
+
+def test_it_keeps_what_is_written(place: Place) -> None:
+    contract.keeps_what_is_written(place.open())
+
+
+def test_it_is_changed_only_by_who_has_read_it(place: Place) -> None:
+    contract.is_changed_only_by_who_has_read_it(place.open())
+
+
+def test_one_that_was_deleted_is_not_written_over(place: Place) -> None:
+    contract.one_that_was_deleted_is_not_written_over(place.open(), place.delete)
+
+
+def test_one_of_many_writes_at_a_time(place: Place) -> None:
+    contract.one_of_many_writes_at_a_time([place.open() for _ in range(4)])
+
+
+def count(url: str, times: int) -> None:
+    """In a process of its own."""
+    place = leadership_at(url)
+    done = 0
+    while done < times:
+        record = place.read()
+        if record is not None and place.write(LeaderRecord("x", record.term + 1), record) is not None:
+            done += 1
+
+
+def test_a_file_is_changed_by_one_process_at_a_time(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/leader"
+    place = leadership_at(url)
+    place.write(LeaderRecord("", 0), None)
+    context = multiprocessing.get_context("fork" if threading.active_count() == 1 else "spawn")
+    processes = [context.Process(target=count, args=(url, 50)) for _ in range(3)]
+    for one in processes:
+        one.start()
+    for one in processes:
+        one.join(60)
+        assert one.exitcode == 0
+    assert place.read().term == 150
+
+
+def test_a_file_that_is_no_record_is_unknown_and_not_nobody(tmp_path: Path) -> None:
+    place = leadership_at(f"file://{tmp_path}/leader")
+    (tmp_path / "leader").write_text('{"holder": 7}')
+    with pytest.raises(ControlLostError, match="does not say who leads"):
+        place.read()
+    (tmp_path / "leader").unlink()
+    os.mkfifo(tmp_path / "leader")
+    with pytest.raises(ControlLostError):
+        place.read()
+
+
+def test_a_directory_that_others_write_to_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(RefusedError, match="nobody else can write to"):
+        leadership_at(f"file://{folder}/leader").read()
+
+
+def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="No such file or directory"):
+        leadership_at(f"file://{tmp_path}/away/leader").read()

@@ -1,0 +1,114 @@
+"""Two ranks form groups, hang in a collective, are aborted and form them again: 100 times in the same processes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic.control.plane import Assignment
+from elastic.workers.groups import Groups, usual_backend
+from tests.support import nccl_like
+from tests.support.golden_training import Size
+from tieredckpt.device import accelerator
+
+pytestmark = pytest.mark.e2e
+
+TIMES, SETTLED = 100, 10
+ELEMENTS = 1 << 16
+REAL = [usual_backend()] if accelerator().count() else []
+PATIENCE = timedelta(minutes=5)
+
+
+class Aborted:
+    """One rank's way."""
+
+    def __init__(self, rank: int, store_port: int, meeting_port: int, backend: str) -> None:
+        self._rank, self._address, self._backend = rank, f"127.0.0.1:{store_port}", backend
+        # Another server than the groups': connections to theirs are cut with them.
+        self._meeting = dist.TCPStore("127.0.0.1", meeting_port, is_master=False, timeout=PATIENCE)
+        self.took_s: list[float] = []
+        self.sizes: dict[int, dict[str, int]] = {}
+
+    def run(self) -> None:
+        for epoch in range(TIMES + 1):
+            began = time.monotonic()
+            groups = Groups(Assignment(epoch, self._rank, 2, self._rank, 2, 0, 1, self._address), backend=self._backend)
+            groups.enter()
+            other = dist.new_group()
+            for group in (None, other):
+                self._sums(epoch, group)
+            if epoch:
+                self.took_s.append(time.monotonic() - began)
+            self._hang(groups, epoch)
+            groups.leave(broken=True)
+            self.sizes[epoch] = Size.of("self")
+            self._meeting.set(f"left/{epoch}/{self._rank}", b"")
+            self._meeting.wait([f"left/{epoch}/{rank}" for rank in range(2)])
+
+    def _ones(self) -> torch.Tensor:
+        device = accelerator()
+        return torch.ones(ELEMENTS, device=device.current() if device.count() and self._backend in REAL else "cpu")
+
+    def _sums(self, epoch: int, group: dist.ProcessGroup | None) -> None:
+        tensor = self._ones() * (epoch + self._rank)
+        dist.all_reduce(tensor, group=group)
+        assert torch.equal(tensor.cpu(), torch.full((ELEMENTS,), 2.0 * epoch + 1)), f"epoch {epoch}"
+
+    def _hang(self, groups: Groups, epoch: int) -> None:
+        """Rank 0 in a collective that the other one does not come to; both abort, as after a fault."""
+        begun = threading.Event()
+
+        def abort() -> None:
+            begun.wait()
+            groups.abort()
+
+        thread = threading.Thread(target=abort)
+        thread.start()
+        if self._rank:
+            self._meeting.wait([f"hangs/{epoch}"])
+        else:
+            self._meeting.set(f"hangs/{epoch}", b"")
+        begun.set()
+        if not self._rank:
+            try:
+                dist.all_reduce(self._ones())
+                device = accelerator()
+                device.synchronize(device.current())
+            except RuntimeError as error:  # gloo's; what is silent has left anything in its output
+                if groups.is_silent:
+                    raise AssertionError("an abort that was to be silent") from error
+        thread.join()
+
+
+def rank_of_two(_say, rank: int, store_port: int, meeting_port: int, backend: str):
+    if backend == nccl_like.NAME:
+        nccl_like.register()
+    os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"  # else NCCL takes no two ranks on one device
+    one = Aborted(rank, store_port, meeting_port, backend)
+    one.run()
+    return one.took_s, one.sizes
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("backend", ["gloo", nccl_like.NAME, *REAL])
+def test_groups_are_aborted_and_made_again_a_hundred_times(zygote, backend, record_property):
+    store, meeting = (dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
+    ranks = [zygote.start(rank_of_two, rank, store.port, meeting.port, backend) for rank in range(2)]
+    try:
+        for one in ranks:
+            took_s, sizes = one.wait(timeout_s=380).result
+            assert len(took_s) == TIMES
+            for what in ("descriptors", "threads"):
+                assert sizes[TIMES][what] <= sizes[SETTLED][what] + 2, (what, sizes[SETTLED], sizes[TIMES])
+        record_property(f"aborted to the next all-reduce, 2 ranks, {backend}", 1e3 * statistics.median(took_s))
+    finally:
+        for one in ranks:
+            one.kill_if_alive()
+            one.wait()

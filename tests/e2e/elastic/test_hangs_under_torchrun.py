@@ -1,0 +1,33 @@
+"""A rank hangs under ``torchrun``, in each way that a rank can, and nobody helps: the job goes on by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import hyperpod_inprocess
+from tests.support.hyperpod_inprocess import TOTAL, done, processes
+from tests.support.launched import run_torchrun
+from tests.support.operated_stories import RANKS, undisturbed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank"), [pytest.param("hang", 1, marks=pytest.mark.nightly), ("stop", 0), ("native", 2)]
+)
+def test_a_job_whose_rank_hangs_goes_on_by_itself(agent_dir: Path, tmp_path: Path, zygote, kind: str, rank: int):
+    """Rank 0 is the one that judges the others: who judges may hang, too."""
+    (tmp_path / "limit").write_text(str(TOTAL))
+    (tmp_path / f"break-{kind}").write_text(f"{rank} 5")
+    environ = {"OMP_NUM_THREADS": "1", "STORY": str(tmp_path), "ELASTIC_HANG_TIMEOUT": "8"}
+    options = [f"--nproc-per-node={RANKS}", "--max-restarts=2", "--shutdown-timeout=2"]
+    ended = zygote.start(run_torchrun, hyperpod_inprocess.__file__, options, environ=environ).wait(timeout_s=300)
+    found = processes(tmp_path)
+    assert ended.status == 0, ended
+    assert not (tmp_path / f"break-{kind}").exists()
+    lines = [line for one in found for line in one.lines]
+    assert lines.count(["ended", "finished"]) == RANKS
+    assert max(one.newest[0] for one in found) > 0  # all of them were started again
+    assert done(lines) == undisturbed(zygote)

@@ -1,0 +1,118 @@
+"""A coordinator that did not run for a while: nobody is blamed for that, and who was silent meanwhile is not lost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from elastic.control.changes import NodeEnd
+from elastic.control.coordinator import Coordinator
+from elastic.control.desk import DeskSettings
+from elastic.control.link import open_channel
+from elastic.control.messages import Leave, NodeHears, NodeSays
+from elastic.control.movement import HangLimits
+from elastic.control.plane import Progress
+from elastic.world.members import Phase
+from elastic.world.policy import ScalingPolicy
+from peerstore.cluster.nodes import NodeId
+from peerstore.transport.seam import Channel
+from tests.support.neighbours import until
+from tests.unit.elastic.test_running_clock import Hand
+
+SECRET = b"a secret of the tests, long enough"
+replace = msgspec.structs.replace
+
+
+class Node:
+    """One that says what a supervisor would, and is told what it would be."""
+
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
+        self.name, self._coordinator, self._end = name, coordinator, NodeEnd()
+        self.channel: Channel = open_channel(coordinator.address, job="job", me=NodeId(name), secret=SECRET)
+        self.says = NodeSays(0, name, 1, 1, births=1, ready=True, store=f"{name}:1", steps=(None,), quiet_s=(0.0,))
+        self.hears: NodeHears | None = None
+
+    def say(self, **changes: object) -> None:
+        """And wait until the coordinator has heard it."""
+        self.says = replace(self.says, number=self.says.number + 1, **changes)
+        self.channel.send(self._end.encode(self.says))
+        until(self._is_heard)
+
+    def _is_heard(self) -> bool:
+        self._coordinator._turn()
+        seen = self._coordinator.desk.nodes.get(self.name)
+        return seen is not None and seen.says.number == self.says.number
+
+    def step(self, number: int) -> None:
+        self.say(steps=(Progress(number),), formed=self._coordinator.desk.formed, ready=False)
+
+
+@contextlib.contextmanager
+def two_nodes(**limits: float) -> Iterator[tuple[Coordinator, Hand, list[Node]]]:
+    hand = Hand()
+    policy = ScalingPolicy(min_replicas=1, max_replicas=2, scaling_timeout_s=5.0, faulty_scale_down_timeout_s=0.0)
+    settings = DeskSettings("job", policy, 1, hang=HangLimits(**limits))
+    with contextlib.closing(Coordinator(settings, SECRET, clock=hand)) as coordinator:
+        nodes = [Node(coordinator, name) for name in ("n0", "n1")]
+        try:
+            for node in nodes:
+                node.say()
+            assert coordinator.desk.formed is not None
+            for node in nodes:
+                node.step(1)
+            yield coordinator, hand, nodes
+        finally:
+            for node in nodes:
+                node.channel.close()
+
+
+def run(coordinator: Coordinator, hand: Hand, seconds: float) -> None:
+    """Time passes in which it does run."""
+    for _ in range(int(seconds / 0.5)):
+        hand.now += 0.5
+        coordinator._turn()
+
+
+def test_nobody_is_lost_because_the_coordinator_did_not_run():
+    with two_nodes() as (coordinator, hand, _nodes):
+        before = coordinator.desk.world.epoch
+        hand.now += 600.0
+        coordinator._turn()
+        assert coordinator.desk.world.phase is Phase.RUNNING
+        assert (coordinator.desk.world.epoch, coordinator.desk.broken) == (before, None)
+
+
+def test_who_is_silent_while_it_runs_is_lost_all_the_same():
+    with two_nodes() as (coordinator, hand, nodes):
+        hand.now += 600.0
+        coordinator._turn()
+        for number in range(2, 14):
+            run(coordinator, hand, 1.0)
+            nodes[0].step(number)
+        assert "silent" in str(coordinator.desk.broken)
+
+
+def test_nobody_hangs_because_the_coordinator_did_not_run():
+    with two_nodes(step_s=30.0, first_s=30.0) as (coordinator, hand, nodes):
+        hand.now += 600.0
+        for node in nodes:  # what they last said; their steps stood as long as the coordinator
+            node.say()
+        run(coordinator, hand, 5.0)
+        assert coordinator.desk.broken is None
+        assert coordinator.desk.movement._moved_at is not None
+
+
+def test_a_machine_that_was_asked_back_goes_when_it_was_to_all_the_same():
+    with two_nodes() as (coordinator, hand, nodes):
+        coordinator.desk.asked(Leave(("n1",), 120.0, "the machine is asked back"), coordinator._clock())
+        hand.now += 60.0
+        coordinator._turn()
+        nodes[1].say()
+        assert coordinator.desk.nodes["n1"].leave_by == pytest.approx(coordinator._clock() + 60.0, abs=2.0)
+        hand.now += 70.0
+        nodes[0].say(paused=1)
+        run(coordinator, hand, 1.0)
+        assert coordinator.desk.broken is not None

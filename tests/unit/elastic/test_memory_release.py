@@ -1,0 +1,48 @@
+"""Whether what a node has in memory of a job that has succeeded is needed."""
+
+import msgspec
+import pytest
+
+from elastic.control.memory_release import Held, why_kept
+from peerstore.records import Group
+from tieredckpt.node import StepView, Survey
+from tieredckpt.resolve import Tier
+from tieredckpt.settings import DurableSettings
+
+DURABLE = DurableSettings(url="/somewhere")
+
+
+def group(step, epoch=1):
+    return Group(epoch, step, 0, "a")
+
+
+def survey(*durable, **changed):
+    views = tuple(StepView(group(step), 2, {}, durable=step in durable) for step in range(6))
+    return msgspec.structs.replace(Survey(views, durable=DURABLE), **changed)
+
+
+HELD = Held([group(3), group(4)], [], used=False)
+
+
+@pytest.mark.parametrize(
+    ("held", "seen", "why"),
+    [
+        (HELD, survey(4), ""),
+        (HELD, survey(5), ""),
+        (HELD, survey(3), "step 4 is not in the durable tier"),
+        (HELD, survey(), "step 4 is not in the durable tier"),
+        (HELD._replace(pinned=[group(3)]), survey(4), "step 3 is pinned"),
+        (HELD._replace(used=True), survey(4), "it has been started again"),
+        (HELD, survey(4, durable=None), "it has no durable tier"),
+        (HELD, survey(4, unreachable={Tier.DURABLE: "timed out"}), "the durable tier could not be asked: timed out"),
+        (HELD, survey(4, unreachable={Tier.PEER: "n2 is silent"}), ""),
+        (HELD._replace(groups=[group(3), group(7, epoch=2)]), survey(4), "step 7 is not in the durable tier"),
+    ],
+)
+def test_only_what_the_durable_tier_has_may_go(held, seen, why):
+    assert why_kept(held, seen) == why
+
+
+def test_a_durable_step_that_must_not_be_loaded_replaces_nothing():
+    bad = StepView(group(4), 2, {}, durable=True, quarantined="it is damaged")
+    assert why_kept(HELD, Survey((bad,), durable=DURABLE)) == "step 4 is not in the durable tier"

@@ -1,0 +1,69 @@
+"""What ranks say of how far they are: by it hangs are found, so what is no step must not be one."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.control.plane import Progress
+from elastic.control.testing import MemoryPlane
+from elastic.workers.detected import Detector
+from elastic.workers.gate import Gate
+from elastic.workers.world import World
+
+
+@pytest.fixture
+def seat():
+    (seat,) = MemoryPlane(1).seats
+    yield seat
+    seat.close()
+
+
+@pytest.fixture
+def world(seat):
+    place = seat.ready()
+    gate = Gate(seat, place.epoch)
+    yield World(place, seat, gate)
+    gate.close()
+
+
+def test_what_comes_before_the_first_step_is_done_is_no_step(seat, world):
+    """It compiles, restores, and looks at what it has; a step takes ten minutes at the most, this an hour."""
+    with world.unwatched():
+        assert seat.last_progress == Progress(-1, free=True)
+    assert seat.last_progress == Progress(-1)
+    steps = world.steps(100, 102)
+    next(steps)
+    with world.unwatched():
+        pass
+    assert seat.last_progress == Progress(-1)
+    next(steps)
+    assert seat.last_progress == Progress(101)
+
+
+def test_a_loop_that_counts_for_itself_gets_on_with_each_step(seat, world):
+    """One that said nothing was taken for hung after an hour."""
+    assert not world.event_detected()
+    assert seat.last_progress is None or seat.last_progress.step == -1
+    assert not world.event_detected()
+    assert seat.last_progress == Progress(1)
+    with world.unwatched():
+        assert seat.last_progress == Progress(1, free=True)
+    assert not world.event_detected()
+    assert seat.last_progress == Progress(2)
+
+
+def test_a_world_that_is_left_before_its_first_step_has_done_none(seat, world):
+    world.left()
+    assert seat.last_progress == Progress(-1)
+
+
+@pytest.mark.parametrize(("set_to", "free"), [("", True), ("60", False), ("auto", False)])
+def test_a_loop_outside_of_a_world_is_not_late_where_nobody_said_how_long_it_may_take(seat, monkeypatch, set_to, free):
+    """It cannot say that it evaluates. That its process is stopped is seen all the same."""
+    monkeypatch.setenv("ELASTIC_HANG_TIMEOUT", set_to)
+    detector = Detector(seat)
+    assert not detector.ask()
+    assert seat.last_progress == Progress(-1, free=free)
+    assert not detector.ask()
+    assert seat.last_progress == Progress(1, free=free)
+    detector.close()
