@@ -14,9 +14,9 @@ import yaml
 
 from elastic.cli.exits import Exit
 from elastic.cli.options import pass_screen
-from elastic.cli.policies import node_range
 from elastic.cli.screen import ElasticScreen
 from elastic.errors import PolicyError
+from elastic.schedulers.allocation import node_range
 from elastic.world.policy import ScalingPolicy
 from integration.finetune.job import Job, sized
 from integration.finetune.options import job_from, training_options

@@ -15,15 +15,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
+from elastic.control.movement import HangLimits
 from elastic.control.plane import Assignment, Dismissed, Progress, Want
+from elastic.control.settings import hang_limits_in
 from elastic.errors import ControlLostError, ElasticError, GaveUpError
+from elastic.workers.launched import connected
 from elastic.workers.store_plane import StorePlane
 from integration.hyperpod.environment import Worker, patience_s, worker_from
 from integration.hyperpod.group_signal import GroupSignal, agents_signal
@@ -34,21 +35,24 @@ log = logging.getLogger(__name__)
 _MEET = timedelta(minutes=5)
 _FAREWELL_S = 30.0
 """How long the first rank keeps the store for others; who has not gone by then is not going to."""
-_LOOK_S = 0.02
+_GONE = "gone"
 
 
 class ProcessPlane(StorePlane):
     """One rank's, for the one world that it is started for."""
 
-    def __init__(self, worker: Worker, asked: GroupSignal, patience_s: float, account: Account | None = None) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        asked: GroupSignal,
+        patience_s: float,
+        account: Account | None = None,
+        limits: HangLimits | None = None,
+    ) -> None:
         host, port = worker.master
         self._keeper = _server(host, port) if worker.place.rank == 0 else None
-
-        def connect() -> torch.distributed.Store:
-            return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_MEET)
-
         # The agent starts the next world at once, with what the nodes have in memory: nothing has to become durable.
-        super().__init__(connect, worker.place, last=False)
+        super().__init__(lambda: connected(host, port), worker.place, last=False, limits=limits)
         self._asked = asked
         self._patience_s = patience_s
         self._account = account
@@ -76,6 +80,7 @@ class ProcessPlane(StorePlane):
             self._told = self._told or want is Want.RESIZE
 
     def progress(self, progress: Progress) -> None:
+        super().progress(progress)
         self._completed = progress.step
 
     def finished(self) -> None:
@@ -117,9 +122,8 @@ class ProcessPlane(StorePlane):
         """This rank is done. Who keeps the store, and who keeps account, waits for all others to say so."""
         if not self._go():
             return
-        with contextlib.suppress(RuntimeError):
-            if self._keeper is not None or self._account is not None:
-                self._see_off()
+        if self._keeper is not None or self._account is not None:
+            self._see_off()
         if self._account is not None:
             self._account.flush()
 
@@ -129,24 +133,23 @@ class ProcessPlane(StorePlane):
             if self._gone:
                 return False
             self._gone = True
-        with contextlib.suppress(RuntimeError):
-            self._store.add(f"{self._epoch}/gone", 1)
+        with contextlib.suppress(ControlLostError):
+            self.gather(_GONE, wait=False)
         return True
 
     def _see_off(self) -> None:
-        until = time.monotonic() + _FAREWELL_S
-        while not self._is_stale and int(self._store.add(f"{self._epoch}/gone", 0)) < self._place.world_size:
-            if time.monotonic() > until:
-                log.warning("not all ranks have left after %g s", _FAREWELL_S)
-                return
-            time.sleep(_LOOK_S)
+        if not self.has_gathered(_GONE, timeout_s=_FAREWELL_S):
+            log.warning("not all ranks have left after %g s", _FAREWELL_S)
 
 
 def process_plane(environ: Mapping[str, str]) -> ProcessPlane:
     """For a rank that the agent has started in process-level mode."""
     worker = worker_from(environ)
     account = agents_account(environ)  # of all ranks: each of them is asked what it was told
-    return ProcessPlane(worker, agents_signal(), patience_s(environ), account if worker.place.local_rank == 0 else None)
+    speaks = worker.place.local_rank == 0
+    return ProcessPlane(
+        worker, agents_signal(), patience_s(environ), account if speaks else None, hang_limits_in(environ)
+    )
 
 
 def _server(host: str, port: int) -> dist.TCPStore:

@@ -1,126 +1,155 @@
 """``python -m integration.kubernetes.controller``: the controller of ``HyperPodPyTorchJob`` on a plain cluster.
 
-kopf watches, reconnects and answers probes; what it hears only wakes the job it is about. All that is known of a job
-is read again in every pass, so a lost message costs a second and nothing else. No finalizers and no annotations: a
-job can be deleted, and its agents go on, while no controller runs.
+Watches keep what is known of jobs, pods, Workloads and nodes; what changes wakes the job it is about. Each job has a
+thread of its own, and its agents' calls a bound of their own: what one job waits for no other one does. No finalizers
+and no annotations: a job can be deleted, and its agents go on, while no controller runs.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import http.server
+import json
 import logging
+import signal
+import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
 from typing import Any
 
 import click
-import kopf
 
 from integration.hyperpod.operator.client import AgentClient
+from integration.kubernetes.cached import CachedCluster, HealthLabels
 from integration.kubernetes.cluster import connect
 from integration.kubernetes.errors import ClusterError, ConflictError
-from integration.kubernetes.names import GROUP, HEALTH_LABEL, JOB_LABEL, PLURAL, VERSION
 from integration.kubernetes.passing import Passing
-from integration.kubernetes.seeing import health_of
+from peerstore.signals import heed
+from peerstore.transport.addresses import split_address
 
 _log = logging.getLogger(__name__)
 _Key = tuple[str, str]
-_PASSES = 64
-"""At a time. One waits for its job's agents, so a few jobs with silent ones must not be all that is looked at."""
+_END_S = 5.0
+"""So long passes that are under way may take to end."""
 
 
 class Controller:
-    """One task per job, which makes passes over it."""
+    """One thread per job, which makes passes over it."""
 
-    def __init__(self, passing: Passing, *, retry_s: float) -> None:
-        self._passing = passing
+    def __init__(self, *, retry_s: float) -> None:
+        self._passing: Passing | None = None
         self._retry_s = retry_s
-        self._wakes: dict[_Key, asyncio.Event] = {}
-        self._tasks: dict[_Key, asyncio.Task[None]] = {}
-        self._threads = ThreadPoolExecutor(_PASSES, thread_name_prefix="pass")
+        self._lock = threading.Lock()
+        self._jobs: dict[_Key, _Job] = {}
+        self._closed = False
+
+    def begin(self, passing: Passing) -> None:
+        """Before anything is heard."""
+        self._passing = passing
 
     def heard_of(self, namespace: str, name: str) -> None:
         """A job, or something about it: it has a pass soon."""
         key = (namespace, name)
-        self._wakes.setdefault(key, asyncio.Event()).set()
-        task = self._tasks.get(key)
-        if task is None or task.done():
-            self._tasks[key] = asyncio.create_task(self._care(key), name=f"job {namespace}/{name}")
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None and not self._closed:
+                job = self._jobs[key] = _Job(threading.Thread(target=self._care, args=(key,), daemon=True))
+                job.thread.name = f"job {namespace}/{name}"
+                job.thread.start()
+            if job is not None:
+                job.wake.set()
 
     def wake_all(self) -> None:
-        for namespace, name in list(self._tasks):
-            self.heard_of(namespace, name)
+        with self._lock:
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            job.wake.set()
 
-    async def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self._threads.shutdown(wait=False)
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            jobs = list(self._jobs.values())
+        for job in jobs:
+            job.wake.set()
+        end_s = time.monotonic() + _END_S
+        for job in jobs:
+            job.thread.join(max(0.0, end_s - time.monotonic()))
 
-    async def _care(self, key: _Key) -> None:
-        wake = self._wakes[key]
-        while True:
-            wake.clear()
-            again_in_s = await self._pass(key)
-            if again_in_s is None and not wake.is_set():
-                self._tasks.pop(key, None)
-                self._wakes.pop(key, None)
-                return
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(wake.wait(), again_in_s)
+    def _care(self, key: _Key) -> None:
+        job = self._jobs[key]
+        while not self._closed:
+            job.wake.clear()
+            again_in_s = self._pass(key)
+            if again_in_s is None:
+                with self._lock:  # whoever has heard of it meanwhile has set ``wake``, or begins another thread
+                    if not job.wake.is_set():
+                        del self._jobs[key]
+                        return
+            job.wake.wait(again_in_s)
 
-    async def _pass(self, key: _Key) -> float | None:
+    def _pass(self, key: _Key) -> float | None:
+        assert self._passing is not None  # noqa: S101 - it has begun
         try:
-            outcome = await asyncio.get_running_loop().run_in_executor(self._threads, self._passing.once, *key)
+            return self._passing.once(*key).again_in_s
         except ConflictError:
             return 0.1  # somebody has written: the next pass reads it
         except ClusterError as error:
             _log.warning("job %s/%s: %s", *key, error)
-            return self._retry_s
-        except Exception:  # noqa: BLE001 - the top of a job's task: the others go on, and this one is tried again
+        except Exception:  # noqa: BLE001 - the top of a job's thread: the others go on, and this one is tried again
             _log.exception("job %s/%s: this pass has failed", *key)
-            return self._retry_s
-        return outcome.again_in_s
+        return self._retry_s
 
 
-def registry_for(controller: Controller, health: dict[str, str]) -> kopf.OperatorRegistry:
-    """What is watched. ``health`` is kept as the nodes' labels say."""
-    registry = kopf.OperatorRegistry()
+class _Job:
+    def __init__(self, thread: threading.Thread) -> None:
+        self.thread = thread
+        self.wake = threading.Event()
 
-    @kopf.on.login(registry=registry, retries=3)
-    def login(**known: Any) -> kopf.ConnectionInfo | None:
-        return kopf.login_via_client(**known)
 
-    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
-    async def job(namespace: str | None, name: str, **_: Any) -> None:
-        controller.heard_of(namespace or "default", name)
+@contextlib.contextmanager
+def health_at(address: str, is_well: Callable[[], bool]) -> Iterator[None]:
+    """``GET /healthz`` is answered with 200 as long as ``is_well``, with 503 from there on."""
 
-    @kopf.on.event("v1", "pods", labels={JOB_LABEL: kopf.PRESENT}, registry=registry)
-    async def pod(namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
-        controller.heard_of(namespace or "default", labels[JOB_LABEL])
+    class Handler(http.server.BaseHTTPRequestHandler):
+        timeout = 10
 
-    @kopf.on.event("v1", "nodes", registry=registry)
-    async def node(type: str | None, name: str, body: kopf.Body, **_: Any) -> None:  # noqa: A002 - kopf's name
-        said = "" if type == "DELETED" else health_of(body)
-        if health.get(name, "") != said:
-            _log.info("node %s: %s is %s", name, HEALTH_LABEL, said or "not there any more")
-            health[name] = said
-            controller.wake_all()
+        def do_GET(self) -> None:
+            code = 404 if self.path != "/healthz" else 200 if is_well() else 503
+            self.send_response(code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
-    @kopf.on.cleanup(registry=registry)
-    async def leave(**_: Any) -> None:
-        await controller.close()
+        def log_message(self, *_: object) -> None: ...
 
-    @kopf.on.startup(registry=registry)
-    async def settle(settings: kopf.OperatorSettings, **_: Any) -> None:
-        settings.posting.enabled = False  # our own events are about jobs only
-        settings.watching.server_timeout = 300
-        settings.watching.client_timeout = 330
-        settings.networking.request_timeout = 30
+    server = http.server.ThreadingHTTPServer(split_address(address), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
-    return registry
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        said = {"message": record.getMessage(), "severity": record.levelname.lower(), "timestamp": moment}
+        if record.exc_info:
+            said["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(said)
+
+
+def _log_to_stderr(how: str, *, verbose: bool) -> None:
+    handler = logging.StreamHandler()
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(_JsonLines() if how == "json" else plain)
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
+    for chatty in ("urllib3", "kubernetes", "asyncio"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -152,21 +181,29 @@ def main(
     """
     if bool(namespaces) == all_namespaces:
         raise click.UsageError("either --namespace or --all-namespaces")
-    formats = {"json": kopf.LogFormat.JSON, "plain": kopf.LogFormat.FULL}
-    kopf.configure(verbose=verbose, log_format=formats[log_format])
-    for chatty in ("urllib3", "aiohttp.access", "kubernetes"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    labels: dict[str, str] = {}
+    _log_to_stderr(log_format, verbose=verbose)
     settings = _settings(silent_s, master_ports)
-    with AgentClient() as agents:
-        passing = Passing(connect(), agents, health=labels, clock=time.time, every_s=every_s, settings=settings)
-        kopf.run(
-            registry=registry_for(Controller(passing, retry_s=max(every_s, 1.0)), labels),
-            standalone=True,
-            clusterwide=all_namespaces,
-            namespaces=namespaces,
-            liveness_endpoint=f"http://{health}/healthz" if health else None,
-        )
+    stop = threading.Event()
+    undo = heed({signal.SIGINT: stop.set, signal.SIGTERM: stop.set})
+    plain = connect()
+    controller = Controller(retry_s=max(every_s, 1.0))
+    nodes = HealthLabels(controller.wake_all)
+    cluster = CachedCluster(plain, namespaces or [""], controller.heard_of)
+    try:
+        with AgentClient() as agents, contextlib.ExitStack() as stack:
+            controller.begin(
+                Passing(cluster, agents, health=nodes.said, clock=time.time, every_s=every_s, settings=settings)
+            )
+            stack.callback(controller.close)
+            watched = nodes.informer(plain).start()
+            stack.callback(watched.close)
+            cluster.start()
+            stack.callback(cluster.close)
+            if health:
+                stack.enter_context(health_at(health, lambda: cluster.is_alive and watched.is_alive))
+            stop.wait()
+    finally:
+        undo()
 
 
 def _settings(silent_s: float | None, master_ports: str | None) -> dict[str, Any]:

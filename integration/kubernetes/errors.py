@@ -6,6 +6,7 @@
     ├── UnreachableError   nothing is known: the same again later
     ├── ConflictError      somebody else has written since it was read: read again, decide again
     ├── AbsentError        it is not there (any more)
+    ├── ExpiredError       what changed since then is not known any more: list again
     └── RefusedError       it will not be done, however often it is asked for
 """
 
@@ -26,6 +27,10 @@ class ConflictError(ClusterError):
 
 class AbsentError(ClusterError):
     """There is no such object."""
+
+
+class ExpiredError(ClusterError):
+    """A watch, or the next page of a list, of a revision that the server has forgotten."""
 
 
 class RefusedError(ClusterError):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from integration.kubernetes.errors import AbsentError, ConflictError, RefusedError
+from integration.kubernetes.informer import Collection
 from integration.kubernetes.names import JOB_LABEL, KUEUE_GROUP
 from integration.kubernetes.workloads import PriorityClass
 
@@ -13,33 +14,49 @@ Object = Mapping[str, Any]
 
 
 class Kueue:
-    """Workloads of one cluster. ``ask`` is :meth:`integration.kubernetes.cluster.Cluster.ask`."""
+    """Workloads of one cluster: ``ask`` and ``list_all`` are :class:`integration.kubernetes.cluster.Cluster`'s."""
 
-    def __init__(self, ask: Callable[..., dict[str, Any]], version: str) -> None:
-        self._ask = ask
+    def __init__(
+        self,
+        ask: Callable[..., dict[str, Any]],
+        list_all: Callable[[Collection], tuple[list[dict[str, Any]], str]],
+        version: str,
+    ) -> None:
+        self._ask, self._list = ask, list_all
         self.version = version
 
     def workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
         """:class:`AbsentError` where Kueue is no longer there."""
-        query = {"labelSelector": f"{JOB_LABEL}={job}"}
-        return self._ask("GET", self._all(namespace), query=query)["items"]
+        found, _ = self._list(self.workloads_of(namespace, job))
+        return found
 
-    def create_workload(self, workload: Object) -> None:
-        """:class:`ConflictError` where one of that name is there."""
-        self._ask("POST", self._all(workload["metadata"]["namespace"]), dict(workload))
+    def workloads_in(self, namespace: str) -> Collection:
+        """Those of jobs, whichever; of all namespaces with ""."""
+        return Collection(self._all(namespace), selector=JOB_LABEL)
+
+    def workloads_of(self, namespace: str, job: str) -> Collection:
+        return Collection(self._all(namespace), selector=f"{JOB_LABEL}={job}")
+
+    def create_workload(self, workload: Object) -> dict[str, Any]:
+        """As it is now; :class:`ConflictError` where one of that name is there."""
+        return self._ask("POST", self._all(workload["metadata"]["namespace"]), dict(workload))
 
     def delete_workload(self, workload: Object) -> None:
-        """This very one; it may be gone already."""
-        body = {"preconditions": {"uid": workload["metadata"]["uid"]}, "propagationPolicy": "Background"}
+        """This very one, as it was read: one that has been admitted since is not deleted. It may be gone already."""
+        meta = workload["metadata"]
+        body = {
+            "preconditions": {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]},
+            "propagationPolicy": "Background",
+        }
         try:
             self._ask("DELETE", self._one(workload), body)
         except (AbsentError, ConflictError):
             return
 
-    def write_workload_status(self, workload: Object, status: Object) -> None:
+    def write_workload_status(self, workload: Object, status: Object) -> dict[str, Any]:
         """If nobody has written since it was read: conditions are a list, and Kueue writes there, too."""
         body = {"metadata": {"resourceVersion": workload["metadata"]["resourceVersion"]}, "status": dict(status)}
-        self._ask("PATCH", f"{self._one(workload)}/status", body)
+        return self._ask("PATCH", f"{self._one(workload)}/status", body)
 
     def priority(self, named: PriorityClass) -> int:
         """How much a class is worth; :class:`RefusedError` where there is none of that name."""
@@ -55,7 +72,8 @@ class Kueue:
         return self._ask("GET", f"/apis/{KUEUE_GROUP}/{self.version}/resourceflavors/{name}")
 
     def _all(self, namespace: str) -> str:
-        return f"/apis/{KUEUE_GROUP}/{self.version}/namespaces/{namespace}/workloads"
+        within = f"/namespaces/{namespace}" if namespace else ""
+        return f"/apis/{KUEUE_GROUP}/{self.version}{within}/workloads"
 
     def _one(self, workload: Object) -> str:
         return f"{self._all(workload['metadata']['namespace'])}/{workload['metadata']['name']}"

@@ -29,11 +29,13 @@ from integration.hyperpod.operator import (
 )
 from integration.hyperpod.operator.client import Heard
 from integration.kubernetes.admission import placed
+from integration.kubernetes.cached import CachedCluster
 from integration.kubernetes.cluster import Cluster
 from integration.kubernetes.errors import AbsentError, ClusterError, ConflictError, RefusedError
 from integration.kubernetes.pods import Seat, belongs_to, pod_for, port_of
 from integration.kubernetes.queueing import Queued, Queueing
-from integration.kubernetes.seeing import address_of, has_ended, is_leaving, missing_seats, situation_of
+from integration.kubernetes.refusals import Refusals
+from integration.kubernetes.seeing import address_of, has_begun, has_ended, is_leaving, missing_seats, situation_of
 from integration.kubernetes.status import (
     DamagedStateError,
     differs,
@@ -46,6 +48,9 @@ from integration.kubernetes.status import (
 
 Object = Mapping[str, Any]
 _log = logging.getLogger(__name__)
+_BUSY_S = 0.2
+"""Until the next look while something is going on: agents do what they are told at once, and nobody says so."""
+_PODS, _WORKLOADS = "PodRefused", "WorkloadRefused"
 
 
 class Agents(Protocol):
@@ -72,7 +77,7 @@ class Passing:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Cluster | CachedCluster,
         agents: Agents,
         *,
         health: Mapping[str, str],
@@ -87,13 +92,14 @@ class Passing:
         self._every_s = every_s
         self._settings = dict(settings or {})
         self._queueing = Queueing(cluster, clock)
-        self._complaints: dict[tuple[str, str], str] = {}
+        self._refusals = Refusals(clock)
 
     def once(self, namespace: str, name: str) -> Outcome:
         """Raises :class:`ClusterError` where the API server does not answer or refuses."""
         try:
             job = self._cluster.job(namespace, name)
         except AbsentError:
+            self._refusals.forget_all(namespace, name)
             return _GONE
         if job["metadata"].get("deletionTimestamp"):
             return _GONE  # the garbage collector takes the pods
@@ -126,12 +132,17 @@ class Passing:
         if queued is not None:
             with_room = placed(queued.plan, missing, pods, decision.state.replaced)
             said = with_admission(job, decision.state, queued.plan.waits, queued.plan.capacity, now_s)
+        if with_room and not self._refusals.is_due(job, _PODS):
+            with_room = []
+        if queued is not None and not self._refusals.is_due(job, _WORKLOADS):
+            queued = queued.without_new()
         status = status_for(spec, decision.state, situation, pods, said)
         idle = not (with_room or decision.actions) and (queued is None or queued.plan.is_settled)
-        if differs(job, status):
+        writes = differs(job, status)
+        if writes:
             job = self._cluster.write_status(job, status)  # whoever is second to write does nothing of this
-        elif not idle and self._cluster.job(meta["namespace"], meta["name"])["metadata"] != meta:
-            raise ConflictError(f"job {meta['name']} has changed since it was read")
+        elif not idle:
+            self._cluster.confirm(job)
         self._tell_people(job, decision)
         if decision.finished:
             succeeded = decision.state.phase is Phase.SUCCEEDED
@@ -142,7 +153,7 @@ class Passing:
         self._create(job, decision, with_room, queued)
         if queued is not None and not decision.state.phase.over:
             self._settle(job, queued, decision, pods)
-        return Outcome(self._every_s)
+        return Outcome(min(_BUSY_S, self._every_s) if writes or decision.actions else self._every_s)
 
     def _situation(
         self, job: Object, pods: Sequence[Object], answers: Mapping[str, Answer | None], queued: Queued | None
@@ -164,7 +175,10 @@ class Passing:
         try:
             queued.settle(job)
         except RefusedError as refused:  # a priority class that is not there, or a queue's name that is none
-            self._complain(job, "WorkloadRefused", str(refused))
+            self._complain(job, _WORKLOADS, str(refused))
+        else:
+            if queued.plan.create:
+                self._refusals.forget(job, _WORKLOADS)
 
     def _act(self, decision: Decision, pods: Sequence[Object], addresses: Mapping[str, str]) -> None:
         for name, problem in self._agents.tell_all(decision.actions, addresses).items():
@@ -188,14 +202,14 @@ class Passing:
             except ConflictError:
                 _log.info("pod %s is there already", seat.pod_name(job["metadata"]["name"]))  # the next pass sees it
             except RefusedError as refused:  # a quota, or a template that is none
-                self._complain(job, "PodRefused", str(refused))
+                self._complain(job, _PODS, str(refused))
                 return
+        if seats:
+            self._refusals.forget(job, _PODS)
 
     def _complain(self, job: Object, reason: str, problem: str) -> None:
         """Once, as long as it stays the same."""
-        about = job["metadata"]["uid"], reason
-        if self._complaints.get(about) != problem:
-            self._complaints[about] = problem
+        if self._refusals.note(job, reason, problem):
             _log.warning("job %s: %s", job["metadata"]["name"], problem)
             self._cluster.say(job, reason, problem, warning=True)
 
@@ -205,7 +219,8 @@ class Passing:
         for pod in pods:
             if is_leaving(pod):
                 continue
-            if spec.clean_pods == "All" or (spec.clean_pods == "OnlyComplete" and state.phase is Phase.SUCCEEDED):
+            cleaned = spec.clean_pods == "All" or (spec.clean_pods == "OnlyComplete" and state.phase is Phase.SUCCEEDED)
+            if cleaned or not has_begun(pod):  # nobody could tell one that has not begun to end
                 self._cluster.delete_pod(pod)
             waiting = waiting or not has_ended(pod)
         left_s = (state.ended_s or 0.0) + spec.ttl_s - self._clock() if spec.ttl_s > 0 else None

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from integration.hyperpod.operator import JobSpec
 from integration.kubernetes.admission import Object, Plan, finished, plan_for, says, workload_of
+from integration.kubernetes.cached import CachedCluster, CachedKueue
 from integration.kubernetes.cluster import Cluster
 from integration.kubernetes.errors import AbsentError, ConflictError, RefusedError
 from integration.kubernetes.grants import Grant, flavors_of, grant_for
@@ -28,9 +29,13 @@ _log = logging.getLogger(__name__)
 class Queued:
     """A job that Kueue decides about, as it is in this pass."""
 
-    kueue: Kueue
+    kueue: Kueue | CachedKueue
     workloads: tuple[Object, ...]
     plan: Plan
+
+    def without_new(self) -> Queued:
+        """The same, and no Workload is made in this pass."""
+        return replace(self, plan=replace(self.plan, create=()))
 
     def settle(self, job: Object) -> None:
         """Workloads are made, deleted, and told of their pods; :class:`RefusedError` where one cannot be made."""
@@ -68,10 +73,10 @@ class Queued:
 class Queueing:
     """Finds out whether jobs are Kueue's business. Any thread may ask."""
 
-    def __init__(self, cluster: Cluster, clock: Callable[[], float]) -> None:
+    def __init__(self, cluster: Cluster | CachedCluster, clock: Callable[[], float]) -> None:
         self._cluster = cluster
         self._clock = clock
-        self._kueue: Kueue | None = None
+        self._kueue: Kueue | CachedKueue | None = None
         self._look_at_s = float("-inf")
 
     def look(self, job: Object, spec: JobSpec, pods: Sequence[Object], now_s: float) -> Queued | None:
@@ -90,7 +95,7 @@ class Queueing:
         workloads = tuple(one for one in every if belongs_to(one, meta["uid"]))
         return Queued(kueue, workloads, plan_for(job, spec, workloads, pods, now_s))
 
-    def _known(self) -> Kueue | None:
+    def _known(self) -> Kueue | CachedKueue | None:
         if self._kueue is None and self._clock() >= self._look_at_s:
             self._kueue = self._cluster.kueue()
             self._look_at_s = self._clock() + _LOOK_AGAIN_S

@@ -23,6 +23,11 @@ def has_ended(pod: Object) -> bool:
     return (pod.get("status") or {}).get("phase") in _ENDED
 
 
+def has_begun(pod: Object) -> bool:
+    """All of its containers have been started."""
+    return (pod.get("status") or {}).get("phase", "Pending") != "Pending"
+
+
 def is_leaving(thing: Object) -> bool:
     """It is being deleted."""
     return bool(thing["metadata"].get("deletionTimestamp"))

@@ -28,8 +28,8 @@ _INDEX, _FORMAT = Name(_DCP, "MetadataIndex"), Name(_DCP, "_MEM_FORMAT_ENCODING"
 _INFO = Name("amzn_sagemaker_checkpointing.checkpointing.filesystem.storage_info", "_SageMakerStorageInfo")
 _SIZE = Name("torch", "Size")
 _LAYOUT = Name("torch.serialization", "_get_layout")
-_GETATTR = Name("builtins", "getattr")
-"""How Python 3.11 and later pickle a member of an enum. Nothing here ever calls it."""
+_GETATTR = frozenset({Name("builtins", "getattr"), Name("__builtin__", "getattr")})
+"""How Python 3.11.0 to 3.11.3 pickle a member of an enum; protocol 2 has the older name. Nothing here ever calls it."""
 
 
 class Extent(NamedTuple):
@@ -73,7 +73,7 @@ def _dtypes() -> dict[Name, str]:
 @functools.cache
 def _names() -> frozenset[Name]:
     known = (_METADATA, _TENSOR, _BYTES, _PROPERTIES, _CHUNK, _INDEX, _STORAGE_META, _FORMAT, _INFO)
-    return frozenset({*known, _SIZE, _LAYOUT, _GETATTR, *_dtypes()})
+    return frozenset({*known, _SIZE, _LAYOUT, *_GETATTR, *_dtypes()})
 
 
 def read_metadata(data: bytes, name: str) -> Written:
@@ -140,6 +140,8 @@ def _tensor(name: str, item: Any, extents: Mapping[tuple[str, tuple[int, ...] | 
         raise RefusedPickleError(f"{name[:200]!r} has no element type")
     if _text_of(properties.state[1]) != "torch.strided":
         raise RefusedPickleError(f"{name[:200]!r} is sparse: load it with the library that wrote it, and save it here")
+    if not _is_format(properties.state[3]):
+        raise RefusedPickleError(f"{name[:200]!r} has no memory format")
     itemsize = dtype_named(dtype).itemsize
     shape, chunks = _size(fields.get("size")), fields.get("chunks")
     if type(chunks) is not list or len(chunks) > budget:
@@ -189,6 +191,15 @@ def _size(value: Any) -> tuple[int, ...]:
 def _text_of(value: Any) -> str:
     made = type(value) is Made and value.kind == _LAYOUT and len(value.args) == 1
     return value.args[0] if made and type(value.args[0]) is str else ""
+
+
+def _is_format(value: Any) -> bool:
+    """A member of that one enum, by its value or by its name."""
+    if type(value) is not Made:
+        return False
+    if value.kind in _GETATTR:
+        return len(value.args) == 2 and value.args[0] == _FORMAT and type(value.args[1]) is str
+    return value.kind == _FORMAT and len(value.args) == 1 and type(value.args[0]) is int
 
 
 def _paths(value: Any) -> Mapping[str, tuple[str | int, ...]] | None:

@@ -12,18 +12,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 
+from elastic.control.movement import HangLimits, Pace
 from elastic.control.plane import Assignment, Dismissed, Notice, Progress, Want
+from elastic.control.settings import hang_limits_in
 from elastic.errors import ControlLostError, DeadlineError, ElasticError, GaveUpError, StaleEpochError
 from elastic.workers.launched import place_in
 from elastic.workers.store_plane import StorePlane
 from elastic.world.policy import ScalingPolicy
 from integration.hyperpod.agent.escalating import health_labels, restart_mode
-from integration.hyperpod.agent.meeting import Meeting, Servers
+from integration.hyperpod.agent.meeting import Servers, meet
 from integration.hyperpod.agent.words import RestartMode
 from integration.hyperpod.agent.worker import Start, Worker
 
 log = logging.getLogger(__name__)
 
+_FAREWELL_S = 10.0
 _OURS = "ElasticWorld"
 """The reason of what is asked for by the ranks together, in the job's status."""
 
@@ -37,15 +40,18 @@ class AgentPlane:
         *,
         environ: MutableMapping[str, str] = os.environ,
         policy: ScalingPolicy | None = None,
+        limits: HangLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._worker = worker
+        self._limits = hang_limits_in(environ) if limits is None else limits
+        self._pace = Pace()
+        """Of the job, as this process has seen it."""
         self._environ = environ
         self._policy = policy or ScalingPolicy()
         self._clock = clock
         self._changed = threading.Condition()
         self._servers = Servers()
-        self._meeting: Meeting | None = None
         self._inner: StorePlane | None = None
         """Of the world that this rank is in, or on its way into."""
         self._place: Assignment | None = None
@@ -101,7 +107,10 @@ class AgentPlane:
         self._stopped = notice is not None and notice.want is Want.STOP
 
     def progress(self, progress: Progress) -> None:
-        pass  # the agent is told of checkpoints, not of steps
+        """For the other ranks: the agent is told of checkpoints, not of steps."""
+        inner = self._inner
+        if inner is not None and self._inside:
+            inner.progress(progress)
 
     def fault(self, reason: str, *, final: bool = False) -> None:
         """The agent first, since it forgets nothing; then the other ranks, which need not wait for the operator."""
@@ -138,10 +147,9 @@ class AgentPlane:
 
     def finished(self) -> None:
         """Returns when all ranks have."""
-        inner, meeting, place = self._here(), self._meeting, self._place
-        assert meeting is not None and place is not None  # noqa: S101, PT018 - it is in a world
+        inner = self._here()
         inner.finished()
-        meeting.gather("finished", place.epoch, inner, None)
+        inner.gather("finished")
         self._finished = True
 
     def close(self) -> None:
@@ -150,15 +158,25 @@ class AgentPlane:
             if self._closed:
                 return
             self._closed = True
-            inner, meeting, place = self._inner, self._meeting, self._place
+            inner = self._inner
         well = self._finished or self._stopped
-        if well and meeting is not None and place is not None:
-            meeting.farewell(place.epoch)
         if inner is not None:
+            if well:
+                self._farewell(inner)
             inner.close()
         self._servers.close()
         if not well:
             self._worker.close()
+
+    def _farewell(self, inner: StorePlane) -> None:
+        """All ranks have ended well. Who keeps the store stays until they have all heard it."""
+        try:
+            inner.gather("left", wait=False)
+        except ControlLostError as error:
+            log.info("nobody is there to take leave of: %s", error)
+            return
+        if self._servers.is_kept:
+            inner.has_gathered("left", timeout_s=_FAREWELL_S)
 
     # -- from one world to the next -----------------------------------------------------------------------------------
 
@@ -174,22 +192,21 @@ class AgentPlane:
             self._over = Dismissed("this rank has ended as it was asked to")
         elif was_inside and self._over is None:
             if self._sealed:
-                self._wait_for_all_to_seal(inner, place, until)
+                self._wait_for_all_to_seal(inner, until)
             elif notice is not None and notice.want is Want.RESTART:
                 self._starts.append(self._clock())
             reason = notice.reason if notice is not None else "left without being asked"
             self._ask_again(f"{notice.want.value}: {reason}" if notice is not None else reason)
         inner.close()
 
-    def _wait_for_all_to_seal(self, inner: StorePlane, place: Assignment, until: float | None) -> None:
+    def _wait_for_all_to_seal(self, inner: StorePlane, until: float | None) -> None:
         """The operator stops everybody as soon as it is asked: also who is still on the way to the common step."""
-        notice, meeting = inner.notice(), self._meeting
+        notice = inner.notice()
         if notice is not None and notice.deadline_s is not None:
             deadline = time.monotonic() + notice.deadline_s
             until = deadline if until is None else min(until, deadline)
         try:
-            if meeting is not None:
-                meeting.gather("sealed", place.epoch, inner, until)
+            inner.gather("sealed", timeout_s=_left(until))
         except ElasticError as error:
             log.info("not all ranks have sealed the common step: %s", error)
 
@@ -197,11 +214,18 @@ class AgentPlane:
         least = max(start.count, -1 if self._place is None else self._place.epoch + 1)
         place = _place(self._environ, least)
         self._seen_faults, self._asked, self._sealed = faults, False, False
-        meeting = Meeting(place, start.count, self._servers, lambda: self._is_taken_back)
-        inner = meeting.plane(until)
+        inner = meet(
+            place,
+            start.count,
+            self._servers,
+            is_over=lambda: self._is_taken_back,
+            until=until,
+            limits=self._limits,
+            pace=self._pace,
+        )
         inner.on_broken(self._broken)
         with self._changed:
-            self._meeting, self._inner = meeting, inner
+            self._inner = inner
         try:
             if self._is_taken_back:
                 raise StaleEpochError("the start was taken back")

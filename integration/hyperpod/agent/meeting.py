@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
-from elastic.control.plane import Assignment, Want
+from elastic.control.movement import HangLimits, Pace
+from elastic.control.plane import Assignment
 from elastic.errors import ControlLostError, DeadlineError, StaleEpochError
 from elastic.workers.groups import address_of
 from elastic.workers.launched import connected, served
-from elastic.workers.store_plane import StorePlane, let_go
+from elastic.workers.store_plane import StorePlane, pauses_s
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.05
 _REACH_S = 2.0
 _TAKEN_S = 5.0
 """So long a store that somebody else keeps may not answer yet."""
-_FAREWELL_S = 10.0
 
 
 class Servers:
@@ -54,81 +51,52 @@ class Servers:
         self._address, self._server = "", None
 
 
-class Meeting:
-    """The ranks of one start. ``is_over`` says whether this process knows by now that it was for nothing."""
+def meet(
+    place: Assignment,
+    count: int,
+    servers: Servers,
+    *,
+    is_over: Callable[[], bool],
+    until: float | None,
+    limits: HangLimits,
+    pace: Pace,
+) -> StorePlane:
+    """What the ranks of one start say to each other. Who cannot be reached yet is waited for.
 
-    def __init__(self, place: Assignment, count: int, servers: Servers, is_over: Callable[[], bool]) -> None:
-        self._place = place
-        self._address = address_of(place.store)
-        self._prefix = f"hyperpod/{count}"
-        self._servers = servers
-        self._is_over = is_over
+    ``is_over`` says whether this process knows by now that it was for nothing. Where the first rank cannot keep a
+    store, and nobody does, there never will be one: another start is needed, which has another address.
+    """
+    first, address = place.rank == 0, address_of(place.store)
+    if first:
+        servers.serve(place.store)
+    taken_until = time.monotonic() + _TAKEN_S
+    for pause_s in pauses_s():
+        if _answers(address):
+            break
+        if is_over():
+            raise StaleEpochError("the start was taken back")
+        if until is not None and time.monotonic() > until:
+            raise DeadlineError(f"no store answers at {place.store}, where the first rank is to keep one")
+        if first and not servers.is_kept and time.monotonic() > taken_until:
+            raise ControlLostError(f"{place.store} is taken, and no store answers there")
+        time.sleep(pause_s)
+    try:
+        return StorePlane(
+            lambda: connected(*address),
+            place,
+            last=False,
+            prefix=f"hyperpod/{count}/",
+            limits=limits,
+            pace=pace,
+            leave_s=None,  # the agent ends who does not come to the barrier
+        )
+    except RuntimeError as error:
+        raise ControlLostError(f"the store at {place.store} does not answer: {error}") from error
 
-    def plane(self, until: float | None) -> StorePlane:
-        """What the ranks say to each other. Who cannot be reached yet is waited for.
 
-        Where the first rank cannot keep a store, and nobody does, there never will be one: another start is needed,
-        which has another address.
-        """
-        first = self._place.rank == 0
-        if first:
-            self._servers.serve(self._place.store)
-        taken_until = time.monotonic() + _TAKEN_S
-        while not self._answers():
-            if self._is_over():
-                raise StaleEpochError("the start was taken back")
-            if until is not None and time.monotonic() > until:
-                raise DeadlineError(f"no store answers at {self._place.store}, where the first rank is to keep one")
-            if first and not self._servers.is_kept and time.monotonic() > taken_until:
-                raise ControlLostError(f"{self._place.store} is taken, and no store answers there")
-            time.sleep(_LOOK_S)
-        try:
-            return StorePlane(self._connect, self._place, last=False)
-        except RuntimeError as error:
-            raise ControlLostError(f"the store at {self._place.store} does not answer: {error}") from error
-
-    def gather(self, what: str, epoch: int, plane: StorePlane, until: float | None) -> None:
-        """Until all ranks of the epoch have come to this: who went on before the others would take them along."""
-        try:
-            with self._named(epoch) as store:
-                store.add(what, 1)
-                while int(store.add(what, 0)) < self._place.world_size:
-                    notice = plane.notice()
-                    if notice is not None and notice.want is Want.RESTART:
-                        raise StaleEpochError(f"epoch {epoch} is over: {notice.reason}")
-                    if until is not None and time.monotonic() > until:
-                        raise DeadlineError(f"not all others {what} within the time given")
-                    time.sleep(_LOOK_S)
-        except RuntimeError as error:
-            raise ControlLostError(f"the store that the ranks met at does not answer: {error}") from error
-
-    def farewell(self, epoch: int) -> None:
-        """All ranks have ended well. Who keeps the store stays until they have all heard it."""
-        try:
-            with self._named(epoch) as store:
-                store.add("left", 1)
-                until = time.monotonic() + _FAREWELL_S
-                while self._servers.is_kept and time.monotonic() < until:
-                    if int(store.add("left", 0)) >= self._place.world_size:
-                        return
-                    time.sleep(_LOOK_S)
-        except RuntimeError as error:
-            log.info("nobody is there to take leave of: %s", error)
-
-    def _answers(self) -> bool:
-        try:
-            socket.create_connection(self._address, timeout=_REACH_S).close()
-        except OSError:
-            return False
-        return True
-
-    def _connect(self) -> torch.distributed.Store:
-        return dist.PrefixStore(self._prefix, connected(*self._address))
-
-    @contextlib.contextmanager
-    def _named(self, epoch: int) -> Iterator[torch.distributed.Store]:
-        store = self._connect()
-        try:
-            yield dist.PrefixStore(f"elastic/end/{epoch}", store)
-        finally:
-            let_go(store)
+def _answers(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, timeout=_REACH_S).close()
+    except OSError:
+        return False
+    return True

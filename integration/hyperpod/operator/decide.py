@@ -33,14 +33,15 @@ def decide(spec: JobSpec, state: JobState, seen: Situation, now_s: float) -> Dec
     watching.remember(turn)
     if not turn.state.phase.over:
         _look_after_faults(turn)
-    for _ in Phase:
+    for _ in () if turn.waits else Phase:
         phase = turn.state.phase
         _PHASES[phase](turn)
         if turn.state.phase is phase:
             break
-    if turn.state.phase in _WITH_RANKS:
+    if turn.state.phase in _WITH_RANKS and not turn.waits:
         forming.tell_spares(turn)
-    turn.do(*_aside(turn))
+    if not turn.waits:
+        turn.do(*_aside(turn))
     return Decision(
         state=turn.state,
         actions=tuple(turn.actions),
@@ -57,9 +58,11 @@ def _look_after_faults(turn: Turn) -> None:
         return
     idle = (pod for pod in turn.present if pod.name not in turn.state.members)
     stopping.let_go(turn, (pod for pod in idle if pod.node_fault))
-    found = watching.fault(turn)
+    found, better = watching.fault(turn), watching.explain(turn)
     if found is not None:
         stopping.broken(turn, found)
+    elif better is not None:
+        stopping.explained(turn, better)
 
 
 def _aside(turn: Turn) -> list[Action]:

@@ -33,8 +33,8 @@ def overdue(turn: Turn) -> tuple[str, str] | None:
     if spec.active_deadline_s is not None and now_s - created_s >= spec.active_deadline_s:
         return "DeadlineExceeded", f"active for {spec.active_deadline_s:g} s (activeDeadlineSeconds)"
     startup_s = spec.startup_deadline_s
-    waits = state.started_s is None and state.phase is not Phase.SUSPENDED
-    if waits and startup_s is not None and now_s - created_s >= startup_s:
+    starts = state.started_s is None and state.admitted_s is not None
+    if starts and startup_s is not None and now_s - (state.admitted_s or 0.0) >= startup_s:
         return "StartupDeadlineExceeded", f"not running after {startup_s:g} s (startupDeadlineSeconds)"
     fault_s = spec.fault_deadline_s
     if state.fault is not None and fault_s is not None and now_s - state.fault.at_s >= fault_s:
@@ -44,7 +44,12 @@ def overdue(turn: Turn) -> tuple[str, str] | None:
 
 
 def over(turn: Turn) -> None:
+    """Agents are told to end; those that do not in time hold a machine, and a queue's quota, for nothing."""
     turn.do(*(Shutdown(pod.name) for pod in turn.seen.pods if state_of(pod) in _ENDS_WHEN_TOLD))
+    grace_s = turn.spec.policy.graceful_shutdown_timeout_s if turn.state.graceful else 0.0
+    if turn.in_phase_s >= grace_s + 2 * turn.spec.stop_s:
+        stuck = (pod for pod in turn.present if state_of(pod) is not None)
+        turn.do(*(Release(pod.name, "the job has ended, and its agent does not") for pod in stuck))
 
 
 def suspended(turn: Turn) -> None:

@@ -75,7 +75,7 @@ class LocalPods:
         for pod in list(self._pods.values()):
             if not self._lives(pod):
                 self._gone(pod)
-            elif pod.ends_by is not None and time.time() >= pod.ends_by:
+            elif pod.ends_by is not None and time.monotonic() >= pod.ends_by:
                 self.replace(pod.name)
         return [
             Place(
@@ -106,7 +106,7 @@ class LocalPods:
         if pod is not None and pod.ends_by is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pod.pid, signal.SIGTERM)
-            pod.ends_by = time.time() + _GRACE_S
+            pod.ends_by = time.monotonic() + _GRACE_S
             self._keep_list()
 
     def told(self) -> Sequence[Event]:
@@ -126,7 +126,7 @@ class LocalPods:
         taken = {pod.node for pod in self._pods.values()}
         free = [node for node in self._nodes if node not in taken and node not in bad]
         better = [node for node in free if node not in avoid]
-        now = time.time()
+        now = time.monotonic()
         return next((node for node in better or free if self._not_before.get(node, 0.0) <= now), None)
 
     def _start(self, group: ReplicaGroup, node: str) -> None:
@@ -158,8 +158,8 @@ class LocalPods:
             )
         self._children[name] = child
         self._pods[name] = LocalPod(name, group.name, node, port, str(folder), child.pid, started_at(child.pid))
-        self._begun[name] = time.time()
-        self._not_before[node] = time.time() + pause_after(self._failed_soon.get(node, 0))
+        self._begun[name] = time.monotonic()
+        self._not_before[node] = time.monotonic() + pause_after(self._failed_soon.get(node, 0))
         self._keep_list()
 
     def _environ(self, container: Mapping[str, Any], folder: Path, facts: Mapping[str, str]) -> dict[str, str]:
@@ -190,10 +190,10 @@ class LocalPods:
         status = child.returncode if child is not None else 0
         if status and pod.ends_by is None:
             words = (Path(pod.folder) / "agent.log").read_text(errors="replace")[-_LAST_WORDS:].strip()
-            soon = status > 0 and time.time() - self._begun.get(pod.name, 0.0) < _SOON_S
+            soon = status > 0 and time.monotonic() - self._begun.get(pod.name, 0.0) < _SOON_S
             self._failed_soon[pod.node] = self._failed_soon.get(pod.node, 0) + 1 if soon else 0
             pause_s = pause_after(self._failed_soon[pod.node])
-            self._not_before[pod.node] = time.time() + pause_s
+            self._not_before[pod.node] = time.monotonic() + pause_s
             again = f"; {pod.node} has another one in {pause_s:g} s"
             self._told.append(Event("PodEnded", f"pod {pod.name} ended with {status}: {words}{again}", warning=True))
         end_processes(Path(pod.folder))

@@ -86,6 +86,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float = 0.0
     """When this phase began."""
     created_s: float | None = None
+    admitted_s: float | None = None
+    """Since when it has been allowed to run without a break; nothing while it waits in a queue."""
     started_s: float | None = None
     """When the job ran for the first time."""
     ended_s: float | None = None
@@ -127,6 +129,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     period_full_restarts: int = 0
     offences: tuple[Offence, ...] = ()
 
+    unexplained_since_s: float | None = None
+    """Since when agents are faulted that only saw another one's end, or say nothing."""
     silent_since_s: Mapping[str, float] = {}
     """Pods that do not answer."""
     stale_since_s: Mapping[str, float] = {}

@@ -28,7 +28,7 @@ def broken(turn: Turn, fault: Fault) -> None:
     fault = msgspec.structs.replace(fault, mode=mode, at_s=at_s)
     turn.tell(fault.reason, fault.message.strip() or fault.reason, warning=True)
     turn.condition("Running", False, fault.reason, fault.message.strip())
-    turn.set(fault=fault)
+    turn.set(fault=fault, unexplained_since_s=None)
     if beyond:
         ending.fail(turn, "RestartLimitExceeded", f"gave up after {fault.reason}: more than {beyond}")
         return
@@ -37,6 +37,23 @@ def broken(turn: Turn, fault: Fault) -> None:
     turn.tell("Restarting", f"restart {turn.state.restarts}, {mode.value}")
     _stop(turn, Cause.FAULT, mode, target=len(before.members) or before.target)
     let_go(turn, [pod for pod in turn.seen.pods if mode is RestartMode.JOB or _gone_bad(turn, pod)])
+
+
+def explained(turn: Turn, fault: Fault) -> None:
+    """The same fault, for the reason that it really had; machines that were blamed for it are not any more."""
+    before = turn.state.fault
+    wrongly = () if before is None else before.nodes
+    offences = list(turn.state.offences)
+    for one in reversed(turn.state.offences):
+        if one.node in wrongly:
+            offences.remove(one)
+            break
+    turn.state = restarts.blamed(
+        msgspec.structs.replace(turn.state, fault=fault, offences=tuple(offences)),
+        turn.spec.policy, fault.nodes, turn.now_s,
+    )  # fmt: skip
+    turn.tell(fault.reason, fault.message.strip() or fault.reason, warning=True)
+    turn.condition("Running", False, fault.reason, fault.message.strip())
 
 
 def stop_for(turn: Turn, cause: Cause, why: str, *, target: int = 0) -> None:

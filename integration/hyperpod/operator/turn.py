@@ -20,6 +20,8 @@ class Turn:
         self.pods = {pod.name: pod for pod in seen.pods}
         self.actions: list[Action] = []
         self.events: list[Event] = []
+        self.waits = False
+        """For who has a reason to say it; nothing is done meanwhile."""
 
     def set(self, **fields: Any) -> None:
         self.state = msgspec.structs.replace(self.state, **fields)

@@ -6,19 +6,31 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import NamedTuple
 
+import msgspec
+
+from elastic.world.consequences import names_another
 from integration.hyperpod.operator.seen import AgentState, Pod, Progress
-from integration.hyperpod.operator.state import Fault, Phase
+from integration.hyperpod.operator.state import Cause, Fault, Phase
 from integration.hyperpod.operator.turn import Turn, state_of
 
 _STALE_S = 5.0
 """An agent says that it runs a moment before it says which version: so long that is believed."""
+_REASON_S = 3.0
+"""So long whoever has the reason may take to say so, when others have only seen its end."""
+_OF_MACHINES = {"PodLost", "NodeFault", "AgentUnreachable"}
+_AS_ASKED = "ElasticWorld"
+"""Ranks of ours that were told to end by others (:mod:`integration.hyperpod.agent.in_process`)."""
+_UNKNOWN = "An unknown fault occurred"
+"""Of HyperPod's agent, where it knows no more; ``WorkerReportedFault`` is its word for a worker that gave no reason."""
 _RANKED = {Phase.ARRANGED, Phase.STARTING, Phase.RUNNING}
 
 
 def remember(turn: Turn) -> None:
     """Who is silent, who runs something old, who is gone, and what every member has whole."""
     state = turn.state
+    waits = turn.seen.capacity == 0 or turn.spec.suspend
     turn.set(
+        admitted_s=None if waits else turn.now_s if state.admitted_s is None else state.admitted_s,
         silent_since_s=_since(turn, state.silent_since_s, [pod for pod in turn.seen.pods if state_of(pod) is None]),
         stale_since_s=_since(turn, state.stale_since_s, [pod for pod in turn.members if turn.is_stale(pod)]),
         replaced=tuple(name for name in state.replaced if name in turn.pods),
@@ -45,9 +57,13 @@ def whole(members: Iterable[Pod], count: int) -> dict[str, Progress]:
     }
 
 
+_MACHINE, _OWN, _ANOTHERS, _NONE = range(4)
+"""Whose words are quoted: a machine's, those of one that failed by itself, or saw another's end, or has none."""
+
+
 class _Found(NamedTuple):
     order: tuple[int, float, int]
-    """Machines first, then by when it happened: what breaks first takes others with it."""
+    """By weight, then by when it happened: what breaks first takes others with it."""
     pod: str
     node: str
     rank: int
@@ -56,9 +72,12 @@ class _Found(NamedTuple):
 
 
 def fault(turn: Turn) -> Fault | None:
-    """What is wrong with the world, if anything; the reason is that of the first to break."""
+    """What is wrong with the world, if anything; quoted is who has the reason, and of these the first to break.
+
+    Where nobody has one yet, and somebody may, ``turn.waits`` is set for a while instead.
+    """
     found = sorted(_faults(turn))
-    if not found:
+    if not found or _may_be_explained(turn, found):
         return None
     first = found[0]
     return Fault(
@@ -68,6 +87,44 @@ def fault(turn: Turn) -> Fault | None:
         ranks=tuple(one.rank for one in found if one.rank >= 0),
         nodes=(first.node,) if first.node else (),
         at_s=turn.now_s,
+    )
+
+
+def _may_be_explained(turn: Turn, found: list[_Found]) -> bool:
+    """Who is stopped says no more why it failed: all but the faulted are left alone for a moment."""
+    state = turn.state
+    mute = {pod.name for pod in turn.members} - {one.pod for one in found}
+    if found[0].order[0] < _ANOTHERS or not mute or state.phase is not Phase.RUNNING:
+        return False
+    since = turn.now_s if state.unexplained_since_s is None else state.unexplained_since_s
+    turn.set(unexplained_since_s=since)
+    turn.waits = turn.now_s - since < _REASON_S
+    return turn.waits
+
+
+def explain(turn: Turn) -> Fault | None:
+    """While all are being stopped: the fault, where somebody has a better reason now than the one that is quoted."""
+    quoted = turn.state.fault
+    if quoted is None or turn.state.phase is not Phase.STOPPING or turn.state.cause is not Cause.FAULT:
+        return None
+    found = []
+    for rank, name in enumerate(turn.state.members):
+        pod = turn.pods.get(name)
+        outside = None if pod is None else _of_machine(turn, pod)
+        if pod is not None and outside is not None:
+            found.append(_Found((_MACHINE, 0.0, rank), name, pod.node, rank, *outside))
+        elif pod is not None and state_of(pod) is AgentState.FAULTED:
+            found.append(_said(pod, rank))
+    first = min(found, default=None)
+    if first is None or first.order[0] >= _weight(quoted.reason, quoted.message):
+        return None
+    return msgspec.structs.replace(
+        quoted,
+        reason=first.reason,
+        message=first.message,
+        pods=tuple(dict.fromkeys((first.pod, *quoted.pods))),
+        ranks=tuple(dict.fromkeys((first.rank, *quoted.ranks))),
+        nodes=(first.node,) if first.node else (),
     )
 
 
@@ -81,18 +138,18 @@ def _faults(turn: Turn) -> Iterable[_Found]:
         return
     for rank, name in enumerate(state.members):
         if name not in turn.pods:
-            yield _Found((0, 0.0, rank), name, "", rank, "PodLost", f"pod {name} is gone")
+            yield _Found((_MACHINE, 0.0, rank), name, "", rank, "PodLost", f"pod {name} is gone")
             continue
         pod = turn.pods[name]
         outside = _of_machine(turn, pod)
         if outside is not None:
-            yield _Found((0, 0.0, rank), name, pod.node, rank, *outside)
+            yield _Found((_MACHINE, 0.0, rank), name, pod.node, rank, *outside)
         elif state_of(pod) is AgentState.FAULTED:
             yield _said(pod, rank)
         else:
             wrong = _of_agent(turn, pod)
             if wrong is not None:
-                yield _Found((1, turn.now_s, rank), name, pod.node, rank, *wrong)
+                yield _Found((_OWN, turn.now_s, rank), name, pod.node, rank, *wrong)
 
 
 def _of_machine(turn: Turn, pod: Pod) -> tuple[str, str] | None:
@@ -121,8 +178,16 @@ def _said(pod: Pod, rank: int) -> _Found:
     """In the agent's own words."""
     since = {} if pod.answer is None else pod.answer.since
     reason, message = ("", "") if pod.answer is None else (pod.answer.reason, pod.answer.message)
-    order = (1, _seconds(since.get("FAULTED", "")), rank)
+    order = (_weight(reason, message), _seconds(since.get("FAULTED", "")), rank)
     return _Found(order, pod.name, pod.node, rank, reason or "WorkerFault", message)
+
+
+def _weight(reason: str, message: str) -> int:
+    if reason in _OF_MACHINES:
+        return _MACHINE
+    if not (reason or message) or reason == "WorkerReportedFault" or message.startswith(_UNKNOWN):
+        return _NONE
+    return _ANOTHERS if reason == _AS_ASKED or names_another(message) else _OWN
 
 
 def _seconds(moment: str) -> float:

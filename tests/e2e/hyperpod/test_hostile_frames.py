@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
 import pytest
 
 from elastic.errors import ControlLostError
 from integration.hyperpod.agent import worker as worker_module
-from integration.hyperpod.agent.connection import Connection
+from integration.hyperpod.agent.connection import Connection as RankConnection
 from integration.hyperpod.agent.frames import Frames, encode
 from integration.hyperpod.agent.worker import Worker
 from integration.hyperpod.operator.sim_place import Wishes
 from tests.support.hyperpod_inprocess import TOTAL, done
 from tests.support.operated_stories import operated, undisturbed
+from tests.support.zygote import Zygote, has_ended
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 pytest.importorskip("hyperpod_elastic_agent")
@@ -79,8 +80,9 @@ def hears(path: Path) -> bool:
     return False
 
 
-def _serve(folder: str, pipe: multiprocessing.connection.Connection) -> None:
+def _serve(_say: Callable[[str], object], folder: str, address: str) -> None:
     """The agent's own socket and what listens there, for two ranks; says when the thread that does has ended."""
+    pipe = Client(address)
     tempfile.tempdir = folder
     from hyperpod_elastic_agent.ipc import server as ipc
     from hyperpod_elastic_agent.ipc.socket import HyperPodElasticAgentSocketServer as Socket
@@ -101,52 +103,50 @@ def _serve(folder: str, pipe: multiprocessing.connection.Connection) -> None:
             return
 
 
-@contextmanager
-def listening(folder: Path) -> Iterator[tuple[Path, multiprocessing.connection.Connection]]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hyperpod_elastic_agent.ipc.server"])
-    ours, its = context.Pipe()
-    process = context.Process(target=_serve, args=(str(folder), its))
-    process.start()
+@pytest.fixture
+def listening(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Connection]]:
+    with Listener() as listener:
+        process = zygote.start(_serve, str(tmp_path), listener.address)
+        ours = listener.accept()
     try:
         assert ours.poll(WAITS_S)
         yield Path(ours.recv()), ours
-        ours.send("end")
     finally:
-        process.join(10)
-        process.kill()
-        process.join()
+        with contextlib.suppress(OSError):
+            ours.send("end")
+        has_ended(process.pid, 10)
+        process.kill_if_alive()
+        process.wait()
         ours.close()
-        its.close()
 
 
-def test_the_agent_goes_on_after_these(tmp_path: Path) -> None:
-    with listening(tmp_path) as (path, pipe):
-        kept = [send(path, frame) for frame in HARMLESS.values()]
-        assert hears(path)
-        for sock in kept:
-            sock.close()
-        assert hears(path)
-        assert not pipe.poll()
+def test_the_agent_goes_on_after_these(listening: tuple[Path, Connection]) -> None:
+    path, pipe = listening
+    kept = [send(path, frame) for frame in HARMLESS.values()]
+    assert hears(path)
+    for sock in kept:
+        sock.close()
+    assert hears(path)
+    assert not pipe.poll()
 
 
 @pytest.mark.parametrize("frame", DEAFENING.values(), ids=DEAFENING)
 def test_the_agent_hears_nobody_after_these_and_our_rank_does_not_wait_for_ever(
-    frame: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    frame: bytes, listening: tuple[Path, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "DEAF_S", 0.3)
     monkeypatch.setattr(worker_module, "_LOOK_S", 0.05)
-    with listening(tmp_path) as (path, pipe):
-        assert hears(path)
-        with send(path, frame):
-            assert pipe.poll(WAITS_S)
-            assert pipe.recv() == "deaf"
-            worker = Worker(Connection(path, 0))
-            try:
-                with pytest.raises(ControlLostError, match="has not read"):
-                    worker.barrier(timeout_s=WAITS_S)
-            finally:
-                worker.close()
+    path, pipe = listening
+    assert hears(path)
+    with send(path, frame):
+        assert pipe.poll(WAITS_S)
+        assert pipe.recv() == "deaf"
+        worker = Worker(RankConnection(path, 0))
+        try:
+            with pytest.raises(ControlLostError, match="has not read"):
+                worker.barrier(timeout_s=WAITS_S)
+        finally:
+            worker.close()
 
 
 def socket_of(agent: int) -> Path:

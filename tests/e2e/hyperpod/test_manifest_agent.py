@@ -12,6 +12,7 @@ import pytest
 from peerstore.settings import budget_bytes
 from tests.support.agents import agent_pid
 from tests.support.manifest_agent import agent_command, config_map, plugged
+from tests.support.neighbours import until
 
 pytestmark = pytest.mark.e2e
 
@@ -68,6 +69,36 @@ def test_what_the_command_line_says_goes_before_the_cluster(node, agent_dir):
     process = node("--budget=64MiB", Mode="Enable", InstanceMemoryAllocationPercentage=3)
     until_it_serves(process)
     assert json.loads(asked(agent_dir, "/status")[1])["store"]["arena"]["budget_bytes"] == 64 << 20
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+
+
+def set_to(folder, **flag):
+    """As Kubernetes puts a changed ConfigMap in place: one file after the other, each whole."""
+    for name, value in flag.items():
+        (folder / f".{name}").write_text(f"{value}\n")
+        (folder / f".{name}").replace(folder / name)
+
+
+def test_an_agent_that_runs_follows_the_flag(node, agent_dir, tmp_path):
+    process = node("--cluster-every-s=0.1", Mode="Enable", InstanceMemoryAllocationPercentage=3)
+    until_it_serves(process)
+
+    def said(name):
+        return json.loads(asked(agent_dir, "/status")[1])[name]
+
+    set_to(tmp_path / "cluster", InstanceMemoryAllocationPercentage=2)
+    until(lambda: said("store")["arena"]["budget_bytes"] == budget_bytes("2%"), "the new share is the arena's")
+    set_to(tmp_path / "cluster", InstanceMemoryAllocationPercentage="lots")
+    until(lambda: said("cluster")["problem"], "what cannot be read is said")
+    assert said("store")["arena"]["budget_bytes"] == budget_bytes("2%")
+    set_to(tmp_path / "cluster", Mode="Disable", InstanceMemoryAllocationPercentage=2)
+    until(lambda: said("cluster")["needs_restart"] == ["enabled"], "what needs a restart is said")
+    assert said("cluster")["problem"] is None
+    set_to(tmp_path / "cluster", Mode="Enable", InstanceMemoryAllocationPercentage=4)
+    until(lambda: said("cluster")["needs_restart"] == [], "it is as at the start again")
+    until(lambda: said("store")["arena"]["budget_bytes"] == budget_bytes("4%"), "with another share")
+    assert agent_pid(agent_dir) == process.pid
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
 

@@ -60,7 +60,7 @@ class Operator:
         log, answer = self.folder / "operator.log", self.folder / "answer.json"
         command = [*_COMMAND, "run", str(self.job), *where, "--every=0.1", "--json"]
         with log.open("ab") as err, answer.open("wb") as out:
-            self.process = subprocess.Popen(command, env=self.environ, stdout=out, stderr=err)
+            self.process = subprocess.Popen(command, cwd=ROOT, env=self.environ, stdout=out, stderr=err)
 
     def say(self, *words: str) -> Any:
         done = subprocess.run([*_COMMAND, *words, "--json"], env=self.environ, capture_output=True, timeout=120)
@@ -148,6 +148,17 @@ def test_a_job_of_this_machine_from_its_start_to_its_end(operator):
     answer = json.loads((operator.folder / "answer.json").read_text())
     assert answer["phase"] == "Succeeded"
     assert answer["status"]["elasticScalingStatus"]["consecutiveScalingFailures"] == 0
+
+
+def test_the_job_among_the_examples_runs_to_its_end(operator):
+    """As its first line says, and the page of the operator; its memory is in the test's own folder."""
+    words = (ROOT / "examples" / "hyperpod_job.yaml").read_text()
+    operator.job.write_text(words.replace("/dev/shm/example-hyperpod", str(operator.folder / "memory")))
+    operator.place = SimPlace("example", operator.folder / "sim")
+    operator.run("--spawn=2")
+    assert operator.wait() == 0, operator.log()
+    answer = json.loads((operator.folder / "answer.json").read_text())
+    assert (answer["phase"], answer["status"]["restartCount"]) == ("Succeeded", 0)
 
 
 def test_agents_that_somebody_else_started_and_a_bad_node(tmp_path):

@@ -46,7 +46,10 @@ def test_the_controllers_manifests_are_among_them() -> None:
 def test_the_controller_may_not_do_more_than_it_does(kube: Kube) -> None:
     account = kube.as_service_account("tieredckpt-system", "hyperpod-controller")
     try:
-        for path in ("/api/v1/secrets", "/api/v1/configmaps", "/apis/apps/v1/deployments"):
+        for path in (
+            "/api/v1/secrets", "/api/v1/configmaps", "/apis/apps/v1/deployments", "/api/v1/namespaces",
+            "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
+        ):  # fmt: skip
             with pytest.raises(Refused) as refused:
                 account.get(path)
             assert refused.value.status == 403

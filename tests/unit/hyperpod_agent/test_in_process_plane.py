@@ -143,8 +143,8 @@ def test_a_start_that_names_the_number_of_ranks_as_the_number_of_groups(alone, p
     agent.say(words.START, worker_envs={**envs(0, 4, port, 0), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "4"})
     with pytest.raises(DeadlineError):  # three others are not there
         coming[0].result(PATIENCE_S)
-    assert plane._meeting is not None
-    assert plane._meeting._place.node_count == 2
+    assert plane._inner is not None
+    assert plane._inner._place.node_count == 2
 
 
 def test_a_count_that_was_given_before_makes_a_newer_epoch_all_the_same(alone, port):

@@ -17,8 +17,13 @@ JOB = Path(__file__).parents[3] / "examples" / "hyperpod_job.yaml"
 
 class Clock:
     now = 1_000_000.0
+    back_s = 0.0
+    """So far the one on the wall has been set back."""
 
     def time(self):
+        return self.now - self.back_s
+
+    def monotonic(self):
         return self.now
 
 
@@ -29,7 +34,7 @@ def clock(monkeypatch):
     return one
 
 
-def started(tmp_path, clock, command, seconds):
+def started(tmp_path, clock, command, seconds, *, set_back=False):
     """How many pods there were on one node, and what was said of the last of them."""
     spec = read_job(load_yaml(JOB.read_text()))
     (group,) = spec.groups
@@ -43,6 +48,8 @@ def started(tmp_path, clock, command, seconds):
         pods.places({})
         events += pods.told()
         clock.now += 0.5
+        if events and set_back:
+            clock.back_s = 3600.0
     pods.close()
     return len(events), events[-1].message if events else ""
 
@@ -62,4 +69,9 @@ def test_a_pod_that_cannot_run_is_tried_less_and_less_often(tmp_path, clock):
 
 def test_one_that_was_killed_is_replaced_as_soon_as_ever(tmp_path, clock):
     tries, _ = started(tmp_path, clock, ["/bin/sh", "-c", "kill -9 $$"], 20.0)
+    assert tries >= 18
+
+
+def test_a_clock_that_is_set_back_keeps_no_pod_waiting(tmp_path, clock):
+    tries, _ = started(tmp_path, clock, ["/bin/sh", "-c", "kill -9 $$"], 20.0, set_back=True)
     assert tries >= 18

@@ -129,6 +129,78 @@ def test_the_first_to_break_is_the_reason():
     assert decision.state.fault.ranks == (2, 0)
 
 
+def said(one, reason: str, message: str, at: str = "") -> None:
+    """What an agent answers that is faulted."""
+    one.fail(reason)
+    answer = msgspec.structs.replace(one.answer(), message=message, since={"FAULTED": at} if at else {})
+    one.answer = lambda: answer
+
+
+PEER = "Local Rank 0 exited with code 1 due to: RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.3]"
+OWN = "Local Rank 0 exited with code 1 due to: ValueError: batch 7 is no batch"
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("WorkerCrash", PEER),
+        ("ElasticWorld", "restart: rank 1 left"),
+        ("WorkerReportedFault", "The processes reported a failure on ranks 0"),
+        ("WorkerFault", "An unknown fault occurred resulting in the training worker processes becoming unhealthy"),
+        ("", ""),
+    ],
+)
+def test_who_has_a_reason_is_quoted_and_not_who_was_faulted_first(reason, message):
+    cluster = running(job(3), 3)
+    first, culprit = cluster.members[0], cluster.members[2]
+    said(first, reason, message, "2026-01-01T00:00:01+00:00")
+    said(culprit, "WorkerCrash", OWN, "2026-01-01T00:00:02+00:00")
+    fault = cluster.look().state.fault
+    assert (fault.reason, fault.message) == ("WorkerCrash", OWN)
+    assert fault.ranks == (2, 0)
+    assert fault.nodes == (f"node-{culprit.name}",)
+
+
+def test_who_only_saw_another_ones_end_is_not_believed_before_that_one_could_speak():
+    cluster = running(job(3), 3)
+    said(cluster.members[0], "WorkerCrash", PEER)
+    for _ in range(2):
+        assert not cluster.turn().actions, "nobody is stopped who may have the reason"
+    said(cluster.members[2], "WorkerCrash", OWN)
+    assert cluster.turn().state.fault.message == OWN
+    assert cluster.events.count("WorkerCrash") == 1
+
+
+def test_where_nobody_has_a_reason_the_first_to_break_is_quoted_in_the_end():
+    cluster = running(job(3), 3)
+    said(cluster.members[1], "WorkerCrash", PEER)
+    cluster.until(lambda: cluster.state.fault is not None, turns=10)
+    assert cluster.state.fault.message == PEER
+    assert cluster.state.fault.ranks == (1,)
+
+
+def test_where_all_have_said_something_nobody_is_waited_for():
+    cluster = running(job(2), 2)
+    for one in cluster.members:
+        said(one, "WorkerCrash", PEER)
+    assert cluster.look().state.fault is not None
+
+
+def test_a_machine_that_turns_out_to_be_lost_is_the_reason_after_all():
+    cluster = running(job(3), 3)
+    lost, other = cluster.members[2], cluster.members[0]
+    lost.silent = True
+    said(other, "WorkerCrash", PEER)
+    cluster.until(lambda: cluster.state.fault is not None, turns=10)
+    del other.answer
+    cluster.until(lambda: cluster.state.fault is not None and cluster.state.fault.reason == "AgentUnreachable")
+    assert cluster.state.fault.nodes == (f"node-{lost.name}",)
+    assert {one.node for one in cluster.state.offences} == {f"node-{lost.name}"}, "and no other machine is blamed"
+    cluster.until(lambda: cluster.runs(3))
+    assert cluster.state.last_fault.reason == "AgentUnreachable"
+    assert cluster.state.restarts == 1
+
+
 def test_a_machine_that_is_said_to_be_bad_is_left():
     cluster = running(job(2), 2)
     bad = cluster.members[1]
@@ -439,6 +511,35 @@ def test_a_suspended_job_gives_its_pods_back_and_goes_on_later():
 
 
 # -- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_never_stops_is_not_waited_for_when_the_job_is_over():
+    cluster = running(job(2, activeDeadlineSeconds=60), 2)
+    cluster.members[1].stuck = True
+    cluster.members[0].fail()
+    cluster.until(lambda: cluster.state.phase is Phase.STOPPING)
+    cluster.now_s += 60
+    cluster.until(lambda: cluster.state.phase is Phase.FAILED)
+    cluster.until(lambda: cluster.decision.finished)
+    assert not cluster.alive, "its machine is free for others"
+
+
+def test_time_in_a_queue_is_no_time_to_start_in():
+    cluster = Cluster(job(2, startupDeadlineSeconds=30))
+    cluster.capacity, cluster.room = 0, 1
+    cluster.turns(60)
+    assert cluster.state.phase is Phase.FORMING, "it waits in its queue"
+    cluster.capacity = 2
+    cluster.turns(20)
+    assert cluster.state.phase is Phase.FORMING
+    cluster.capacity = 0
+    cluster.turns(60)
+    cluster.capacity = 2
+    cluster.turns(29)
+    assert cluster.state.phase is Phase.FORMING, "admitted anew, it has all of its time again"
+    cluster.turns(3)
+    assert cluster.state.phase is Phase.FAILED
+    assert "StartupDeadlineExceeded" in cluster.events
 
 
 @pytest.mark.parametrize(

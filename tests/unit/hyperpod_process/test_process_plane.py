@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 
 import pytest
 import torch.distributed as dist
 
-from elastic.control.plane import Dismissed, Progress, Want
+from elastic.control.plane import Assignment, Dismissed, Progress, Want
 from elastic.errors import GaveUpError, PolicyError
+from elastic.rootless.holders import Patience
+from elastic.workers.launched import connected
 from elastic.workers.store_plane import StorePlane
 from integration.hyperpod import process_plane as module
 from integration.hyperpod.environment import worker_from
@@ -18,6 +21,7 @@ from integration.hyperpod.process_plane import ProcessPlane
 from tests.support.neighbours import until
 from tests.support.planes import PATIENCE_S, all_ready, at_once, results
 from tests.support.ports import free_port
+from tests.support.store_servers import server_processes
 
 
 class Asked(GroupSignal):
@@ -172,7 +176,9 @@ def test_who_could_not_seal_ends_with_an_error_and_keeps_nobody(start):
     nodes[0].plane.sealed(8)
     with pytest.raises(GaveUpError, match="whoever started it has to start the next one"):
         nodes[1].plane.ready(timeout_s=PATIENCE_S)
-    assert nodes[0].plane._store.add("0/gone", 0) == 1  # who keeps the store waits for all to say so
+    assert (
+        nodes[0].plane._store.add(nodes[0].plane._name("came/gone"), 0) == 1
+    )  # who keeps the store waits for all to say so
     leaves(nodes[0])
 
 
@@ -186,6 +192,26 @@ def test_it_shares_the_place_of_the_store_with_what_the_script_makes_there(start
         assert isinstance(node.plane, StorePlane)
     finally:
         node.plane.close()
+
+
+def test_a_store_whose_process_is_stopped_keeps_nobody_from_leaving(zygote, monkeypatch):
+    """The first rank's, which keeps it, hangs when all have sealed."""
+    patience = Patience(look_s=0.2, answer_s=1.0, connect_s=10.0)
+    monkeypatch.setattr(module, "connected", functools.partial(connected, patience=patience))
+    with server_processes(zygote, 1) as (server,):
+        place = Assignment(0, 0, 2, 0, 1, 0, 2, server.address)
+        first = StorePlane(lambda: connected(server.host, server.port, patience=patience), place, last=False)
+        second = Node(1, 2, server.port, PATIENCE_S)
+        all_ready([first, second.plane])
+        second.asked.send()
+        results(at_once(lambda: first.pause(8), lambda: second.plane.pause(8)))
+        for plane in (first, second.plane):
+            plane.sealed(8)
+        server.stop()
+        (leaving,) = at_once(lambda: leaves(second))
+        leaving.result(PATIENCE_S)
+        results(at_once(second.plane.close, first.close))
+        assert second.account.flushed == 1
 
 
 def test_a_place_that_cannot_be_is_refused_before_anything_is_made():

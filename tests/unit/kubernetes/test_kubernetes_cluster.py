@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from integration.kubernetes.cluster import Cluster
-from integration.kubernetes.errors import AbsentError, ClusterError, ConflictError, RefusedError, UnreachableError
+from integration.kubernetes.errors import (
+    AbsentError,
+    ClusterError,
+    ConflictError,
+    ExpiredError,
+    RefusedError,
+    UnreachableError,
+)
 from tests.support.kube_objects import job_object, pod_object
 
 
@@ -71,7 +78,7 @@ def cluster(told: Told) -> Iterator[Cluster]:
     [
         (404, AbsentError),
         (409, ConflictError),
-        (410, RefusedError),
+        (410, ExpiredError),
         (403, RefusedError),
         (422, RefusedError),
         (429, UnreachableError),
@@ -119,9 +126,9 @@ def test_a_pod_that_is_gone_or_another_one_needs_no_deleting(told: Told, cluster
 
 
 def test_pods_of_one_job_only(told: Told, cluster: Cluster) -> None:
-    told.body = '{"items": [{"metadata": {"name": "a"}}]}'
+    told.body = '{"metadata": {"resourceVersion": "7"}, "items": [{"metadata": {"name": "a"}}]}'
     assert cluster.pods("default", "llama") == [{"metadata": {"name": "a"}}]
-    assert told.asked[0][1] == "/api/v1/namespaces/default/pods?labelSelector=HPJob%3Dllama"
+    assert told.asked[0][1] == "/api/v1/namespaces/default/pods?labelSelector=HPJob%3Dllama&limit=500"
 
 
 def test_an_event_is_about_the_job(told: Told, cluster: Cluster) -> None:

@@ -190,6 +190,16 @@ def test_while_nobody_answers_nothing_is_forgotten():
     story.until(lambda: story.phase is Phase.SUCCEEDED)
 
 
+def test_while_something_is_going_on_the_next_look_is_soon():
+    story = Story()
+    story.until_running(2)
+    passing = Passing(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    passing.once("default", "llama")
+    assert passing.once("default", "llama").again_in_s == 1.0
+    story.kube.crash(story.members[0])
+    assert passing.once("default", "llama").again_in_s == 0.2
+
+
 def test_pods_that_are_refused_are_complained_of_once_and_asked_for_again():
     story = Story()
     story.kube.refusal = "exceeded quota"
@@ -200,6 +210,24 @@ def test_pods_that_are_refused_are_complained_of_once_and_asked_for_again():
     assert story.kube.events.count("PodRefused") == 1
     story.kube.refusal = ""
     story.until_running(2)
+
+
+def test_pods_that_are_refused_are_asked_for_less_and_less_often():
+    story = Story()
+    story.kube.refusal = "exceeded quota"
+    passing = Passing(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    asked, create = [], story.kube.create_pod
+
+    def counted(pod):
+        asked.append(story.kube.now_s)
+        create(pod)
+
+    story.kube.create_pod = counted
+    for _ in range(130):
+        passing.once("default", "llama")
+        story.kube.tick()
+    assert 5 <= len(asked) <= 9, asked
+    assert asked[-1] - asked[-2] >= 30
 
 
 def test_whoever_decides_on_what_is_no_longer_so_does_nothing():
@@ -264,10 +292,10 @@ def _whole_story(cuts: list[tuple[int, bool]]) -> Story:
     return story
 
 
-def test_what_decides_needs_neither_kopf_nor_a_client_nor_torch():
-    names = "passing", "pods", "seeing", "status", "cluster"
+def test_what_decides_needs_neither_a_client_nor_torch():
+    names = "passing", "pods", "seeing", "status", "cluster", "cached"
     imports = "; ".join(f"import integration.kubernetes.{name}" for name in names)
-    found = "{name.partition('.')[0] for name in sys.modules} & {'kopf', 'kubernetes', 'torch'}"
+    found = "{name.partition('.')[0] for name in sys.modules} & {'kubernetes', 'torch'}"
     subprocess.run(
         [sys.executable, "-c", f"import sys; {imports}; assert not {found}, {found}"], check=True, timeout=120
     )

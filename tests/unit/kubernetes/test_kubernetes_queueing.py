@@ -218,6 +218,23 @@ def test_whatever_it_held_or_waited_for_is_free_when_it_has_ended(ends, reason):
     assert story.condition()["status"] == "True", "what was, not what would be"
 
 
+@pytest.mark.parametrize("policy", ["None", "OnlyComplete", "All"])
+@pytest.mark.parametrize("ends", ["complete", "crash"])
+def test_a_pod_that_never_began_holds_no_quota_for_good(policy, ends):
+    """It waits for a machine when the job ends: no agent is there that could be told to."""
+    run = {"cleanPodPolicy": policy, "jobMaxRetryCount": 0}
+    story = Waiting(quota=3, nodes=2, runPolicy=run)
+    story.until(lambda: story.runs(2) and len(story.kube.names(running=False)) == 3)
+    story.kube.nodes.clear()
+    if ends == "complete":
+        story.kube.complete()
+    else:
+        story.kube.crash(story.state.members[0])
+    story.until(lambda: story.state.phase.over and story.kueue.used() == 0)
+    kept = {pod["metadata"]["name"] for pod in story.kube.pods_now()}
+    assert kept <= set(story.state.members), "what has run is kept, if it is to be"
+
+
 def test_scaled_by_hand_asks_for_no_more_and_gives_back_the_rest():
     story = Waiting(quota=9)
     story.until(lambda: story.runs(3))
@@ -268,6 +285,30 @@ def test_a_priority_class_that_is_not_there_is_complained_of_once():
     story.kueue.classes["urgent"] = 7
     story.until(lambda: story.runs(1))
     assert story.kueue.workload(story.kueue.names()[0])["spec"]["priority"] == 7
+
+
+def test_a_workload_that_is_refused_is_asked_for_less_and_less_often():
+    story = Waiting(quota=1, labels={**QUEUE, "kueue.x-k8s.io/priority-class": "urgent"})
+    asked: list[float] = []
+    priority = story.kueue.priority
+
+    def counted(named: Any) -> int:
+        asked.append(story.kube.now_s)
+        return priority(named)
+
+    story.kueue.priority = counted
+    passing = Passing(story.kube, story.kube, health={}, clock=lambda: story.kube.now_s)
+    for _ in range(130):
+        passing.once("default", "llama")
+        story.kube.tick()
+    assert 5 <= len(asked) <= 9, asked
+    assert asked[-1] - asked[-2] >= 30
+    before = len(asked)
+    story.kube.job_now()["metadata"]["labels"] = {**QUEUE, "kueue.x-k8s.io/priority-class": "high"}
+    story.kube.change_spec()
+    passing.once("default", "llama")
+    assert len(asked) == before + 1, "another class is asked for at once"
+    assert len(story.kueue.names()) == 1
 
 
 def test_pods_go_where_their_quota_is():

@@ -218,6 +218,10 @@ class _Asked:
         return answer
 
 
+def _no_list(what):
+    raise AssertionError(f"{what} was listed")
+
+
 @pytest.mark.parametrize(
     ("served", "version"),
     [(["v1beta1"], "v1beta1"), (["v1beta1", "v1beta2"], "v1beta2"), (["v1alpha1"], None), (None, None)],
@@ -232,7 +236,7 @@ def test_the_best_version_that_is_served(served, version, monkeypatch):
 
 def test_a_status_is_written_over_what_was_read():
     ask = _Asked({})
-    Kueue(ask, "v1beta1").write_workload_status(_admitted_workload(), {"admission": None})
+    Kueue(ask, _no_list, "v1beta1").write_workload_status(_admitted_workload(), {"admission": None})
     ((method, path, body),) = ask.calls
     assert method == "PATCH"
     assert path.startswith("/apis/kueue.x-k8s.io/v1beta1/namespaces/default/workloads/llama-")
@@ -243,13 +247,13 @@ def test_a_status_is_written_over_what_was_read():
 @pytest.mark.parametrize("gone", [AbsentError("no"), ConflictError("another")])
 def test_this_very_workload_is_deleted_or_gone(gone):
     ask = _Asked(gone)
-    Kueue(ask, "v1beta2").delete_workload(_admitted_workload())
-    assert ask.calls[0][2]["preconditions"] == {"uid": "w"}
+    Kueue(ask, _no_list, "v1beta2").delete_workload(_admitted_workload())
+    assert ask.calls[0][2]["preconditions"] == {"uid": "w", "resourceVersion": "3"}
 
 
 def test_what_a_class_is_worth():
     ask = _Asked({"value": 5}, {"value": -3}, AbsentError("404"))
-    kueue = Kueue(ask, "v1beta2")
+    kueue = Kueue(ask, _no_list, "v1beta2")
     assert kueue.priority(PriorityClass("a", of_kueue=True)) == 5
     assert kueue.priority(PriorityClass("b", of_kueue=False)) == -3
     with pytest.raises(RefusedError, match="no WorkloadPriorityClass c"):

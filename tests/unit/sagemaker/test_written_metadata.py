@@ -1,12 +1,14 @@
 """Metadata of AWS's library: believed when it fits together, refused when it does not."""
 
 import copy
+import io
 import os
 import pickle
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -15,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from integration.sagemaker.format_writer import _Pickler
 from integration.sagemaker.metadata import Extent, read_metadata
 from tests.support.written import pickled, write
 from tieredckpt.boxes import Box
@@ -53,6 +56,34 @@ def test_as_aws_pickles_it(protocol):
         for index, at in metadata.storage_data.items()
     }
     assert read_metadata(pickle.dumps(theirs, protocol), "m") == read_metadata(pickled(metadata), "m")
+
+
+def by_early_311(metadata, protocol, *, asks=getattr, whose=_MEM_FORMAT_ENCODING):
+    """As Python 3.11.0 to 3.11.3 pickles, whatever Python this is: a member of an enum is asked for by its name."""
+
+    class Early(_Pickler):
+        def reducer_override(self, obj):
+            return (asks, (whose, obj.name)) if isinstance(obj, _MEM_FORMAT_ENCODING) else NotImplemented
+
+    into = io.BytesIO()
+    Early(into, protocol).dump(metadata)
+    return into.getvalue()
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_as_an_early_python_3_11_pickles_it(protocol):
+    _, metadata = two_ranks()
+    data = by_early_311(metadata, protocol)
+    assert (b"__builtin__" if protocol == 2 else b"builtins") in data
+    assert read_metadata(data, "m") == read_metadata(pickled(metadata), "m")
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("changed", [{"whose": Metadata}, {"whose": "a name"}, {"asks": vars}])
+def test_nothing_but_an_enumeration_is_asked_for_a_name(protocol, changed):
+    _, metadata = two_ranks()
+    with pytest.raises(CheckpointDamagedError):
+        read_metadata(by_early_311(metadata, protocol, **changed), "m")
 
 
 def test_what_is_written_here_is_aws_own_class():

@@ -1,0 +1,129 @@
+"""The record of who leads a job in a ``coordination.k8s.io`` Lease: ``kubernetes://[NAMESPACE]/NAME``.
+
+Its spec is what ``kubectl get lease`` shows of any leader. What a job needs beside it is in annotations.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult
+
+import msgspec
+
+from elastic.control.leadership import LeaderRecord
+from elastic.errors import ControlLostError, PolicyError, RefusedError
+from integration.kubernetes.cluster import Cluster, connect
+from integration.kubernetes.errors import AbsentError, ClusterError, ConflictError
+from integration.kubernetes.errors import RefusedError as NotAllowedError
+
+PREFIX = "elastic.tieredckpt/"
+_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_CALLS = 5
+"""So many calls fit into the time that a holder leads without renewing."""
+
+
+class LeaseLeadership:
+    """The server lets only who has read a Lease as it is change it: by its ``resourceVersion``, which no other has."""
+
+    def __init__(self, cluster: Cluster, namespace: str, name: str, duration_s: float) -> None:
+        self._cluster, self.duration_s = cluster, duration_s
+        self._namespace, self._name = namespace, name
+        self._all = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+
+    def read(self) -> LeaderRecord | None:
+        try:
+            return _record(self._cluster.ask("GET", f"{self._all}/{self._name}"))
+        except AbsentError:
+            return None
+        except ClusterError as error:
+            raise self._meaning(error) from error
+
+    def write(self, record: LeaderRecord, over: LeaderRecord | None) -> LeaderRecord | None:
+        lease = self._lease(record, over)
+        try:
+            if over is None:
+                return _record(self._cluster.ask("POST", self._all, lease))
+            return _record(self._cluster.ask("PATCH", f"{self._all}/{self._name}", lease))
+        except (ConflictError, AbsentError):
+            return None
+        except ClusterError as error:
+            raise self._meaning(error) from error
+
+    def close(self) -> None:
+        """Connections are the client's."""
+
+    def _lease(self, record: LeaderRecord, over: LeaderRecord | None) -> dict[str, Any]:
+        moment = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        kept = {name: getattr(record, name) for name in ("term", "address", "epoch", "duration_s", "over", "reason")}
+        spec: dict[str, Any] = {
+            "holderIdentity": record.holder,
+            "leaseDurationSeconds": max(1, round(record.duration_s)),
+            "renewTime": moment,  # for people: no clock of one machine is compared with another one's
+        }
+        if over is None or (over.holder, over.term) != (record.holder, record.term):
+            spec["acquireTime"] = moment
+        meta: dict[str, Any] = {
+            "name": self._name,
+            "namespace": self._namespace,
+            "annotations": {PREFIX + name.replace("_", "-"): str(value) for name, value in kept.items()},
+        }
+        if over is not None:
+            meta["resourceVersion"] = over.version
+        return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": meta, "spec": spec}
+
+    def _meaning(self, error: ClusterError) -> ControlLostError:
+        if isinstance(error, NotAllowedError):
+            return RefusedError(
+                f"Lease {self._namespace}/{self._name}: {error}. The service account needs get, create and patch on "
+                "leases: integration/kubernetes/manifests/training/leadership.yaml"
+            )
+        return ControlLostError(f"Lease {self._namespace}/{self._name}: {error}")
+
+
+def leadership(url: SplitResult, duration_s: float) -> LeaseLeadership:
+    """``kubernetes://NAMESPACE/NAME``, or ``kubernetes:///NAME`` in the namespace of this pod."""
+    name = url.path.removeprefix("/")
+    namespace = url.netloc or _own_namespace(url)
+    for part in (namespace, name):
+        if not _NAME.fullmatch(part):
+            raise PolicyError(f"{url.geturl()}: write kubernetes://NAMESPACE/NAME, or kubernetes:///NAME in a pod")
+    try:
+        cluster = connect(max(0.5, duration_s / _CALLS))
+    except ImportError as error:
+        raise PolicyError(f"{url.geturl()}: pip install 'tieredckpt[kubernetes]' ({error})") from error
+    except Exception as error:
+        if type(error).__name__ != "ConfigException":
+            raise
+        raise PolicyError(f"{url.geturl()}: this is no pod, and there is no kubeconfig: {error}") from error
+    return LeaseLeadership(cluster, namespace, name, duration_s)
+
+
+def _own_namespace(url: SplitResult) -> str:
+    try:
+        return _NAMESPACE.read_text().strip()
+    except OSError:
+        raise PolicyError(f"{url.geturl()}: this is no pod: write kubernetes://NAMESPACE/NAME") from None
+
+
+def _record(lease: dict[str, Any]) -> LeaderRecord:
+    """A Lease that somebody else has made says nothing but who holds it, and for how long."""
+    meta, spec = lease["metadata"], lease.get("spec") or {}
+    said = {
+        name.removeprefix(PREFIX).replace("-", "_"): value
+        for name, value in (meta.get("annotations") or {}).items()
+        if name.startswith(PREFIX)
+    }
+    fields: dict[str, Any] = {
+        "duration_s": spec.get("leaseDurationSeconds") or 1,
+        **said,
+        "holder": spec.get("holderIdentity") or "",
+        "version": meta["resourceVersion"],
+    }
+    try:
+        return msgspec.convert(fields, LeaderRecord, strict=False)
+    except msgspec.ValidationError as error:
+        raise ControlLostError(f"Lease {meta.get('name')} does not say who leads: {error}") from error

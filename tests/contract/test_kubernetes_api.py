@@ -1,0 +1,159 @@
+"""What the controller needs of an API server: the imagined one of other tests, and a real one where it is built."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from integration.kubernetes.cluster import Cluster, connected, jobs_in, pods_in, pods_of
+from integration.kubernetes.errors import AbsentError, ConflictError
+from integration.kubernetes.informer import Informer
+from integration.kubernetes.pods import Seat, pod_for
+from tests.support.kube_api import ImaginedApi, client_of
+from tests.support.kube_jobs import JOBS, ROOT
+from tests.support.kube_objects import job_object
+from tests.support.kube_server import control_plane, why_not
+from tests.support.neighbours import until
+
+pytest.importorskip("kubernetes.client")
+
+
+@pytest.fixture(scope="module", params=["imagined", pytest.param("real", marks=pytest.mark.system)])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with contextlib.ExitStack() as stack:
+        if request.param == "imagined":
+            api = stack.enter_context(ImaginedApi().started())
+            api.forget_the_past()
+            yield Cluster(stack.enter_context(client_of(api.url)))
+            return
+        if reason := why_not():
+            pytest.skip(reason)
+        folder = tmp_path_factory.mktemp("kube")
+        kube = stack.enter_context(control_plane(folder))
+        definition = Path(ROOT, "integration/kubernetes/manifests/crd.yaml").read_text()
+        for document in yaml.safe_load_all(definition):
+            kube.apply(document)
+        kube.until_served(JOBS)
+        until(lambda: kube.find("/api/v1/namespaces/default/serviceaccounts/default"))  # pods are refused before
+        yield connected(kube.kubeconfig(folder / "admin"))
+
+
+@pytest.fixture
+def job(server: Cluster, request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    name = f"j{abs(hash(request.node.name)) % 10**8}"
+    wanted = job_object(name)
+    wanted["metadata"] = {"name": name, "namespace": "default"}
+    made = server.ask("POST", JOBS, wanted)
+    yield made
+    with contextlib.suppress(AbsentError):
+        server.delete_job(made)
+
+
+class Heard:
+    """A follower that counts."""
+
+    is_followed = False
+    lists = 0
+
+    def replace_all(self, items: Any, revision: str) -> None:
+        self.lists += 1
+
+    def heard(self, kind: str, one: Any) -> None: ...
+
+    def is_not_there(self) -> None: ...
+
+
+def pod(job: dict[str, Any], index: int = 0) -> dict[str, Any]:
+    return pod_for(job, Seat("workers", index), nodes=2)
+
+
+def names(items: list[dict[str, Any]]) -> list[str]:
+    return [one["metadata"]["name"] for one in items]
+
+
+def until_events(
+    server: Cluster, what: Any, since: str, count: int, kinds: Sequence[str] = ("ADDED", "DELETED")
+) -> list[tuple[str, str]]:
+    """The first ``count`` of these kinds: a scheduler writes to pods, too."""
+    found: list[tuple[str, str]] = []
+    with server.watch(what, since, 30) as events:
+        for event in events:
+            assert event["type"] != "ERROR", event
+            if event["type"] in kinds:
+                found.append((event["type"], event["object"]["metadata"]["name"]))
+            if len(found) == count:
+                break
+    return found
+
+
+def test_a_status_is_written_once(server: Cluster, job: dict[str, Any]) -> None:
+    written = server.write_status(job, {"restartCount": 1})
+    assert int(written["metadata"]["resourceVersion"]) > int(job["metadata"]["resourceVersion"])
+    assert written["status"]["restartCount"] == 1
+    with pytest.raises(ConflictError):
+        server.write_status(job, {"restartCount": 2})
+    with pytest.raises(ConflictError):
+        server.confirm(job)
+    server.confirm(written)
+
+
+def test_a_pod_is_made_once_and_only_this_very_one_goes(server: Cluster, job: dict[str, Any]) -> None:
+    made = server.create_pod(pod(job))
+    assert made["metadata"]["uid"]
+    with pytest.raises(ConflictError):
+        server.create_pod(pod(job))
+    server.delete_pod({"metadata": {**made["metadata"], "uid": "another"}})
+    assert names(server.pods("default", job["metadata"]["name"])) == names([made])
+    server.delete_pod(made, grace_s=0)
+    assert server.pods("default", job["metadata"]["name"]) == []
+    server.delete_pod(made)
+
+
+def test_a_list_and_what_a_watch_says_after_it(server: Cluster, job: dict[str, Any]) -> None:
+    before, revision = server.list_all(pods_in("default"))
+    made = server.create_pod(pod(job))
+    second = server.create_pod(pod(job, 1))
+    server.delete_pod(made, grace_s=0)
+    first, other = names([made, second])
+    what = pods_of("default", job["metadata"]["name"])
+    assert until_events(server, what, revision, 3) == [("ADDED", first), ("ADDED", other), ("DELETED", first)]
+    after, later = server.list_all(what)
+    assert names(after) == [other]
+    assert int(later) > int(revision) >= max([0, *(int(one["metadata"]["resourceVersion"]) for one in before)])
+
+
+def test_what_goes_has_a_newer_version_than_it_ever_had(server: Cluster, job: dict[str, Any]) -> None:
+    made = server.create_pod(pod(job))
+    server.delete_pod(made, grace_s=0)
+    with server.watch(pods_in(""), made["metadata"]["resourceVersion"], 30) as events:
+        gone = next(one for one in events if one["type"] == "DELETED")
+    assert gone["object"]["metadata"]["uid"] == made["metadata"]["uid"]
+    assert int(gone["object"]["metadata"]["resourceVersion"]) > int(made["metadata"]["resourceVersion"])
+
+
+def test_a_watch_of_jobs(server: Cluster, job: dict[str, Any]) -> None:
+    server.write_status(job, {"restartCount": 1})
+    found = until_events(server, jobs_in(""), job["metadata"]["resourceVersion"], 1, ["MODIFIED"])
+    assert found == [("MODIFIED", job["metadata"]["name"])]
+
+
+def test_a_watch_from_too_long_ago(server: Cluster, request: pytest.FixtureRequest) -> None:
+    if "imagined" not in request.node.name:
+        pytest.skip("a real server forgets after minutes, and many changes")
+    heard = Heard()
+    informer = Informer(server, pods_in(""), heard, wait=lambda _: None)
+    informer.step()
+    informer._since = "1"
+    informer.step()
+    informer.step()
+    assert heard.lists == 2, "all is listed again"
+
+
+def test_what_is_not_there(server: Cluster) -> None:
+    with pytest.raises(AbsentError):
+        server.job("default", "no-such-job")

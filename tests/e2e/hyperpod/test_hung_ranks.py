@@ -1,0 +1,45 @@
+"""Real agents and an operator in both modes: a rank hangs, in each way that a rank can, and nobody helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from integration.hyperpod.operator import Phase
+from tests.support.hyperpod_inprocess import TOTAL, done
+from tests.support.operated_stories import RANKS, operated, undisturbed
+from tests.support.zygote import Zygote
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytest.importorskip("hyperpod_elastic_agent")
+
+IN_PROCESS = ("--inprocess-restart", "--inprocess-timeout=10")
+NEW_PROCESSES = ()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "rank"),
+    [
+        pytest.param(IN_PROCESS, "hang", 1, marks=pytest.mark.nightly),
+        pytest.param(IN_PROCESS, "stop", 0, marks=pytest.mark.nightly),
+        pytest.param(IN_PROCESS, "native", 2),
+        pytest.param(NEW_PROCESSES, "hang", 3, marks=pytest.mark.nightly),
+        pytest.param(NEW_PROCESSES, "stop", 2),
+        pytest.param(NEW_PROCESSES, "native", 0, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_job_whose_rank_hangs_goes_on_by_itself(
+    tmp_path: Path, zygote: Zygote, options: tuple[str, ...], kind: str, rank: int
+) -> None:
+    """Rank 0 judges the others, and keeps the store at which all meet."""
+    (tmp_path / f"break-{kind}").write_text(f"{rank} 5")
+    with operated(tmp_path, environ={"ELASTIC_HANG_TIMEOUT": "8"}, options=options) as job:
+        job.let(TOTAL)
+        job.until(lambda: job.state.phase.over, "the job has ended")
+        assert job.state.phase is Phase.SUCCEEDED, job.report()
+        said = job.said()
+        assert said.count(["ended", "finished"]) == RANKS
+        assert not (tmp_path / f"break-{kind}").exists()
+        assert job.restarts(), job.report()
+    assert done(said) == undisturbed(zygote)

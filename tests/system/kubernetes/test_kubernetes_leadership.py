@@ -1,0 +1,198 @@
+"""Who leads a job, in a Lease on a real API server, under an account that has the rights of the manifest alone."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from kubernetes.config import kube_config
+
+from elastic.control.leadership import Leadership, leadership_at
+from elastic.errors import ControlLostError, RefusedError
+from elastic.inject import Faults
+from tests.support import leadership_contract as contract
+from tests.support.elastic_runs import kill
+from tests.support.golden_runs import (
+    EVERY,
+    POLICY,
+    SETTLE_S,
+    TRAINER,
+    Golden,
+    assert_same_bits,
+    assert_worlds_hold,
+    quiet_run,
+)
+from tests.support.kube_jobs import ROOT
+from tests.support.kube_server import Kube, Refused
+from tests.support.neighbours import until
+
+pytestmark = pytest.mark.system
+
+_MANIFEST = ROOT / "integration/kubernetes/manifests/training/leadership.yaml"
+_LEASES = "/apis/coordination.k8s.io/v1/namespaces/default/leases"
+_LEASE_S = 4
+_STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def account(bare_kube: Kube) -> Iterator[Kube]:
+    for document in yaml.safe_load_all(_MANIFEST.read_text()):
+        document["metadata"]["namespace"] = "default"
+        for subject in document.get("subjects", ()):
+            subject["namespace"] = "default"
+        bare_kube.apply(document)
+    account = bare_kube.as_service_account("default", "elastic-job")
+    try:
+        yield account
+    finally:
+        account.close()
+
+
+@pytest.fixture
+def config(account: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = account.kubeconfig(tmp_path / "kubeconfig")
+    _use(path, monkeypatch)
+    return path
+
+
+def _use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For this process, whose client has read the variable when it was imported."""
+    monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+    monkeypatch.setenv("no_proxy", "*")
+
+
+@pytest.fixture
+def lease(bare_kube: Kube, config: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    name = f"job-{abs(hash(request.node.name)) % 10**8}"
+    yield name
+    if bare_kube.find(f"{_LEASES}/{name}") is not None:
+        bare_kube.delete(f"{_LEASES}/{name}")
+
+
+def place(lease: str) -> Leadership:
+    return leadership_at(f"kubernetes://default/{lease}?lease={_LEASE_S}")
+
+
+def test_it_keeps_what_is_written(lease: str, bare_kube: Kube) -> None:
+    contract.keeps_what_is_written(place(lease))
+    said = bare_kube.get(f"{_LEASES}/{lease}")
+    assert (said["spec"]["holderIdentity"], said["spec"]["leaseDurationSeconds"]) == ("", 2)
+    assert said["metadata"]["annotations"]["elastic.tieredckpt/term"] == str(contract.FULL.term)
+
+
+def test_it_is_changed_only_by_who_has_read_it(lease: str) -> None:
+    contract.is_changed_only_by_who_has_read_it(place(lease))
+
+
+def test_one_that_was_deleted_is_not_written_over(lease: str, bare_kube: Kube) -> None:
+    contract.one_that_was_deleted_is_not_written_over(place(lease), lambda: bare_kube.delete(f"{_LEASES}/{lease}"))
+
+
+def test_one_of_many_writes_at_a_time(lease: str) -> None:
+    contract.one_of_many_writes_at_a_time([place(lease) for _ in range(4)])
+
+
+def test_the_account_may_do_no_more(account: Kube, lease: str) -> None:
+    contract.is_changed_only_by_who_has_read_it(place(lease))
+    for method, path in (
+        ("GET", _LEASES),
+        ("DELETE", f"{_LEASES}/{lease}"),
+        ("GET", "/api/v1/namespaces/default/pods"),
+    ):
+        with pytest.raises(Refused) as refused:
+            account.ask(method, path)
+        assert refused.value.status == 403
+
+
+def test_who_has_not_the_right_is_told_which_it_is(bare_kube: Kube, lease: str, tmp_path: Path, monkeypatch) -> None:
+    until(lambda: bare_kube.find("/api/v1/namespaces/default/serviceaccounts/default"))
+    other = bare_kube.as_service_account("default", "default")
+    _use(other.kubeconfig(tmp_path / "other"), monkeypatch)
+    other.close()
+    with pytest.raises(RefusedError, match=r"get, create and patch on leases: .*leadership\.yaml"):
+        place(lease).read()
+
+
+def test_a_server_that_is_away_is_unknown(config: Path, lease: str) -> None:
+    document = yaml.safe_load(config.read_text())
+    document["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
+    config.write_text(yaml.safe_dump(document))
+    with pytest.raises(ControlLostError) as lost:
+        place(lease).read()
+    assert not isinstance(lost.value, RefusedError)
+
+
+def test_the_leaders_machine_is_lost_and_the_job_learns_the_same_bits(lease: str, config: Path, tmp_path: Path) -> None:
+    quiet = quiet_run(tmp_path / "quiet", _STEPS)
+    folder = tmp_path / "k"
+    folder.mkdir()
+    job = Golden(folder, "job", "ddp", Faults())
+    try:
+        runs = {name: _machine(job, lease, config, name) for name in ("m1", "m2", "m3")}
+        until(lambda: [one for one in job.lines("step") if one["size"] == 3 and one["step"] >= 6], "steps", 120)
+        record = place(lease).read()
+        leader = record.holder.rpartition("-")[0]
+        _lose(job, runs.pop(leader), leader)
+        until(lambda: place(lease).read().term > record.term, "another one leads", 120)
+        for run in runs.values():
+            assert run.wait(200) == 0, job.story()
+        after = place(lease).read()
+        assert (after.holder, after.over) == ("", "finished")
+        assert after.epoch > record.epoch
+        assert_worlds_hold(job)
+        assert all(one["first"] > 0 for one in job.lines("world") if one["epoch"] > record.epoch)
+        assert {one["size"] for one in job.committed()[-3:]} == {2}
+        assert_same_bits(job.committed(), quiet)
+    finally:
+        job.close()
+
+
+def _machine(job: Golden, lease: str, config: Path, name: str):
+    """A launcher with an agent of its own, which knows of the others only what is in the Lease."""
+    secret, policy = job.folder / "secret", job.folder / "policy.yaml"
+    if not secret.exists():
+        secret.touch(mode=0o600)
+        secret.write_text("a secret that three machines know")
+    policy.write_text(POLICY)
+    job.total = _STEPS
+    job.environ |= {
+        "TIEREDCKPT_AGENT_DIRECTORY": str(job.folder / f"agent-{name}"),
+        "KUBECONFIG": str(config),
+        "no_proxy": "*",
+    }
+    return job.start(
+        *("run", "-v", "--job", job.name, "--log-dir", str(job.folder / "logs"), "--policy", str(policy)),
+        *("--nnodes", "1:3", "--nproc", "1", "--grow-after", "15", "--shrink-after", "0", "--node", name),
+        *("--coordinator", f"kubernetes://default/{lease}?lease={_LEASE_S}", "--listen", "127.0.0.1:0"),
+        *("--secret", f"file:{secret}", "--max-restarts", "100"),
+        *(str(TRAINER), str(job.diary), str(_STEPS), "ddp", str(SETTLE_S), str(EVERY["ddp"]), "gloo"),
+    )
+
+
+def _lose(job: Golden, run, name: str) -> None:
+    """The whole machine at once: launcher, supervisor, coordinator, ranks, agent and what it had in memory."""
+    gone = {
+        run.pid,
+        *job.pids(f'"node":"{name}"'),
+        *job.pids(f'"candidate":"{name}-'),
+        *job.pids(f"agent-{name}"),
+        *(one["pid"] for one in job.lines("world") if _node_of(one["pid"]) == name),
+    }
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in gone:
+            if Path(f"/proc/{pid}").exists():
+                kill(pid, number)
+    run.wait(60)
+    assert run.returncode == -signal.SIGKILL
+
+
+def _node_of(pid: int) -> str:
+    """The node that a rank was started on."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return next((one.partition(b"=")[2].decode() for one in environ if one.startswith(b"ELASTIC_NODE=")), "")

@@ -1,0 +1,70 @@
+"""A run directory that is full costs what would have been kept there, and not the job.
+
+The directories of the job and of one node are file systems in memory, so that either can be filled up alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+
+import pytest
+
+from elastic.inject import Faults
+from tests.faults.job import mount, unmount
+from tests.support.elastic_runs import kill
+from tests.support.golden_runs import Golden, assert_same_bits, assert_worlds_hold, quiet_run
+from tests.support.neighbours import until
+
+pytestmark = [pytest.mark.system, pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount")]
+STEPS = 100
+PLACES = {"all nodes": ".", "one node": "n0"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return quiet_run(tmp_path_factory.mktemp("quiet"), STEPS)
+
+
+@pytest.fixture
+def job(tmp_path):
+    with contextlib.ExitStack() as undo:
+        made = Golden(tmp_path, "job", "ddp", Faults())
+        for place in PLACES.values():
+            mount(directory(made, place))
+            undo.callback(unmount, directory(made, place))
+        undo.callback(made.close)
+        yield made
+
+
+def directory(job, place):
+    return job.folder / "run" / job.name / place
+
+
+def fill(place):
+    """Until not a byte more goes in, however small the file."""
+    for size in (1 << 20, 1 << 12, 1):
+        with contextlib.suppress(OSError), (place / f"junk-{size}").open("wb", buffering=0) as file:
+            while file.write(bytes(size)):
+                pass
+    with pytest.raises(OSError, match="No space left") as full:
+        (place / "more").write_bytes(b"more")
+    assert full.value.errno == errno.ENOSPC
+
+
+def steps_of(job):
+    return max((one["step"] for one in job.lines("step")), default=-1)
+
+
+@pytest.mark.parametrize("whom", ["rank", "agent", "coordinator"])
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_the_job_goes_on_and_no_bit_differs(job, undisturbed, place, whom):
+    run = job.begin(2, 0, total=STEPS)
+    until(lambda: steps_of(job) >= 6, "it trains")
+    ranks, agents = job.lines("world"), job.pids("tieredckpt.agent", "/n0/agent")
+    fill(directory(job, place))
+    kill({"rank": ranks[-1]["pid"], "agent": agents[0], "coordinator": job.coordinator()}[whom])
+    job.see_through(run, 200)
+    assert_worlds_hold(job)
+    assert_same_bits(job.committed(), undisturbed)

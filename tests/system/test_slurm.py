@@ -1,0 +1,223 @@
+"""``elastic run`` on a real Slurm, as ``examples/slurm.sbatch`` has it.
+
+One slurmctld and six machines, each with a network, shared memory and a name of its own, which as on Debian leads to
+127.0.1.1 there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from elastic.schedulers.hostlist import host_names
+from tests.support.elastic_runs import ROOT
+from tests.support.slurm import slurm_cluster
+from tests.support.stories import Story, story, undisturbed
+
+__all__ = ["story", "undisturbed"]
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root: networks and daemons of its own"),
+]
+EXAMPLE = ROOT / "examples/slurm.sbatch"
+TOTAL = 16
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with slurm_cluster(tmp_path_factory.mktemp("slurm"), nodes=6) as cluster:
+        yield cluster
+
+
+class Training(Story):
+    """The trainer of :mod:`tests.support.whole_training`, submitted as the example says."""
+
+    def __init__(self, slurm, name: str, *, durable: bool = True) -> None:
+        folder = slurm.directory / name
+        folder.mkdir()
+        super().__init__(folder, name, "tree", TOTAL)
+        self.slurm = slurm
+        self.own = {"TIEREDCKPT_AGENT_DIRECTORY": f"/dev/shm/{name}"}
+        if durable:
+            self.own["TIEREDCKPT_DURABLE_URL"] = f"file://{folder}/durable"
+        self.job = ""
+
+    def submit(self, *options: str) -> None:
+        words = ("-v", "--shrink-after", "0", *options, "-m", "tests.support.whole_training")
+        self.job = self.slurm.submit(EXAMPLE, *words, self.diary, self.total, "tree", **self.own)
+
+    @property
+    def printed(self) -> str:
+        path = self.slurm.directory / f"slurm-{self.job}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def does(self, step: int, size: int = 3, *, starts: int = 1) -> None:
+        """Wait until ``size`` ranks have done a step, in the so manieth start of the job."""
+
+        def there() -> bool:
+            worlds = [one["first"] for one in self.lines("world")]
+            done = [one for one in self.lines("step") if one["step"] == step and one["size"] == size]
+            return len({one["rank"] for one in done}) == size and len({*worlds}) >= starts
+
+        self.slurm.until(f"{size} ranks do step {step}", there)
+
+    def is_to_stop(self, signal: str) -> None:
+        """Wait until the ranks know that there is an end."""
+        self.slurm.until(f"{signal} is heard", lambda: f"{signal}: the ranks seal and end" in self.printed)
+        self.slurm.until("the ranks are to stop", lambda: "Pause(" in self.printed)
+
+    def assert_same_bits(self, undisturbed) -> None:
+        """Whoever did a step, and however often: to what it came."""
+        lines = self.lines("step")
+        assert {one["step"] for one in lines} == {*range(TOTAL)}
+        for one in lines:
+            other = undisturbed[one["step"]]
+            assert [one[name] for name in ("loss", "norm", "sum")] == [other[name] for name in ("loss", "norm", "sum")]
+
+    def starts(self) -> list[int]:
+        """The first step of every start of the job."""
+        return sorted({one["first"] for one in self.lines("world")})
+
+    def ended_well(self) -> None:
+        shown = self.slurm.until_state(self.job, "COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", "TIMEOUT")
+        assert shown["JobState"] == "COMPLETED", self.slurm.tell()
+
+
+@pytest.fixture
+def training(slurm):
+    made = []
+
+    def make(name: str, **options: bool) -> Training:
+        made.append(Training(slurm, name, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one.job:
+            slurm.run("scancel", "--signal=KILL", one.job, check=False)
+            slurm.run("scancel", one.job, check=False)
+            slurm.until("the job is over", lambda one=one: not slurm.run("squeue", "-h", "-j", one.job, check=False))
+
+
+def test_host_lists_mean_what_slurm_says(slurm):
+    for text in ("n[1-3,7],gpu-[01-04]", "rack[1-2]n[01,10]", "n[9-11]", "a,b[2],c", "n[098-101]"):
+        assert list(host_names(text)) == slurm.run("scontrol", "show", "hostnames", text).split()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (
+            ("salloc", "-Q", "-w", "n[1-3]", "elastic", "run"),
+            ("_NODELIST=n[1-3]", "srun --ntasks-per-node=1 elastic run", "--nnodes 1"),
+        ),
+        (("srun", "-w", "n[1-2]", "--ntasks-per-node=2", "elastic", "run"), ("_TASKS_PER_NODE=2(x2)", "--nproc 2")),
+        (("srun", "-w", "n[1-2]", "elastic", "run", "--nnodes", "3"), ("--nnodes 3", "$SLURM_STEP_NODELIST=n[1-2]")),
+        (("srun", "-w", "n1", "elastic", "run", "--nnodes", "2"), ("--nnodes 2", "$SLURM_STEP_NODELIST=n1")),
+        (("srun", "-w", "n[1-2]", "elastic", "run", "--simulate-nodes", "2"), ("--simulate-nodes", "n[1-2]")),
+    ],
+)
+def test_what_would_wait_for_others_for_ever_is_refused(slurm, command, words):
+    said = " ".join(slurm.run(*command, ROOT / "examples/elastic_loop.py", check=False).split())
+    for word in words:
+        assert word in said, said
+
+
+def test_tasks_of_an_array_on_the_same_machines_do_not_meet(slurm):
+    """Nor do steps on some of a job's machines."""
+    rank, folder = ROOT / "tests/e2e/control/rank.py", slurm.directory / "array"
+    folder.mkdir()
+    script = slurm.directory / "array.sbatch"
+    quick = "elastic run --no-agent --store nowhere:1 --log-dir array/$SLURM_JOB_ID"
+    script.write_text(f"#!/bin/bash\nsrun -N2 -n2 {quick} {rank} array & srun -N1 -n1 -r2 {quick} {rank} array\nwait\n")
+    job = slurm.submit(
+        "--array=0-1", "-w", "n[1-3]", "--ntasks-per-node=1", "--overcommit", "-o", "slurm-%j.out", script
+    )
+
+    def worlds():
+        lines = [json.loads(line) for log in folder.glob("*/*/rank-*.log") for line in log.read_text().splitlines()]
+        return sorted((one["node"], one["size"]) for one in lines if one["what"] == "in")
+
+    wanted = sorted(2 * [("n1", 2), ("n2", 2), ("n3", 1)])
+    slurm.until("four worlds", lambda: worlds() == wanted)
+    (folder / "finish").touch()
+    for task in range(2):
+        assert slurm.until_state(f"{job}_{task}", "COMPLETED", "FAILED")["JobState"] == "COMPLETED", slurm.tell()
+
+
+def test_a_job_on_three_machines_learns_what_one_rank_learns(slurm, training, undisturbed):
+    job = training("three", durable=False)
+    job.submit()
+    job.ended_well()
+    job.assert_same_bits(undisturbed)
+    assert {one["size"] for one in job.lines("step")} == {3}
+    assert job.starts() == [0]
+    assert list(Path(slurm.environ["HOME"], ".elastic").iterdir()) == []
+    for name in slurm.nodes:
+        assert [one for one in slurm.processes(name) if "elastic" in one or "tieredckpt" in one] == []
+
+
+def test_a_job_that_gets_a_notice_is_requeued_and_goes_on_from_the_step_it_sealed(slurm, training, undisturbed):
+    job = training("noticed")
+    job.allow(5)
+    job.submit()
+    job.does(4)
+    slurm.run("scancel", "--signal=USR1", job.job)
+    job.is_to_stop("SIGUSR1")
+    job.allow(TOTAL)
+    job.ended_well()
+    assert slurm.shown(job.job)["Restarts"] == "1"
+    assert "is back in the queue" in job.printed
+    assert len({(one["step"], one["rank"]) for one in job.lines("step")}) == len(job.lines("step")) == 3 * TOTAL
+    assert len(job.starts()) == 2
+    assert job.starts()[1] >= 5
+    job.assert_same_bits(undisturbed)
+
+
+def test_a_job_that_slurm_takes_away_seals_within_its_time(slurm, training, undisturbed):
+    """As a preemption with PreemptMode=REQUEUE does: SIGTERM, KillWait, and back into the queue."""
+    job = training("preempted")
+    job.allow(5)
+    job.submit()
+    job.does(4)
+    slurm.run("scontrol", "requeue", job.job)
+    job.is_to_stop("SIGTERM")
+    job.allow(TOTAL)
+    job.ended_well()
+    assert len({(one["step"], one["rank"]) for one in job.lines("step")}) == len(job.lines("step")) == 3 * TOTAL
+    assert len(job.starts()) == 2
+    job.assert_same_bits(undisturbed)
+
+
+def test_a_job_goes_on_without_a_machine_that_is_lost(slurm, training, undisturbed):
+    job = training("smaller", durable=False)
+    job.allow(5)
+    job.submit()
+    job.does(4)
+    slurm.lose(host_names(slurm.shown(job.job)["NodeList"])[1])
+    job.allow(TOTAL)
+    job.does(TOTAL - 1, size=2)
+    job.ended_well()
+    assert slurm.shown(job.job)["Restarts"] == "0"
+    job.assert_same_bits(undisturbed)
+
+
+def test_a_job_whose_first_machine_is_lost_is_started_again_without_it(slurm, training, undisturbed):
+    job = training("headless")
+    job.allow(5)
+    job.submit()
+    job.does(4)
+    first = slurm.shown(job.job)["BatchHost"]
+    slurm.lose(first)
+    job.allow(TOTAL)
+    job.ended_well()
+    shown = slurm.shown(job.job)
+    assert shown["Restarts"] == "1"
+    assert first not in host_names(shown["NodeList"])
+    assert job.starts()[1] >= 4
+    job.assert_same_bits(undisturbed)
