@@ -8,9 +8,9 @@ from typing import Any
 from benchmarks.limits import WarmMapping
 from benchmarks.opponents import AsyncFiles
 from benchmarks.parameters import Scene
-from benchmarks.rounds import COPY, Contender, measure, use_threads
+from benchmarks.rounds import COPY, Contender, built, measure, those_of, use_threads
 from benchmarks.sandbox import JOB, settings_for
-from benchmarks.states import State, advance, blank, build, wipe
+from benchmarks.states import State, advance, blank, wipe
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer import Saved
 
@@ -42,7 +42,7 @@ class Ours:
 
 def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     use_threads(scene.threads)
-    state = build(scene.state, scene.size_bytes, rank=rank, world=scene.ranks)
+    state = built(scene, rank=rank, world=scene.ranks)
     target = blank(state)
     mapping = WarmMapping(scene.folder / f"warm-{rank}", state)
     with contextlib.ExitStack() as undo:
@@ -70,7 +70,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
             ),
         ]
         return measure(
-            contenders,
+            those_of(scene, contenders),
             scene.rounds,
             expected=state,
             prepare=lambda turn: advance(state, turn),

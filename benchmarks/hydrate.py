@@ -25,9 +25,9 @@ from benchmarks.nodes import (
     start_nodes,
 )
 from benchmarks.parameters import Scene
-from benchmarks.rounds import COPY, Contender, measure, use_threads
+from benchmarks.rounds import COPY, Contender, built, measure, those_of, use_threads
 from benchmarks.sandbox import JOB
-from benchmarks.states import State, blank, build, raw, tensors, wipe
+from benchmarks.states import State, blank, raw, tensors, wipe
 from benchmarks.wires import Wire, raw_name
 from tieredckpt import TieredReader, TieredWriter
 from tieredckpt.session import close_sessions
@@ -41,7 +41,7 @@ def save(rank: int, scene: Scene) -> None:
     """The one rank of a job writes a step on its node."""
     use_threads(scene.threads)
     start_nodes(scene, 1)
-    state = build(scene.state, scene.size_bytes, rank=0, world=1)
+    state = built(scene, rank=0, world=1)
     dcp.save(state, storage_writer=TieredWriter(JOB, 1, settings=node_settings(scene, 0)), no_dist=True)
 
 
@@ -73,12 +73,12 @@ class FreshNode:
 
 def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     use_threads(scene.threads)
-    state = build(scene.state, scene.size_bytes, rank=0, world=1)  # on both: rank 1 compares
+    state = built(scene, rank=0, world=1)  # on both: rank 1 compares
     target = blank(state)
     mapping = WarmMapping(scene.folder / f"warm-{rank}", state, align=1)
     mapping.copy_in()
     copy_out = mapping.copier_out(target)
-    views = [memoryview(raw(tensor).numpy()) for tensor in tensors(target).values()]
+    views = [memoryview(raw(tensor).numpy()) for tensor in tensors(target).values() if not scene.device]
     node = FreshNode(rank, scene)
 
     found = (lambda: target) if rank else None
@@ -113,9 +113,9 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
                 note=f"verified, planned by DCP, {STREAMS} streams; agent and memory of the node are new each time",
             ),
         ]
-        theirs, absent = opponents(rank, scene, state, target, undo)
+        theirs, absent = opponents(rank, scene, state, target, undo) if not scene.device else ([], [])
         rows = measure(
-            [*contenders, *theirs],
+            those_of(scene, [*contenders, *theirs]),
             scene.rounds,
             expected=state,
             prepare=lambda _turn: wipe(target) if rank else None,

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from benchmarks.states import State, tensors
+from benchmarks.states import State, raw, tensors
+from tieredckpt.device import accelerator
 
 
 class WarmMapping:
@@ -24,7 +25,9 @@ class WarmMapping:
     def __init__(self, path: Path, state: State, *, align: int = 64) -> None:
         self.path = path
         self._spans: list[tuple[str, int, int]] = []
-        self._sources = _addresses(state)
+        self._sources = list(tensors(state).values())
+        self._addresses = [one.data_ptr() for one in self._sources]
+        self._on_cpu = all(one.is_cpu for one in self._sources)
         at = 0
         for name, tensor in tensors(state).items():
             self._spans.append((name, at, tensor.nbytes))
@@ -42,18 +45,29 @@ class WarmMapping:
         return memoryview(self._map)
 
     def copy_in(self) -> None:
+        if self._on_cpu:
+            for (_, start, size), address in zip(self._spans, self._addresses, strict=True):
+                ctypes.memmove(self._address + start, address, size)
+            return
         for (_, start, size), source in zip(self._spans, self._sources, strict=True):
-            ctypes.memmove(self._address + start, source, size)
+            self._bytes[start : start + size].copy_(raw(source))
 
     def copier_out(self, target: State) -> Callable[[], None]:
         """A copy of everything to the tensors of ``target``; only the copy itself is left to be done."""
-        targets = _addresses(target)
+        targets = list(tensors(target).values())
+        addresses = [one.data_ptr() for one in targets]
 
         def copy() -> None:
-            for (_, start, size), address in zip(self._spans, targets, strict=True):
+            for (_, start, size), address in zip(self._spans, addresses, strict=True):
                 ctypes.memmove(address, self._address + start, size)
 
-        return copy
+        def copy_to_device() -> None:
+            device = accelerator()
+            for (_, start, size), one in zip(self._spans, targets, strict=True):
+                raw(one).copy_(self._bytes[start : start + size])
+            device.synchronize(device.current())
+
+        return copy if all(one.is_cpu for one in targets) else copy_to_device
 
     def checksum(self) -> int:
         """One read of all bytes, as a verification needs."""
@@ -65,10 +79,6 @@ class WarmMapping:
             name: self._bytes[start : start + size].view(shapes[name].dtype).view(shapes[name].shape)
             for name, start, size in self._spans
         }
-
-
-def _addresses(state: State) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors(state).values()]
 
 
 def _done(value: Any) -> Future[Any]:

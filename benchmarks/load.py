@@ -9,9 +9,9 @@ import torch.distributed.checkpoint as dcp
 from benchmarks.limits import NullReader, NullWriter, WarmMapping
 from benchmarks.opponents import DcpFiles, SafetensorsFile, TorchFile
 from benchmarks.parameters import Scene
-from benchmarks.rounds import COPY, Contender, measure, no_dist, use_threads
+from benchmarks.rounds import COPY, Contender, built, measure, no_dist, those_of, use_threads
 from benchmarks.sandbox import JOB, settings_for
-from benchmarks.states import State, blank, build, wipe
+from benchmarks.states import State, blank, wipe
 from tieredckpt import Checkpointer, TieredReader
 from tieredckpt.settings import Settings, override
 
@@ -22,14 +22,14 @@ UNPROVEN = "{}, memory.proof off"
 
 def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     use_threads(scene.threads)
-    state = build(scene.state, scene.size_bytes, rank=rank, world=scene.ranks)
+    state = built(scene, rank=rank, world=scene.ranks)
     target = blank(state)
     settings = settings_for(scene)
     mapping = WarmMapping(scene.folder / f"warm-{rank}", state)
     mapping.copy_in()
     copy_out = mapping.copier_out(target)
     files, pickled, safe = (kind(scene.folder, rank, state) for kind in (DcpFiles, TorchFile, SafetensorsFile))
-    for opponent in (files, pickled, safe):
+    for opponent in (files, pickled, safe) if not scene.device else ():
         opponent.save()
     metadata = dcp.save(state, storage_writer=NullWriter(), no_dist=no_dist())
     plain = override(settings, memory={"proof": False})
@@ -78,7 +78,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
             ),
         ]
         return measure(
-            contenders,
+            those_of(scene, contenders),
             scene.rounds,
             expected=state,
             prepare=lambda _: wipe(target),

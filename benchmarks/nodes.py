@@ -35,7 +35,7 @@ def node_settings(scene: Scene, number: int, **peer: Any) -> Settings:
     return settings_for(
         scene,
         name,
-        agent={"node": name, "peers": "127.0.0.1:0", "labels": f"rack=r{number}"},
+        agent={"node": name, "peers": "127.0.0.1:0", "labels": f"rack=r{number}", "http": "127.0.0.1:0"},
         memory={"on_busy": "wait"},
         peer={"discovery": "off", **peer},
     )

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+ON_DEVICES = ("P1", "P3", "P5", "P9")
 SUBJECTS = ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P9", "P10", "P11", "P12", "P13", "P14")
 STATES = ("A", "B", "C", "U")
 WORLDS = ((2, 3), (4, 3), (8, 6), (6, 8))
@@ -26,6 +27,8 @@ class Parameters:
     """In each rank; by default one, and a fair share of the cores."""
     spoil: tuple[str, ...] = ()
     """Contenders whose results get one flipped byte before they are compared: shows that the comparison works."""
+    device: str = ""
+    """Where the states are and P9's job computes, as torch names its kind; then only ours is measured."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Scene:
     """Of a server that drops everything."""
     writers: int = 0
     """Ranks that saved what is loaded, where those are others."""
+    device: str = ""
+    """Where the state is; empty: in memory, and opponents take part, which move bytes by themselves."""
 
     @property
     def part_bytes(self) -> int:

@@ -92,6 +92,8 @@ def run(rank: int, scene: Scene, *, fault: str, model: str, device: str = "cpu")
     kinds = {name: kind for name, kind in _FAULTS[fault].items() if model == "DDP" or not issubclass(kind, Torchft)}
     if device == "cuda" and not torch.cuda.is_available():
         return [missing(name, "skipped: no GPU") for name in kinds]
+    if scene.device:
+        kinds = {OURS: kinds[OURS]}
     task = Task("", "", model, scene.size_bytes, device)
     found: dict[str, list[Recovered]] = {name: [] for name in kinds}
     failures: dict[str, list[str]] = {name: [] for name in kinds}

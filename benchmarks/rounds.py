@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.states import State, difference, raw, tensors
+from benchmarks.parameters import Scene
+from benchmarks.states import State, build, difference, moved, raw, tensors
 
 Kind = Literal["ours", "opponent", "limit"]
 COPY = "copy (R)"
@@ -44,6 +45,17 @@ class Contender:
     first: float | None = None
     equal: bool | None = None
     differs: str = ""
+
+
+def built(scene: Scene, *, rank: int, world: int) -> State:
+    """The scene's state, where it is to be."""
+    state = build(scene.state, scene.size_bytes, rank=rank, world=world)
+    return moved(state, scene.device) if scene.device else state
+
+
+def those_of(scene: Scene, contenders: Sequence[Contender]) -> list[Contender]:
+    """All of them; where the state is on a device, ours beside a plain copy by the device."""
+    return [one for one in contenders if not scene.device or one.kind == "ours" or one.name == COPY]
 
 
 def missing(name: str, reason: str) -> dict[str, Any]:

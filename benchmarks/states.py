@@ -87,6 +87,17 @@ def _llama(size_bytes: int, make: _Maker) -> State:
     }
 
 
+def moved(state: Mapping[str, Any], device: str) -> State:
+    """The same on the current device of that kind."""
+    made: State = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            made[key] = moved(value, device)
+        else:
+            made[key] = value.to(device) if isinstance(value, torch.Tensor) else value
+    return made
+
+
 def leaves(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Names and values; of a DTensor the part that this rank holds."""
     for key, value in state.items():
@@ -176,7 +187,7 @@ def difference(expected: Mapping[str, Any], found: Mapping[str, Any], *, objects
         other = there.get(name)
         if isinstance(value, torch.Tensor):
             same = isinstance(other, torch.Tensor) and (value.shape, value.dtype) == (other.shape, other.dtype)
-            if not same or not torch.equal(raw(value), raw(other)):
+            if not same or not torch.equal(raw(value).cpu(), raw(other).cpu()):
                 return name
         elif objects and value != other:
             return name
