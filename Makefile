@@ -8,7 +8,7 @@ BIN := .tox/py/bin
 help:
 	@echo "make demo         kill a rank, lose a node, shrink, grow, drain: the whole story in two minutes"
 	@echo "make demo-hyperpod  the same under HyperPod's agents and our operator, from a job's YAML"
-	@echo "make test         all tests that need nothing but pip"
+	@echo "make test         all tests that need nothing but pip; up to 5 that fail beside others are run once more, alone"
 	@echo "make check        lint, types, import layers"
 	@echo "make bench        measure everything in docs/benchmarks.md again"
 	@echo "make docs         check the documentation"
@@ -29,15 +29,19 @@ env: $(TOX)
 # Up to four workers for each core: many tests wait. With ARGS: only what they name, in this process.
 WORKERS ?= $(shell echo $$((4 * $$(nproc))))
 
+# At most so many tests that failed beside others are run once more, alone; what fails then has failed. 0: none.
+AGAIN ?= 5
+test-system: AGAIN = 3
+
 test: $(TOX)
-	$(TOX) -e py -- $(or $(ARGS),--workers $(WORKERS) --forked-starts --durations 20)
+	$(TOX) -e py -- $(or $(ARGS),--workers $(WORKERS) --again $(AGAIN) --forked-starts --durations 20)
 
 # With ARGS: only tasks whose names have one of these words.
 nightly: env
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.nightly $(ARGS)
 
 test-system: $(TOX)
-	$(TOX) -e py -- -m system -rs $(ARGS)
+	$(TOX) -e py -- -m "system and not nightly" -rs --workers 1 --again $(AGAIN) $(ARGS)
 
 # With ARGS: only these tests.
 test-gpu: env

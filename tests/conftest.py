@@ -9,6 +9,8 @@ hypothesis.settings.load_profile("push")
 
 # torch's store asks for the name of everybody who connects, and nobody is served meanwhile: a lost packet is 5 s else.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
+for _name in [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "PET_"))]:
+    del os.environ[_name]  # tests that run in a scheduler's job start jobs of their own
 
 pytest_plugins = [
     "tests.support.forked_starts",

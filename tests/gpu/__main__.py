@@ -7,13 +7,15 @@ Without a GPU the same checks run on fakes, and the report says so. What is not 
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,21 @@ CHECKED = (
     "tests/unit/tieredckpt/test_staging_on_devices.py",
     "tests/unit/tieredckpt/test_loading_on_devices.py",
     "tests/unit/tieredckpt/test_slot_memory.py",
+    "tests/unit/tieredckpt/live/test_captured_steps.py",
+    "tests/unit/tieredckpt/cli/test_device_checks.py",
     "tests/unit/elastic/samples/test_sample_seeds.py",
+    "tests/unit/elastic/test_nccl_like.py",
+    "tests/e2e/elastic/test_aborted_collectives.py",
+    "tests/e2e/elastic/test_aborted_a_hundred_times.py",
+    "tests/e2e/elastic/test_lost_while_communicators_are_made.py",
 )
-NOT_WRITTEN = (
+ON_NCCL = (
     "a rank is killed inside an all-reduce of NCCL, bits compared",
-    "communicators are aborted and made again, 100 times",
-    "P1, P3, P5 and P9 on the device",
+    "communicators of NCCL are aborted and made again, 100 times",
 )
+"""What those of the last three files do on a device that is there, beside the backend that does what NCCL does."""
+MEASURED = ("P1", "P3", "P5", "P9")
+_MEASURING_S = 1200.0
 _PROBED_BYTES = 256 << 20
 _ROUNDS = 5
 
@@ -47,8 +57,11 @@ class Collected:
 
     def __init__(self) -> None:
         self.checks: list[Check] = []
+        self.figures: list[Figure] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            self.figures += [Figure(name, float(value), "ms", "") for name, value in report.user_properties]
         if report.when == "call" or report.outcome != "passed":
             why = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr or "")
             outcome = "not run" if report.skipped else report.outcome
@@ -116,6 +129,48 @@ def _best(device: Device, place: torch.device, copy: Copy) -> float:
     return min(took)
 
 
+def measured(device: Device, names: Sequence[str]) -> tuple[list[Check], list[Figure]]:
+    """P1, P3, P5 and P9 with few rounds, on the device; on the CPU where there is none, with as little as is enough to
+    see that they run.
+    """
+    is_real = isinstance(device, Accelerator)
+    kind, size, rounds = (device.type, "1GiB", "3") if is_real else ("cpu", "16MiB", "1")
+    raw, log = PLACE / "benchmarks.json", PLACE / "benchmarks.log"
+    raw.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "benchmarks", "--only", ",".join(MEASURED), "--device", kind, "--size", size]
+    command += ["--rounds", rounds, "--states", "A,C", "--threads", "1", "--ranks", "1", "--out", str(raw)]
+    began, why = time.monotonic(), ""
+    with log.open("wb") as out:
+        try:
+            done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, timeout=_MEASURING_S, check=False)
+            why = f"status {done.returncode}, see {log}" if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            why = f"not done in {_MEASURING_S:g} s, see {log}"
+    groups = json.loads(raw.read_bytes())["groups"] if raw.exists() else []
+    seconds = round(time.monotonic() - began, 1)
+    checks = []
+    for subject in MEASURED:
+        mine = [group for group in groups if group["subject"] == subject]
+        wrong = [row["name"] for group in mine for row in group["rows"] if row["compared"] and not row["equal"]]
+        problem = f"other bits: {', '.join(wrong)}" if wrong else "" if mine else why or "it measured nothing"
+        what = f"{subject} on {', '.join(names) or 'the CPU (no figure of a device)'}"
+        checks.append(Check(what, "failed" if problem else "passed", seconds, problem))
+    if why and all(check.outcome == "passed" for check in checks):
+        checks.append(Check("benchmarks end well", "failed", seconds, why))
+    return checks, [figure for group in groups for figure in _figures_of(group, names)]
+
+
+def _figures_of(group: dict[str, Any], names: Sequence[str]) -> Iterator[Figure]:
+    backend = "NCCL" if names else "gloo"
+    where = f"{', '.join(names) or 'CPU, no accelerator'}; {backend if group['subject'] == 'P9' else 'no collectives'}"
+    what = " ".join(
+        one for one in (group["subject"], group["title"], group["state"] and f"state {group['state']}") if one
+    )
+    for row in group["rows"]:
+        if row["samples"] and row["unit"] == "s":
+            yield Figure(f"{what}: {row['name']}", 1e3 * statistics.median(row["samples"]), "ms", where)
+
+
 def examined(arguments: Sequence[str] = ()) -> Report:
     collected = Collected()
     chosen: list[Any] = list(arguments) or [str(ROOT / name) for name in CHECKED]
@@ -123,22 +178,32 @@ def examined(arguments: Sequence[str] = ()) -> Report:
     pytest.main([*settings, "-q", "-m", "not system", *chosen], plugins=[collected])
     device = accelerator()
     is_real = isinstance(device, Accelerator)
-    checks = [*collected.checks, *(Check(name, "not run", why="it is not written yet") for name in NOT_WRITTEN)]
-    measured: list[Figure] = []
+    names = [str(torch.device(device.type, index)) for index in range(device.count())]
+    checks, found = collected.checks, collected.figures
+    if not is_real:
+        why = "no accelerator: tried on the backend of the tests that does what NCCL does, over gloo"
+        checks += [Check(name, "not run", why=why) for name in ON_NCCL]
+    if not arguments:
+        more, rows = measured(device, names)
+        checks, found = [*checks, *more], [*found, *rows]
     if is_real:
         try:
-            measured = figures(device)
+            found = [*figures(device), *found]
         except RuntimeError as error:
             checks.append(Check("copies are measured", "failed", why=str(error)))
     else:
         checks.append(Check("copies are measured", "not run", why="no accelerator: a fake has no speed"))
-    names = [str(torch.device(device.type, index)) for index in range(device.count())]
-    return Report(names, environment(device), checks, measured)
+    return Report(names, environment(device), checks, [_placed(one, names) for one in found])
+
+
+def _placed(figure: Figure, names: Sequence[str]) -> Figure:
+    where = figure.where or (", ".join(names) if names else "CPU, no accelerator: on fakes")
+    return msgspec.structs.replace(figure, where=where)
 
 
 def main() -> int:
-    report = examined(sys.argv[1:])
     PLACE.mkdir(parents=True, exist_ok=True)
+    report = examined(sys.argv[1:])
     (PLACE / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
     (PLACE / "report.html").write_text(page(report), encoding="utf-8")
     print(report.title)

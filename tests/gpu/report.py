@@ -8,8 +8,12 @@ import msgspec
 
 _STYLE = """
 body { font: 15px/1.5 system-ui; max-width: 70rem; margin: 2rem auto }
-td { padding: .1rem .7rem; vertical-align: top; border-top: 1px solid #ddd }
+td { padding: .1rem .7rem; vertical-align: top; border-top: 1px solid #ddd; white-space: pre-wrap }
+td:first-child { white-space: nowrap }
 """
+
+
+_ORDER = ("failed", "not run", "passed")
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -26,6 +30,8 @@ class Figure(msgspec.Struct, frozen=True):
     name: str
     value: float
     unit: str
+    where: str = ""
+    """The device, and the backend of what communicates."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -48,6 +54,10 @@ class Report(msgspec.Struct, frozen=True):
         return f"{where}: " + ", ".join(f"{number} {kind}" for kind, number in count.items())
 
 
+def shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def page(report: Report) -> str:
     """The report as HTML, in one file."""
 
@@ -55,8 +65,9 @@ def page(report: Report) -> str:
         cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
         return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
 
-    figures = [(one.name, f"{one.value:.3g} {one.unit}") for one in report.figures]
-    checks = [(one.outcome, one.name, f"{one.seconds:.2f} s" if one.seconds else "", one.why) for one in report.checks]
+    figures = [(one.name, f"{shown(one.value)} {one.unit}", one.where) for one in report.figures]
+    bad_first = sorted(report.checks, key=lambda one: _ORDER.index(one.outcome))
+    checks = [(one.outcome, one.name, f"{one.seconds:.2f} s" if one.seconds else "", one.why) for one in bad_first]
     return "\n".join(
         (
             "<!doctype html><meta charset=utf-8><title>The first hour on a GPU</title>",
@@ -65,7 +76,7 @@ def page(report: Report) -> str:
             "<h2>Environment</h2>",
             table(list(report.environment.items())),
             "<h2>Figures</h2>",
-            table(figures) if figures else "<p>None: they are a device's.</p>",
+            table(figures) if figures else "<p>None.</p>",
             "<h2>Checks</h2>",
             table(checks),
         )

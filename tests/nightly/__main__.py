@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from tests.nightly.record import Outcome, Record, Result, Task, judged, page, remaining, resumed
+from tests.support import namespaces
 
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build/nightly"
@@ -34,13 +35,26 @@ def tasks() -> list[Task]:
     python = sys.executable
     pytest = (python, "-m", "pytest", "--hypothesis-profile", "patient")
     found = [Task(f"tests: {file}", (*pytest, "-m", MARKED, "--durations", "5", file), 6 * 3600.0) for file in _files()]
+    found.append(Task("system: what takes long", (*pytest, "-m", "nightly and system"), 3600.0))
     found.append(Task("properties: all examples", (*pytest, "-m", "hypothesis and not nightly and not system")))
+    found.append(Task("mutants: each is caught", (python, "-m", "tests.mutants"), 3600.0))
     for what, count in _SCHEDULES.items():
         for first in range(_FIRST, _FIRST + count, _AT_ONCE):
             command = (python, "-m", f"tests.{what}", "--seeds", str(first), str(first + _AT_ONCE))
             found.append(Task(f"{what}: schedules {first:,} to {first + _AT_ONCE:,}", command))
+    found += random_faults(python)
     found += [Task(f"demo: {name}", (python, "-m", name, "demo"), 1800.0) for name in ("tieredckpt", "elastic")]
     return found + contracts()
+
+
+def random_faults(python: str) -> list[Task]:
+    """The seeds of each night are its own: tonight's follow those of the night before."""
+    first = dt.datetime.now(dt.timezone.utc).date().toordinal() % 10_000 * 1_000
+    command = (python, "-m", "tests.faults", "--first", str(first), "--out", str(PLACE / f"faults-{first}"))
+    found = [Task("faults: 1,000 at random", (*command, "--faults", "1000"), 12 * 3600.0)]
+    if not namespaces.why_not():
+        found.append(Task("faults: 300 at random on hosts", (*command, "--faults", "300", "--hosts"), 6 * 3600.0))
+    return found
 
 
 def contracts() -> list[Task]:

@@ -6,13 +6,13 @@ Whatever is said is said as a whole: messages may be late, dropped or repeated.
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 from elastic.control import tidings
 from elastic.control.desk import Desk, DeskSettings
 from elastic.control.messages import Over, RankHears, RankSays, Resize, Stand
+from elastic.control.movement import HangLimits
 from elastic.control.ordering import for_node, refusal
-from elastic.control.plane import Progress, Want
+from elastic.control.plane import Assignment, Progress, Want
 from elastic.control.seats import Cut, End, Inject, Seats, Start
 from elastic.world.policy import ScalingPolicy
 
@@ -26,10 +26,13 @@ class Rank:
 
     def __init__(self, table: Table, node: str, token: str) -> None:
         self.table, self.node, self.token = table, node, token
+        self.token = token
         self.stand, self.epoch, self.step = Stand.READY, -1, 0
         self.paused: int | None = None
         self.sealed: int | None = None
         self.ignores = False
+        self.is_stopped = False
+        """Nothing in its process runs."""
         self.number = 0
 
     def says(self) -> RankSays:
@@ -85,10 +88,11 @@ class Node:
         self.kept = self.kept + 1 if self.seats.keep_store else 0
         self.seats.store = f"{self.name}:1" if self.kept > STORE_TURNS else ""
         for token, rank in list(self.ranks.items()):
-            self.seats.said(token, rank.says(), now)
-        self.seats.refill_due(now)
+            if not rank.is_stopped:
+                self.seats.said(token, rank.says(), now)
+        self.seats.tick(now)
         self.act()
-        for token, rank in list(self.ranks.items()):
+        for token, rank in [(token, rank) for token, rank in self.ranks.items() if not rank.is_stopped]:
             rank.step += rank.stand is Stand.INSIDE and rank.paused is None
             rank.hears(tidings.for_rank(self.seats, token, now))
         if self.seats.over is not None and not self.ranks:
@@ -102,8 +106,12 @@ class Node:
 
 
 class Table:
-    def __init__(self, nodes: int, *, nproc: int = 2, spares: int = 0, most: int = 6) -> None:
+    def __init__(
+        self, nodes: int, *, nproc: int = 2, spares: int = 0, most: int = 6, hang: HangLimits | None = None
+    ) -> None:
         self.now = 1000.0
+        self.hang = hang or HangLimits()
+        self.assignments: list[Assignment] = []
         self.policy = ScalingPolicy(
             min_replicas=1,
             max_replicas=most,
@@ -134,7 +142,7 @@ class Table:
 
     def _desk(self, *, fresh: bool) -> Desk:
         self.desks += 1
-        settings = DeskSettings("job", self.policy, self.nproc, gather_s=3.0)
+        settings = DeskSettings("job", self.policy, self.nproc, gather_s=3.0, hang=self.hang)
         floor = -1 if fresh else max(self.desk.floor, self.desk.world.epoch)
         return Desk(settings, incarnation=f"c{self.desks}", now=self.now, fresh=fresh, floor=floor)
 
@@ -253,7 +261,8 @@ class Table:
                 node.report()
             self.desk.gone(node.name, node.seats.life, self.now)
 
-    def entered(self, rank: Rank, place: Any) -> None:
+    def entered(self, rank: Rank, place: Assignment) -> None:
+        self.assignments.append(place)
         before = self.places.setdefault((place.epoch, place.rank), rank.token)
         assert before == rank.token, f"rank {place.rank} of epoch {place.epoch} was given twice"
         assert self.sizes.setdefault(place.epoch, place.world_size) == place.world_size

@@ -131,6 +131,16 @@ class Job:
         (pid,) = self.pids('"type":"coordinator"')
         return pid
 
+    def coordinator_of(self, node: str) -> int:
+        """The candidate that this node's supervisor has started."""
+        (pid,) = [pid for pid in self.pids('"type":"coordinator"', f'"candidate":"{node}-') if self._is_task(pid)]
+        return pid
+
+    def _is_task(self, pid: int) -> bool:
+        """Not a process that only has the words of one on its command line, as its supervisor has."""
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return any(word.startswith(b'{"type":"coordinator"') for word in words)
+
     def supervisor(self, node: str) -> int:
         (pid,) = self.pids('"type":"node"', f'"node":"{node}"')
         return pid

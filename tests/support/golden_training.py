@@ -35,6 +35,8 @@ from tieredckpt.state import flatten
 
 AHEAD = f"{nccl_like.NAME}, ahead"
 """Instead of a backend: that one, and the thread that trains does not wait for what it asks for."""
+DEVICE = "device"
+"""Instead of a backend: the usual one of the devices that are there, and ``plain`` is trained on them."""
 SEED, SAMPLES, BATCH, MICROBATCH, WIDTH = 7, 101, 8, 2, 16
 
 
@@ -105,18 +107,22 @@ def share_of(bare: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
     return msgspec.to_builtins({name: part for name, part in share.parts.items() if part.dtype != OBJECT})
 
 
-def plain_step(model: torch.nn.Module, mine: list[Any], step: int) -> None:
+def plain_step(model: torch.nn.Module, mine: list[Any], step: int, place: torch.device) -> None:
     """The gradients of all ranks, summed; nothing here is read by the host."""
     model.zero_grad()
     for number, (x, y) in enumerate(mine):
         with seeded(SEED, step, dist.get_rank() * len(mine) + number):
-            (model(x) - y).square().sum().backward()
+            (model(x.to(place)) - y.to(place)).square().sum().backward()
     for one in model.parameters():
         dist.all_reduce(one.grad)
 
 
-def main(folder: str, total: int, how: str, settle_s: float, every: int, backend: str) -> None:
+def main(folder: str, total: int, how: str, settle_s: float, every: int, backend: str | None) -> None:
     diary = Diary(Path(folder))
+    is_on_device = backend == DEVICE
+    if is_on_device:
+        backend = None
+        os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"  # else NCCL takes no two ranks on one device
     is_ahead = backend == AHEAD
     if is_ahead:
         backend = nccl_like.NAME
@@ -126,13 +132,14 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
     @recoverable(policy=Policy(settle_s=settle_s, backend=backend))
     def train(world: World) -> None:
         carried = Size.of("self")  # over from other worlds; what this one has comes later
-        bare = bare_model()
+        place = world.device if is_on_device else torch.device("cpu")
+        bare = bare_model().to(place)
         model = wrapped(bare, how, world)
         optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3, fused=how == "plain")
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed)
         plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
         sums = None if how == "plain" else ExactGradients(model, tree=True, on_nonfinite=refuse)
-        place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
+        named = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
         loader = ElasticDataLoader(Numbers(), PlanShares(plan, world.rank), seed=SEED)
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
         with Checkpointer("tiered://golden", every=every, on_busy="wait") as ckpt, loader, ExitStack() as stack:
@@ -140,7 +147,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
             first = ckpt.restore(state) + 1
             found = ckpt.last_restore
             tiers = found.bytes_by_tier if found else {}
-            diary.write("world", first=first, tiers=tiers, reason=world.reason, **place, **carried)
+            diary.write("world", first=first, tiers=tiers, reason=world.reason, **named, **carried)
             own = [*bare.parameters(), *flatten({"": optimizer.state_dict()["state"]}).values()]
             stream = stack.enter_context(ahead(own)) if is_ahead else None
             for step in world.steps(first, total, checkpoint=(ckpt, state)):
@@ -148,7 +155,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
                 mine = [batch.data for batch in work]
                 bits = {}
                 if sums is None:
-                    plain_step(model, mine, step)
+                    plain_step(model, mine, step, place)
                 else:
                     for turn in sums.step(plan):
                         x, y = mine[turn.place]
@@ -163,7 +170,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
                 bits |= {"step": step, "rate": schedule.get_last_lr()[0].hex(), "samples": work.indices().tolist()}
 
                 def write(bits: dict[str, Any] = bits) -> None:
-                    diary.write("step", share=share_of(bare, optimizer), **bits, **place)
+                    diary.write("step", share=share_of(bare, optimizer), **bits, **named)
 
                 write() if stream is None else stream.enqueue(write)
                 ckpt.save(state, step)

@@ -32,6 +32,8 @@ class Node:
 class DoubleJob:
     """An operator that wants so many nodes, and starts the job anew whenever an agent is at fault."""
 
+    starts_anew, ends_leftovers, resize_is = False, True, Want.RESIZE
+
     def __init__(self, size: int, spares: int, stack: contextlib.ExitStack, grace_s: float = 60.0) -> None:
         self._size = size
         self._stack = stack

@@ -7,6 +7,7 @@ that is not what it is by default; ``STORY_DEAF_S``: how long an agent may leave
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -77,7 +78,9 @@ def _gate(folder: Path, step: int) -> None:
 
 
 def _break(folder: Path, rank: int, step: int) -> None:
-    for kind, deed in (("raise", _raise), ("kill", _kill), ("tear", _tear), ("hang", _hang)):
+    for kind, deed in (
+        ("raise", _raise), ("kill", _kill), ("tear", _tear), ("hang", _hang), ("stop", _stop), ("native", _native),
+    ):  # fmt: skip
         path = folder / f"break-{kind}"
         with suppress(FileNotFoundError):
             if path.read_text() == f"{rank} {step}":
@@ -110,6 +113,16 @@ def _tear() -> None:
 def _hang() -> None:
     while True:  # as a driver that does not answer: no abort wakes it
         time.sleep(3600)
+
+
+def _stop() -> None:
+    """As by a debugger, a frozen control group or a machine that swaps: no thread of it runs."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _native() -> None:
+    """In native code that keeps the interpreter's lock: no other thread of Python runs."""
+    ctypes.PyDLL(None).pause()
 
 
 class Process(NamedTuple):

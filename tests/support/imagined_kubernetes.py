@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -119,6 +120,10 @@ class ImaginedKubernetes:
         if self._job is None:
             raise AbsentError(name)
         return copy.deepcopy(self._job)
+
+    def confirm(self, job: Mapping[str, Any]) -> None:
+        if self.job("", "")["metadata"] != job["metadata"]:
+            raise ConflictError("the object has been modified")
 
     def write_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
         def write() -> None:
@@ -243,6 +248,29 @@ class _Agent:
     def stop(self) -> None:
         if self.state in {AgentState.RUNNING, AgentState.FAULTED, AgentState.COMPLETED}:
             self.state = AgentState.STOPPING
+
+
+class ImaginedAgents:
+    """An agent for every pod that has an address, from when it is first asked."""
+
+    def __init__(self) -> None:
+        self._agents: dict[str, _Agent] = {}
+        self._lock = threading.Lock()
+
+    def ask_all(self, addresses: Mapping[str, str]) -> Mapping[str, Heard]:
+        with self._lock:
+            return {name: Heard(self._agents.setdefault(name, _Agent()).answer()) for name in addresses}
+
+    def tell_all(self, actions: Iterable[Action], addresses: Mapping[str, str]) -> Mapping[str, str]:
+        with self._lock:
+            for action in actions:
+                agent = self._agents.get(action.pod)
+                if agent is not None and isinstance(action, Start):
+                    agent.start(action.body)
+                elif agent is not None and isinstance(action, Stop):
+                    agent.stop()
+                    agent.state = AgentState.READY
+        return {}
 
 
 def merged(there: Any, patch: Any) -> Any:

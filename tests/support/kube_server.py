@@ -156,8 +156,8 @@ def collection(document: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def control_plane(folder: Path) -> Iterator[Kube]:
-    """From when it answers until the block ends; about 400 MB of memory."""
+def control_plane(folder: Path, *options: str) -> Iterator[Kube]:
+    """From when it answers until the block ends; about 400 MB of memory. ``options``: more, for the API server."""
     programs = servers() / "bin"
     keys = folder / "pki"
     keys.mkdir(parents=True)
@@ -190,7 +190,7 @@ def control_plane(folder: Path) -> Iterator[Kube]:
                     f"--cert-dir={keys}", f"--token-auth-file={folder / 'tokens.csv'}", "--authorization-mode=RBAC",
                     "--service-cluster-ip-range=10.96.0.0/16", f"--service-account-key-file={keys / 'sa.pub'}",
                     f"--service-account-signing-key-file={key}", "--endpoint-reconciler-type=none",
-                    "--service-account-issuer=https://kubernetes.default.svc",
+                    "--service-account-issuer=https://kubernetes.default.svc", *options,
                 ],
                 folder / "apiserver.log", None, env=env,
             )

@@ -162,6 +162,7 @@ class LateDevice:
         """Why no memory can be registered."""
         self.asked: set[torch.device] = set()
         """Devices in whose name memory was registered, or not any more."""
+        self._on_replay: list[Callable[[], None]] = []
         self._random = random.Random(seed)
         self._chunk_bytes = chunk_bytes
         self._names = 0
@@ -253,6 +254,20 @@ class LateDevice:
 
     def release_cached(self) -> None:
         pass
+
+    @contextlib.contextmanager
+    def on_replay(self, call: Callable[[], None]) -> Iterator[None]:
+        self._on_replay.append(call)
+        try:
+            yield
+        finally:
+            self._on_replay.remove(call)
+
+    def replay(self, captured: Callable[[], None]) -> None:
+        """``captured`` was captured in a graph, which is replayed."""
+        for call in self._on_replay:
+            call()
+        captured()
 
     @property
     def registered(self) -> set[int]:

@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,13 @@ def run_script(say: Say, path: str) -> None:
         runpy.run_path(path, run_name="__main__")
 
 
-def run_torchrun(say: Say, path: str, *args: str) -> None:
-    """``torchrun`` itself, with two ranks; they are new processes."""
+def run_torchrun(say: Say, path: str, options: Sequence[str], *args: str) -> None:
+    """``torchrun`` itself; its ranks are new processes."""
     from torch.distributed.run import main
 
     os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     sys.argv = ["torchrun"]
-    main(["--standalone", "--nproc-per-node", "2", path, *args])
+    main(["--standalone", *options, path, *args])
 
 
 def build() -> tuple[Any, Any, dict[str, Any]]:

@@ -11,6 +11,7 @@ from tieredckpt.ledger.events import (
     Fault,
     Injected,
     Notice,
+    Protection,
     Restored,
     Save,
     Stage,
@@ -66,3 +67,6 @@ class Told:
     def restored(self, step: int, *, at: float, took: float = 0.0, epoch: int = 0, **more: Any) -> Told:
         mode = "snapshot" if step >= 0 else "nothing"
         return self.add(Restored(0, step, mode, START + at, took, epoch=epoch, **more))
+
+    def protection(self, step: int, *, at: float, since: float | None = None, left_out: int = 0) -> Told:
+        return self.add(Protection(START + at, step, None if since is None else START + since, left_out))

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,12 @@ class Operated:
 
 @contextlib.contextmanager
 def operated(
-    folder: Path, *, spares: int = 0, limits: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    folder: Path,
+    *,
+    spares: int = 0,
+    limits: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    options: Sequence[str] = ("--inprocess-restart",),
 ) -> Iterator[Operated]:
     """``limits``: the job's ``restartPolicy``; there are as many nodes as pods, and each may have another pod."""
     (folder / "limit").write_text("0")
@@ -182,7 +187,7 @@ def operated(
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "STORY": str(folder),
             "TIEREDCKPT_AGENT_DIRECTORY": str(memory), **(environ or {}),
         }  # fmt: skip
-        spec = read_job(_resource(spares, limits, known), master_port=random.choice(_PORTS), silent_s=60.0)
+        spec = read_job(_resource(spares, limits, known, options), master_port=random.choice(_PORTS), silent_s=60.0)
         place = SimPlace(spec.name, folder / "sim")
         stack.enter_context(place.held())
         client = stack.enter_context(AgentClient(30.0))
@@ -198,8 +203,10 @@ def operated(
         yield Operated(folder, operating, place, events)
 
 
-def _resource(spares: int, limits: Mapping[str, Any] | None, environ: Mapping[str, str]) -> dict[str, Any]:
-    command = ["hyperpodrun", "--nnodes=2", "--nproc-per-node=2", "--inprocess-restart", "--server-log-level=info"]
+def _resource(
+    spares: int, limits: Mapping[str, Any] | None, environ: Mapping[str, str], options: Sequence[str]
+) -> dict[str, Any]:
+    command = ["hyperpodrun", "--nnodes=2", "--nproc-per-node=2", *options, "--server-log-level=info"]
     command += ["--monitor-interval=0.1", "--redirects=3", "--shutdown-timeout=5", str(hyperpod_inprocess.__file__)]
     env = [{"name": name, "value": value} for name, value in environ.items()]
     env.append({"name": "TEST_POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}})

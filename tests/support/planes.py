@@ -31,6 +31,12 @@ class Job(Protocol):
     """What happens to the job from outside. ``seats`` are processes that have not called ``ready`` yet."""
 
     seats: list[Any]
+    starts_anew: bool
+    """After a fault or a resize all processes are new ones, which ``again(size)`` starts."""
+    ends_leftovers: bool
+    """Who has no place in the next world is not told so: its process is ended from outside."""
+    resize_is: Want
+    """What a rank hears of one."""
 
     def join(self) -> ControlPlane: ...
     def resize(self, nodes: int) -> None: ...
@@ -40,6 +46,8 @@ class Job(Protocol):
 
 
 class MemoryJob:
+    starts_anew, ends_leftovers, resize_is = False, False, Want.RESIZE
+
     def __init__(self, size: int, spares: int, grace_s: float) -> None:
         self.plane = MemoryPlane(size, spares=spares)
         self._grace_s = grace_s
@@ -106,6 +114,8 @@ class ThreadProcess:
 
 class SupervisedJob:
     """A coordinator and its supervisors, on threads of this process and with real sockets."""
+
+    starts_anew, ends_leftovers, resize_is = False, False, Want.RESIZE
 
     def __init__(
         self, size: int, spares: int, stack: contextlib.ExitStack, *, grace_s: float, grow_s: float, store: str

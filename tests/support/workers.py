@@ -5,7 +5,11 @@ more than many tests. Tests stay together where fixtures live as long as their f
 free.
 
 As many run at once as keep the cores busy (:class:`Pace`): tests that wait leave room for others, tests that compute do
-not. Those that wait for what has to happen within a time (:data:`TIMED`) run one at a time.
+not. Those that wait for what has to happen within a time (:data:`TIMED`) run one of each kind at a time beside others,
+and a few at a time when there are no others left: alone they leave half the machine idle.
+
+With ``--again 5`` up to five tests that failed are run once more at the end (:mod:`tests.support.again`), each in a
+worker of its own with nothing beside it.
 
 How long a file took is kept in pytest's cache, and orders the next run.
 """
@@ -20,8 +24,9 @@ import selectors
 import signal
 import socket
 import struct
+import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,17 +36,35 @@ import pytest
 from _pytest.runner import CallInfo, TestReport
 
 from tests.support import forked_starts, zygote
+from tests.support.again import FirstFailures
 
 _END_S = 30.0
 _SECONDS = "workers/seconds"
 _LENGTH = struct.Struct("!Q")
 _KEPT_TOGETHER = {"class", "module", "package"}
-TIMED = ("tests/e2e/peers/", "tests/e2e/hyperpod/", "tests/scenario/")
-"""They wait for copies on other nodes, for agents that are missed and for ranks that start again."""
+TIMED = {"tests/e2e/peers/": "nodes", "tests/scenario/": "nodes", "tests/e2e/hyperpod/": "ranks"}
+"""What they wait for: copies on other nodes and agents that are missed, or ranks that start again."""
+_TIMED_LAST = 3
+"""So many of them at once when nothing else is left to begin."""
 _BUSY, _ROOM = 0.97, 0.85
 _LOOK_S = 1.0
-_GUESSED_S = {"tests/e2e": 8.0, "tests/scenario": 8.0, "tests/simulation": 20.0, "tests/worlds": 20.0}
-"""Of a file that was never timed here, by the beginning of its path: where processes are started first."""
+_GUESSED_S = {
+    "tests/e2e/control/test_elastic_run": 40.0,
+    "tests/e2e/crash/": 60.0,
+    "tests/e2e/dcp/test_incarnations": 60.0,
+    "tests/e2e/durable/test_store_errors": 40.0,
+    "tests/e2e/elastic/test_cut_off_at_the_end": 40.0,
+    "tests/e2e/hyperpod/": 60.0,
+    "tests/e2e/peers/test_agents": 60.0,
+    "tests/unit/peerstore/cluster/test_membership_network": 60.0,
+    "tests/simulation/test_breaking": 60.0,
+    "tests/simulation/test_simulation": 60.0,
+    "tests/e2e": 8.0,
+    "tests/scenario": 20.0,
+    "tests/simulation": 20.0,
+    "tests/worlds": 20.0,
+}
+"""Of a file that was never timed here, by the beginning of its path, the first that fits: the long ones begin first."""
 
 
 # -- what is decided ---------------------------------------------------------------------------------------------------
@@ -53,7 +76,11 @@ class Unit:
 
     tests: tuple[int, ...]
     seconds: float
-    timed: bool = False
+    timed: str = ""
+
+
+def timed_kind(file: str) -> str:
+    return next((kind for start, kind in TIMED.items() if file.startswith(start)), "")
 
 
 def units_of(tests: Sequence[tuple[str, bool]], seconds: Mapping[str, float]) -> list[Unit]:
@@ -67,7 +94,7 @@ def units_of(tests: Sequence[tuple[str, bool]], seconds: Mapping[str, float]) ->
     units = []
     for file, positions in of_file.items():
         guessed = next((s for start, s in _GUESSED_S.items() if file.startswith(start)), 0.05 * len(positions))
-        share, timed = seconds.get(file, guessed) / len(positions), file.startswith(TIMED)
+        share, timed = seconds.get(file, guessed) / len(positions), timed_kind(file)
         if any(tests[position][1] for position in positions):
             units.append(Unit(tuple(positions), share * len(positions), timed))
         else:
@@ -99,7 +126,7 @@ class Queue:
         self._timed: list[Unit] = []
         for unit in units:
             (self._timed if unit.timed else self._free).append(unit)
-        self._running_timed = False
+        self._running_timed: Counter[str] = Counter()
         self.running = 0
 
     def __bool__(self) -> bool:
@@ -107,9 +134,10 @@ class Queue:
 
     def next(self) -> Unit | None:
         """``None``: nothing that may begin now."""
-        if self._timed and not self._running_timed:
-            self._running_timed = True
-            chosen = self._timed.pop(0)
+        if (timed := next(filter(self._may_begin, self._timed), None)) is not None:
+            self._timed.remove(timed)
+            self._running_timed[timed.timed] += 1
+            chosen = timed
         elif self._free:
             chosen = self._free.pop(0)
         else:
@@ -117,10 +145,15 @@ class Queue:
         self.running += 1
         return chosen
 
+    def _may_begin(self, timed: Unit) -> bool:
+        if self._free:
+            return not self._running_timed[timed.timed]
+        return self._running_timed.total() < _TIMED_LAST
+
     def done(self, unit: Unit) -> None:
         self.running -= 1
         if unit.timed:
-            self._running_timed = False
+            self._running_timed[unit.timed] -= 1
 
     def again(self, unit: Unit) -> None:
         """The rest of a unit whose worker died."""
@@ -191,10 +224,11 @@ def _work(session: pytest.Session, end: socket.socket, number: int) -> None:
         capture.stop_global_capturing()
         capture.start_global_capturing()
     paths = config._tmp_path_factory
-    paths._given_basetemp, paths._basetemp = paths.getbasetemp() / f"worker{number}", None
+    paths._given_basetemp, paths._basetemp = paths.getbasetemp() / f"w{number}", None  # sockets have short names
     config.pluginmanager.register(_Reporting(config, end))
     forked_starts.install(end)
-    zygote.prepare(end, *forked_starts.held())
+    if "torch" in sys.modules:  # else no test that was collected has a use for it
+        zygote.prepare(end, *forked_starts.held())
     last: Any = None
     while (tests := _receive(end)) is not None:
         for index, position in enumerate(tests):
@@ -244,6 +278,8 @@ class _Session:
         least = min(count, (os.cpu_count() or 1) + 1)
         self._pace = Pace(least, count, least)
         self._looked_at, self._idle_s = time.monotonic(), _idle_s()
+        self._failures = FirstFailures(self._config, self._config.option.again)
+        self._config.pluginmanager.register(self._failures)
 
     def run(self) -> None:
         if self._config.getoption("forked_starts", default=False):
@@ -251,21 +287,39 @@ class _Session:
         gc.collect()
         gc.freeze()  # what all workers share stays shared
         try:
-            for _ in range(min(self._count, len(self._session.items))):
-                self._fork()
-            while self._workers:
-                self._look()
-                self._hand_out()
-                for key, _ in self._selector.select(_LOOK_S if self._queue else None):
-                    self._hear(key.data)
+            self._run(min(self._count, len(self._session.items)))
+            if not self._is_stopping and not self._queue:
+                self._run_again()
         finally:
             self._end_all()
+            self._failures.give_up()
         if self._session.shouldfail:
             raise self._session.Failed(self._session.shouldfail)
         if self._session.shouldstop:
             raise self._session.Interrupted(self._session.shouldstop)
         if self._queue:
             raise pytest.UsageError("the workers ended before all tests had run")
+
+    def _run(self, workers: int) -> None:
+        for _ in range(workers):
+            self._fork()
+        while self._workers:
+            self._look()
+            self._hand_out()
+            for key, _ in self._selector.select(_LOOK_S if self._queue else None):
+                self._hear(key.data)
+
+    def _run_again(self) -> None:
+        positions = {item.nodeid: position for position, item in enumerate(self._session.items)}
+        for name in self._failures.run_alone():
+            self._queue = Queue([Unit((positions[name],), 0.0)])
+            self._run(1)
+            if self._is_stopping:
+                return
+
+    @property
+    def _is_stopping(self) -> bool:
+        return bool(self._session.shouldfail or self._session.shouldstop)
 
     def _end_all(self) -> None:
         """Those that are left when the run is interrupted: each ends what its fixtures have started."""
@@ -315,13 +369,12 @@ class _Session:
     def _hand_out(self) -> None:
         for worker in self._workers:
             if worker.unit is None and not worker.over:
-                stopping = bool(self._session.shouldfail or self._session.shouldstop)
                 room = self._queue.running < self._pace.now
-                worker.unit = self._queue.next() if room and not stopping else None
+                worker.unit = self._queue.next() if room and not self._is_stopping else None
                 if worker.unit is not None:
                     worker.ran.clear()
                     self._tell(worker, list(worker.unit.tests))
-                elif stopping or not self._queue:
+                elif self._is_stopping or not self._queue:
                     worker.over = True
                     self._tell(worker, None)
 
@@ -336,10 +389,9 @@ class _Session:
             self._ended(worker)
             return
         if what == "report":
-            hook = self._config.hook
-            report = hook.pytest_report_from_serializable(config=self._config, data=body)
+            report = self._config.hook.pytest_report_from_serializable(config=self._config, data=body)
             report.node = worker  # so that no file is named for each letter that is printed
-            hook.pytest_runtest_logreport(report=report)
+            self._failures.take(report, stands_for_a_test=worker.unit is not None)
         elif what == "begins":
             worker.at = body
             worker.ran.add(body)
@@ -361,7 +413,7 @@ class _Session:
             report = TestReport(
                 item.nodeid, item.location, {}, "failed", f"{item.nodeid}: {words}", "call", duration=0.0
             )
-            self._config.hook.pytest_runtest_logreport(report=report)
+            self._failures.take(report)
         self._queue.done(worker.unit)
         rest = tuple(position for position in worker.unit.tests if position not in worker.ran)
         self._queue.again(Unit(rest, worker.unit.seconds, worker.unit.timed))
@@ -398,8 +450,16 @@ class _Durations:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("workers").addoption(
+    group = parser.getgroup("workers")
+    group.addoption(
         "--workers", type=int, default=0, metavar="N", help="share the tests among up to N forked processes"
+    )
+    group.addoption(
+        "--again",
+        type=int,
+        default=0,
+        metavar="N",
+        help="where at most N tests fail, run each once more, alone; needs --workers",
     )
 
 
@@ -407,6 +467,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "timed: waits for something that has to happen within a time; runs beside no other such test"
     )
+    if config.option.again and not config.option.workers:
+        raise pytest.UsageError("--again N runs tests in a process of their own: it needs --workers, 1 or more")
     if config.option.workers and getattr(config, "cache", None) is not None:
         config.pluginmanager.register(_Durations(config), "workers-durations")
 

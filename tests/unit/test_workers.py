@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.workers import TIMED, Pace, Queue, Unit, units_of
 
-FILES = st.sampled_from(["tests/unit/a.py", "tests/unit/b.py", "tests/e2e/c.py", TIMED[0] + "d.py", TIMED[-1] + "e.py"])
+FILES = st.sampled_from(["tests/unit/a.py", "tests/unit/b.py", "tests/e2e/c.py", *(start + "d.py" for start in TIMED)])
 TESTS = st.lists(st.tuples(FILES, st.booleans()), max_size=30)
 
 
@@ -20,7 +20,7 @@ def test_every_test_is_in_one_unit_and_what_belongs_together_in_the_same(tests, 
     assert sorted(position for unit in units for position in unit.tests) == [*range(len(tests))]
     for unit in units:
         (file,) = {tests[position][0] for position in unit.tests}
-        assert unit.timed is file.startswith(TIMED)
+        assert bool(unit.timed) is file.startswith((*TIMED,))
         whole = [position for position, (other, _) in enumerate(tests) if other == file]
         together = any(stays for other, stays in tests if other == file)
         assert list(unit.tests) == whole if together else len(unit.tests) == 1
@@ -33,18 +33,30 @@ def test_the_longest_begin_first():
 
 
 @given(TESTS, st.integers(1, 5), st.randoms(use_true_random=False))
-def test_all_are_run_and_timed_ones_one_at_a_time(tests, at_once, random):
-    queue, running, ran = Queue(units_of(tests, {})), [], []
+def test_all_are_run_and_timed_ones_one_of_a_kind_beside_others(tests, at_once, random):
+    units = units_of(tests, {})
+    queue, running, ran, others = Queue(units), [], [], sum(not unit.timed for unit in units)
     while queue or running:
         while len(running) < at_once and (unit := queue.next()) is not None:
+            timed = [one.timed for one in running if one.timed]
+            if unit.timed:
+                assert unit.timed not in timed or (len(timed) < 3 and others == 0)
+            else:
+                others -= 1
             running.append(unit)
-            assert sum(one.timed for one in running) <= 1
         assert running, "nothing may begin and nothing is running"
         assert queue.running == len(running)
         done = running.pop(random.randrange(len(running)))
         queue.done(done)
         ran += done.tests
     assert sorted(ran) == [*range(len(tests))]
+
+
+def test_timed_ones_run_together_when_nothing_else_is_left():
+    queue = Queue([Unit((0,), 1.0), *(Unit((position,), 1.0, "nodes") for position in range(1, 6))])
+    assert [queue.next().tests for _ in range(2)] == [(1,), (0,)]
+    assert [queue.next().tests for _ in range(2)] == [(2,), (3,)]
+    assert queue.next() is None
 
 
 def test_tests_that_wait_make_room_for_others_and_tests_that_compute_do_not():
@@ -68,6 +80,15 @@ def test_the_rest_of_a_unit_whose_worker_died_comes_next():
     queue.again(Unit((2,), 1.0))
     queue.again(Unit((), 1.0))
     assert [queue.next().tests for _ in range(2)] == [(2,), (3,)]
+
+
+def run_in(folder, *options):
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-p", "tests.support.workers",
+         "-p", "no:cacheprovider", "-rA", *options, str(folder)],
+        capture_output=True, text=True, timeout=120, cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
 
 
 OUTCOMES = """
@@ -94,13 +115,7 @@ def test_failures_a_dead_worker_and_what_a_session_s_end_raises_are_told(tmp_pat
     (tmp_path / "test_one.py").write_text(OUTCOMES)
     (tmp_path / "test_two.py").write_text("def test_other(): pass\ndef test_end(bad_end): pass\n")
     (tmp_path / "conftest.py").write_text(OUTCOMES.split('@pytest.fixture(scope="module")', maxsplit=1)[0])
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "tests.support.workers",
-         "-p", "no:cacheprovider", "-rA", "--workers", "2", str(tmp_path)],
-        capture_output=True, text=True, timeout=120, cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )  # fmt: skip
+    done = run_in(tmp_path, "--workers", "2")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "its worker ended with status 7" in done.stdout
     assert "the session's fixture did not end" in done.stdout
@@ -110,3 +125,123 @@ def test_failures_a_dead_worker_and_what_a_session_s_end_raises_are_told(tmp_pat
         ("test_good", "PASSED"), ("test_other", "PASSED"), ("test_same_process", "PASSED"), ("test_wrong", "FAILED"),
     ]  # fmt: skip
     assert "2 failed, 5 passed, 1 skipped, 1 error" in done.stdout
+
+
+BESIDE_OTHERS = """
+import os, pytest
+from pathlib import Path
+RUNS = Path(__file__).with_name("runs")
+def run(name):
+    with RUNS.open("a") as file: file.write(f"{name} {os.getpid()}\\n")
+    return sum(line.split()[0] == name for line in RUNS.read_text().splitlines())
+@pytest.fixture
+def bad_start(): assert run("start") > 1, "no start"
+@pytest.fixture
+def bad_end():
+    yield
+    assert run("end") > 1, "no end"
+@pytest.fixture(scope="session")
+def shared(): return run("shared")
+def test_good(shared): run("good")
+def test_call(shared): assert run("call") > 1, "said beside others"
+def test_start(bad_start): pass
+def test_end(bad_end): pass
+def test_dies():
+    if run("dies") == 1: os._exit(7)
+"""
+ALWAYS = """
+def test_always(): assert run("always") < 0, "said each time"
+"""
+SKIPPED = """
+def test_skipped():
+    if run("skipped") > 1: pytest.skip("not alone")
+    assert False, "said first"
+"""
+TWICE_BAD = """
+def test_both(bad_end): assert run("both") > 1, "said in the call"
+"""
+AT_THE_END = """
+@pytest.fixture(scope="session")
+def lasting():
+    yield
+    raise ValueError("the session's fixture did not end")
+def test_uses(lasting): pass
+"""
+
+
+def runs_of(folder):
+    return [line.split()[0] for line in (folder / "runs").read_text().splitlines()]
+
+
+def test_what_fails_beside_others_and_passes_alone_is_printed_and_is_no_failure(tmp_path):
+    (tmp_path / "test_one.py").write_text(BESIDE_OTHERS + TWICE_BAD)
+    done = run_in(tmp_path, "--workers", "3", "--again", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert "6 passed, 5 again" in last, "each test is counted once"
+    for words in ("said beside others", "no start", "no end", "its worker ended with status 7", "said in the call"):
+        assert words in done.stdout
+    for test in ("call", "start", "end", "dies", "both"):
+        assert f"AGAIN test_one.py::test_{test}: passed alone" in done.stdout
+    assert done.stdout.count("PASSED test_one.py::test_end") == 1
+    ran = runs_of(tmp_path)
+    assert ran.count("good") == 1
+    assert ran.count("call") == 2
+    lines = [line.split() for line in (tmp_path / "runs").read_text().splitlines()]
+    first, second = ([pid for name, pid in lines if name == "call"], [pid for name, pid in lines if name == "shared"])
+    assert first[1] == second[-1] not in {pid for name, pid in lines if name in {"good", "start", "dies"}}, (
+        "a process of its own, with fixtures of its own"
+    )
+
+
+def test_what_fails_alone_too_has_failed(tmp_path):
+    (tmp_path / "test_one.py").write_text(BESIDE_OTHERS + ALWAYS)
+    done = run_in(tmp_path, "--workers", "3", "--again", "5")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 5 passed, 5 again" in done.stdout.splitlines()[-1]
+    assert "AGAIN test_one.py::test_always: failed alone" in done.stdout
+    assert "AGAIN test_one.py::test_call: passed alone" in done.stdout
+    assert done.stdout.count("FAILED test_one.py::test_always") == 1
+    assert runs_of(tmp_path).count("always") == 2
+
+
+def test_what_is_skipped_alone_has_failed(tmp_path):
+    (tmp_path / "test_one.py").write_text(BESIDE_OTHERS.split("@pytest", maxsplit=1)[0] + SKIPPED)
+    done = run_in(tmp_path, "--workers", "1", "--again", "5")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 1 skipped" in done.stdout.splitlines()[-1]
+    assert "said first" in done.stdout
+
+
+def test_more_failures_are_failures_at_once(tmp_path):
+    (tmp_path / "test_one.py").write_text(BESIDE_OTHERS + ALWAYS)
+    done = run_in(tmp_path, "--workers", "3", "--again", "4")
+    assert done.returncode == 1, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert "3 failed, 2 passed, 2 errors" in last
+    assert "again" not in last
+    assert "AGAIN" not in done.stdout
+    ran = runs_of(tmp_path)
+    assert (ran.count("call"), ran.count("always"), ran.count("dies")) == (1, 1, 1)
+
+
+def test_what_no_test_stands_for_is_not_run_again(tmp_path):
+    (tmp_path / "test_one.py").write_text("import pytest\n" + AT_THE_END)
+    done = run_in(tmp_path, "--workers", "1", "--again", "5")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 passed, 1 error" in done.stdout.splitlines()[-1]
+
+
+def test_a_run_that_is_stopped_runs_nothing_again(tmp_path):
+    source = BESIDE_OTHERS + "def test_stops():\n    os.kill(os.getppid(), 2)\n    import time; time.sleep(60)\n"
+    (tmp_path / "test_one.py").write_text(source)
+    done = run_in(tmp_path, "--workers", "1", "--again", "5")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert runs_of(tmp_path).count("call") == 1
+    assert "2 failed" in done.stdout
+
+
+def test_it_needs_a_worker(tmp_path):
+    done = run_in(tmp_path, "--again", "5")
+    assert done.returncode == 4
+    assert "it needs --workers" in done.stderr

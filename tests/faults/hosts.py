@@ -1,0 +1,142 @@
+"""A job whose nodes are hosts of a network that can be cut, each with memory of its own. Needs root."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from elastic.control.link import ask
+from elastic.control.messages import Answer, Question
+from elastic.errors import ElasticError
+from peerstore.transport.secret import new_secret, read_secret
+from tests.faults.job import TRAINER, FaultJob, mount, unmount
+from tests.faults.judge import Run
+from tests.faults.schedule import Plan
+from tests.faults.training import JOB
+from tests.support import namespaces
+from tests.support.hosts import network
+
+PORT = 7400
+HEAD = "head"
+_ENDED = (0, 6, 7, 8)
+"""How a coordinator ends that was meant to end; any other one is started again, as whoever looks after it would."""
+
+
+class HostJob(FaultJob):
+    """``elastic run --coordinator`` on every host, and ``elastic coordinator`` on one that is nothing else."""
+
+    def __init__(self, folder: Path, plan: Plan, **_: object) -> None:
+        super().__init__(folder, plan)
+        self._undo = ExitStack()
+        self.net = self._undo.enter_context(network())
+        self._head = self.net.host(HEAD)
+        self._secret = folder / "secret"
+        self._secret.touch(0o600)
+        self._secret.write_bytes(new_secret())
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._leader: subprocess.Popen[bytes] | None = None
+        self._over: int | None = None
+        for name in self.shape.names:
+            self.net.host(name)
+            mount(self.memory(name))
+            self._undo.callback(unmount, self.memory(name))
+
+    def memory(self, node: str) -> Path:
+        return self.folder / "m" / node
+
+    def arena(self, node: str) -> Path:
+        return self.memory(node) / "agent"
+
+    @property
+    def is_running(self) -> bool:
+        return self._leader is not None or bool(self._nodes)
+
+    def start(self) -> None:
+        self.commands.environ["FAULTS_RUN"] = str(len(self.runs))
+        self._began, self._over = time.time(), None
+        self._lead()
+        for name in self.shape.names:
+            self.join(name)
+
+    def _lead(self) -> None:
+        elasticity, _ = self._options()
+        words = ("--listen", f"{self._head.address}:{PORT}", "--job", JOB, "--secret", f"file:{self._secret}", "-v")
+        self._leader = self._begin(HEAD, "coordinator", *elasticity, *words)
+
+    def join(self, node: str) -> None:
+        """The machine is there, or is back."""
+        before = self._nodes.pop(node, None)
+        if before is not None:
+            before.kill()
+            before.wait()
+        elasticity, spares = self._options()
+        words = ("--coordinator", f"{self._head.address}:{PORT}", "--secret", f"file:{self._secret}", "--node", node)
+        logs = ("--job", JOB, "--log-dir", str(self.folder / "logs"), "-v")
+        self._nodes[node] = self._begin(node, "run", *elasticity, *spares, *words, *logs, str(TRAINER), *self.arguments)
+
+    def _options(self) -> tuple[list[str], list[str]]:
+        return self.elasticity, ["--spares", str(self.shape.spares)]
+
+    def _begin(self, host: str, *words: str) -> subprocess.Popen[bytes]:
+        memory = self.memory(host)
+        memory.mkdir(parents=True, exist_ok=True)
+        environ = {
+            **self.commands.environ,
+            "ELASTIC_RUN_DIRECTORY": str(memory / "run"),
+            "TIEREDCKPT_AGENT_DIRECTORY": str(memory / "agent"),
+            "TIEREDCKPT_AGENT_NODE": host,
+            "GLOO_SOCKET_IFNAME": "eth0",  # all hosts have this machine's name, which leads to loopback
+        }
+        with (self.folder / f"output-{host}").open("ab") as output:
+            return self.net.hosts[host].start(
+                [sys.executable, "-m", "elastic", *words], cwd=self.folder, env=environ, stdout=output, stderr=output
+            )
+
+    def reap(self) -> Run | None:
+        """Once the coordinator has ended for good, and every host's command with it."""
+        for name, one in list(self._nodes.items()):
+            if one.poll() is not None and self._over is not None:
+                del self._nodes[name]
+        if self._leader is not None and self._leader.poll() is not None:
+            if self._leader.returncode in _ENDED:
+                self._over, self._leader = self._leader.returncode, None
+            else:
+                self._lead()
+        if self._over is None or self._nodes:
+            return None
+        said = [line for line in (self.folder / f"output-{HEAD}").read_text(errors="replace").splitlines() if line]
+        run = Run(self._over, said[-1] if said else "", self._began, time.time())
+        self._over = None
+        self.runs.append(run)
+        return run
+
+    def lose(self, node: str) -> int:
+        namespace = self.net.hosts[node].namespace
+        there = namespaces.processes_in(namespace)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in there:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        while namespaces.processes_in(namespace):
+            time.sleep(0.01)
+        self.forget(node)
+        return len(there)
+
+    def ask(self, question: Question) -> Answer | None:
+        secret = read_secret(self._secret)
+
+        def asked() -> Answer:
+            return ask(f"{self._head.address}:{PORT}", question, job=JOB, secret=secret, timeout_s=5.0)
+
+        with suppress(ElasticError, OSError):
+            return namespaces.inside(self._head.namespace, asked)
+        return None
+
+    def close(self) -> None:
+        super().close()
+        self._undo.close()

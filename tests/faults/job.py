@@ -1,0 +1,405 @@
+"""A job to which faults happen: started, looked at, started again, and what it leaves. Everything here is real."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from elastic.control.link import ask
+from elastic.control.messages import Answer, Question
+from elastic.control.runs import RunPlace, secret_of
+from elastic.errors import ElasticError
+from elastic.reshard.checksum import Part, StateChecksum, combine
+from peerstore.owners import started_at
+from tests.faults.judge import Run, Safe, Step, World
+from tests.faults.schedule import Plan
+from tests.faults.training import JOB
+from tests.support.elastic_runs import ROOT
+from tests.support.elastic_runs import Job as Commands
+from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY
+
+TRAINER = ROOT / "tests/faults/training.py"
+CLOCK = ROOT / "tests/faults/clock"
+MARK = "FAULTS_JOB"
+"""In the environment of everything that belongs to a job: its folder."""
+MEMORY_BYTES = 64 << 20
+PACE_S, AHEAD_STEPS, DURABLE_EVERY = 0.02, 40, 12
+_ENDS_S = 20.0
+
+POLICY = """\
+num_restart_before_full_job_restart: null
+max_full_job_restarts: null
+max_num_repeat_offenders_to_avoid: 0
+"""
+
+
+class Process(NamedTuple):
+    """One of a job, as it was when it was looked for."""
+
+    pid: int
+    started: int
+    role: str
+    """``rank`` (or spare), ``agent``, ``supervisor``, ``coordinator``, ``store`` or ``launcher``."""
+    node: str
+    command: str
+
+    def signal(self, number: int) -> bool:
+        """False where it has ended; its number may be somebody else's by now."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            if started_at(self.pid) != self.started:
+                return False
+            signal.pidfd_send_signal(fd, number)
+            if number == signal.SIGKILL:
+                select.select([fd], [], [], _ENDS_S)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+
+_TASK_NODE = re.compile(r'"node":"([^"]+)"')
+_ROLES = (
+    ("-m elastic coordinator", "coordinator"),
+    ('"type":"coordinator"', "coordinator"),
+    ('"type":"node"', "supervisor"),
+    ("tieredckpt.agent", "agent"),
+    ("elastic.storing", "store"),
+    ("-m elastic ", "launcher"),
+    (str(TRAINER), "rank"),
+)
+
+
+def processes(mark: str) -> list[Process]:
+    """All that have ``mark`` in their environment, and what they are."""
+    wanted, found = f"{MARK}={mark}\0".encode(), []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = b"\0" + (path / "environ").read_bytes()
+            command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has ended
+            continue
+        if b"\0" + wanted not in environ:
+            continue
+        pid = int(path.name)
+        role = next((role for word, role in _ROLES if word in command), "other")
+        names = dict(word.partition(b"=")[::2] for word in environ.split(b"\0"))
+        node = names.get(b"ELASTIC_NODE", names.get(b"TIEREDCKPT_AGENT_NODE", b"")).decode()
+        if role == "supervisor" and (task := _TASK_NODE.search(command)):
+            node = task[1]
+        if (started := started_at(pid)) >= 0:
+            found.append(Process(pid, started, role, node, command))
+    return found
+
+
+class Hung(Exception):
+    """What was waited for did not happen in all the time there was."""
+
+
+class Ended(Exception):
+    """The job is over before it was to be."""
+
+
+class FaultJob:
+    """One job, its folder, and every start of its command."""
+
+    def __init__(self, folder: Path, plan: Plan, *, durable: str = "", endpoint: str = "", own_memory: bool = False):
+        self.folder, self.plan, self.shape = folder, plan, plan.shape
+        self.mark = str(folder)
+        self.diary = folder / "diary"
+        self.diary.mkdir(parents=True)
+        self.clock = folder / "clock"
+        self.commands = Commands(folder, JOB)
+        self.commands.environ |= {
+            MARK: self.mark,
+            "OMP_NUM_THREADS": "1",
+            "FAULTS_DURABLE": durable,
+            "TIEREDCKPT_AGENT_DIRECTORY": str(folder / "agent"),
+            "TIEREDCKPT_AGENT_BUDGET": "32MiB",
+            "TIEREDCKPT_AGENT_LINGER_S": "1",
+            "TIEREDCKPT_AGENT_JOB_TTL_S": "600",
+            "TIEREDCKPT_LEDGER": str(folder / "ledger"),
+        }
+        if endpoint:
+            self.commands.environ |= {
+                "TIEREDCKPT_DURABLE_OPTIONS": f"endpoint={endpoint},region={REGION}",
+                "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+                "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+                "AWS_EC2_METADATA_DISABLED": "true",
+            }
+        if plan.clocks:
+            path = f"{CLOCK}{os.pathsep}{self.commands.environ['PYTHONPATH']}"
+            self.commands.environ |= {"FAULTS_CLOCK": str(self.clock), "PYTHONPATH": path}
+            self.commands.environ["PYTHONUTF8"] = "1"  # so that no process is a fork, which reads no sitecustomize
+        self.durable = bool(durable)
+        self.own_memory = own_memory
+        self.runs: list[Run] = []
+        self._began = 0.0
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self._read: dict[Path, int] = {}
+        self.worlds: list[World] = []
+        self.steps: list[Step] = []
+        self.safe: list[Safe] = []
+        self.newest = -1
+        self.last_world: tuple[int, int] = (-1, -1)
+        self._limit = (0, "")
+        self.let(AHEAD_STEPS)
+        if own_memory:
+            for name in self.shape.names:
+                mount(self.memory(name))
+
+    # -- the command --------------------------------------------------------------------------------------------------
+
+    def memory(self, node: str) -> Path:
+        """What ``node`` has in memory: nothing else of it survives what happens to processes."""
+        return self.folder / "run" / JOB / node
+
+    def arena(self, node: str) -> Path:
+        one_node = len(self.shape.names) == 1
+        return self.folder / "agent" if one_node else self.memory(node) / "agent"
+
+    @property
+    def elasticity(self) -> list[str]:
+        """How large the job may be, and how patient it is."""
+        shape = self.shape
+        policy = self.folder / "policy.yaml"
+        policy.write_text(POLICY if shape.budget is None else "{}\n")
+        budget = [] if shape.budget is None else ["--max-restarts", str(shape.budget)]
+        return [
+            *("--nnodes", f"1:{shape.nodes}", "--nproc", str(shape.nproc), "--policy", str(policy)),
+            *("--grow-after", "0.5", "--shrink-after", "2", "--resize-grace", "60", *budget),
+            *("--hang-timeout", "15", "--first-step-timeout", "120"),
+        ]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the training."""
+        durable = DURABLE_EVERY if self.durable else 0
+        return [str(self.diary), self.shape.how, str(self.shape.every), str(durable), str(PACE_S)]
+
+    @property
+    def command(self) -> list[str]:
+        nodes = len(self.shape.names)
+        return [
+            *("run", "-v", "--job", JOB, "--log-dir", str(self.folder / "logs"), *self.elasticity),
+            *("--spares", str(self.shape.spares)),
+            *(("--simulate-nodes", str(nodes)) if nodes > 1 else ("--node", "n0")),
+            *(str(TRAINER), *self.arguments),
+        ]
+
+    def start(self) -> None:
+        self.commands.environ["FAULTS_RUN"] = str(len(self.runs))
+        self._began = time.time()
+        self.launcher = self.commands.start(*self.command)
+
+    def join(self, node: str) -> None:
+        """The machine is back."""
+        self.commands.start("join", JOB, "--node", node, "-v")
+
+    @property
+    def is_running(self) -> bool:
+        return self.launcher is not None
+
+    def stop(self) -> bool:
+        """SIGTERM to the command, where it runs."""
+        if self.launcher is None or self.launcher.poll() is not None:
+            return False
+        self.launcher.send_signal(signal.SIGTERM)
+        return True
+
+    def lose(self, node: str) -> int:
+        """The machine is gone, with all that ran on it and what was in its memory; how many processes those were."""
+        there = [one for one in self.processes(node=node) if one.role not in ("launcher", "coordinator")]
+        for one in there:
+            one.signal(signal.SIGSTOP)  # nobody says a last word
+        for one in there:
+            one.signal(signal.SIGKILL)
+        self.forget(node)
+        return len(there)
+
+    def forget(self, node: str) -> None:
+        """What it had in memory."""
+        for path in self.memory(node).iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+
+    def reap(self) -> Run | None:
+        """How the command ended, once it has."""
+        if self.launcher is None or self.launcher.poll() is None:
+            return None
+        said = (self.folder / f"output-{self.commands.started.index(self.launcher)}").read_text(errors="replace")
+        last = [line for line in said.splitlines() if line.strip()]
+        words = next((line for line in reversed(last) if "resumes it" in line), last[-1] if last else "")
+        run = Run(self.launcher.returncode, words, self._began, time.time())
+        self.runs.append(run)
+        self.launcher = None
+        return run
+
+    def ask(self, question: Question) -> Answer | None:
+        """``None`` while nobody answers."""
+        with contextlib.suppress(ElasticError, OSError):
+            run = RunPlace(self.folder / "run", JOB).read()
+            return ask(run.coordinator, question, job=run.job, secret=secret_of(run), timeout_s=5.0)
+        return None
+
+    # -- how far it is ------------------------------------------------------------------------------------------------
+
+    def let(self, step: int, *, end: bool = False) -> None:
+        if (step, "end" if end else "") != self._limit:
+            self._limit = (step, "end" if end else "")
+            new = self.diary / "limit.new"
+            new.write_text(f"{step}{' end' if end else ''}")
+            new.replace(self.diary / "limit")
+
+    @property
+    def limit(self) -> int:
+        return self._limit[0]
+
+    def look(self) -> None:
+        """Read what ranks have written since the last look."""
+        for path in sorted(self.diary.glob("*.jsonl")):
+            at = self._read.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(at)
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]
+            self._read[path] = at + len(whole)
+            for line in whole.splitlines():
+                self._heard(json.loads(line))
+
+    def _heard(self, line: dict[str, Any]) -> None:
+        what = line.pop("what")
+        if what == "world":
+            self.worlds.append(msgspec.convert(line, World))
+            self.last_world = max(self.last_world, (line["run"], line["epoch"]))
+        elif what == "step":
+            self.steps.append(msgspec.convert(line, Step))
+            self.newest = max(self.newest, line["step"])
+        elif what == "safe":
+            self.safe.append(msgspec.convert(line, Safe))
+
+    def in_world(self) -> set[int]:
+        """Processes that are ranks of the newest world, or were."""
+        return {one.pid for one in self.worlds if (one.run, one.epoch) == self.last_world}
+
+    def processes(self, role: str = "", node: str = "") -> list[Process]:
+        return [
+            one for one in processes(self.mark) if (not role or one.role == role) and (not node or one.node == node)
+        ]
+
+    def sums(self) -> dict[tuple[int, int, int], int | str]:
+        by_step: dict[tuple[int, int, int], dict[int, Step]] = {}
+        for one in self.steps:
+            by_step.setdefault((one.run, one.epoch, one.step), {})[one.rank] = one
+        return {key: _sum(list(ranks.values())) for key, ranks in by_step.items() if _is_complete(ranks)}
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def left_behind(self, within_s: float) -> list[str]:
+        """What a job that has succeeded has not taken with it."""
+        deadline = time.monotonic() + within_s
+        while True:
+            there = [one for one in self.processes() if one.role != "agent" or not self._is_of_the_machine()]
+            found = [f"process {one.pid}, a {one.role} of {one.node}: {one.command[:200]}" for one in there]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.2)
+
+    def _is_of_the_machine(self) -> bool:
+        """Whether the agent is there for others, too, and stays with what is nowhere else."""
+        return len(self.shape.names) == 1 and bool(self.kept())
+
+    def kept(self) -> list[str]:
+        """What it has left in memory."""
+        counts = {node: sum(path.is_file() for path in self.arena(node).glob("slots/*")) for node in self.shape.names}
+        return [f"{count} slots of {node}" for node, count in counts.items() if count]
+
+    def keep_logs(self) -> None:
+        """What agents have said, which is in memory too."""
+        for node in self.shape.names:
+            for path in self.arena(node).glob("*.log"):
+                shutil.copy(path, self.folder / "logs" / f"agent-{node}-{path.name}")
+
+    def close(self) -> None:
+        """End whatever is left of it."""
+        for one in self.commands.started:
+            if one.poll() is None:
+                one.kill()
+            one.wait()
+        while left := self.processes():
+            for one in left:
+                one.signal(signal.SIGKILL)
+        if self.own_memory:
+            for name in self.shape.names:
+                unmount(self.memory(name))
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def stacks(self) -> None:
+        """Have ranks write down where they are."""
+        for one in self.processes("rank"):
+            one.signal(signal.SIGUSR2)
+
+
+def until(ready: Callable[[], Any], what: str, within_s: float, tick: Callable[[], None]) -> Any:
+    """``tick`` is called all the while."""
+    deadline = time.monotonic() + within_s
+    while True:
+        tick()
+        if found := ready():
+            return found
+        if time.monotonic() > deadline:
+            raise Hung(f"it did not come to {what} in {within_s:.0f} s")
+        time.sleep(0.03)
+
+
+def _is_complete(ranks: dict[int, Step]) -> bool:
+    return sorted(ranks) == list(range(next(iter(ranks.values())).size))
+
+
+def _sum(ranks: list[Step]) -> int | str:
+    whole = combine(StateChecksum(msgspec.convert(one.share, dict[str, Part])) for one in ranks)
+    return f"replicas differ in {whole.diverged}" if whole.diverged else whole.value
+
+
+def mount(place: Path) -> None:
+    """Memory of its own, which can be filled up without taking any from others."""
+    for folder in (place.parent.parent, place.parent, place):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    options = f"size={MEMORY_BYTES},mode=0700"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "faults", str(place)], check=True, timeout=60)
+
+
+def unmount(place: Path) -> None:
+    for _ in range(50):
+        if not place.is_mount():
+            return
+        if subprocess.run(["umount", str(place)], capture_output=True, timeout=60).returncode:
+            time.sleep(0.1)  # a process that was killed lets go of its files a moment later
+    subprocess.run(["umount", "-l", str(place)], check=False, timeout=60)
+
+
+def unmount_leftovers(prefix: str) -> None:
+    """What drivers that were killed have left mounted: ``PREFIX-PID-...`` in the path says whose it was."""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        place = line.split()[1]
+        owner = re.search(rf"/{re.escape(prefix)}-(\d+)-", place)
+        if owner and started_at(int(owner[1])) < 0:
+            unmount(Path(place))

@@ -1,0 +1,137 @@
+"""What a seed stands for: a job, and the faults that are to happen to it. Pure."""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+
+import msgspec
+
+NEVER = math.inf
+
+
+class Kind(enum.Enum):
+    """What happens. Values are what is printed."""
+
+    RANK_KILLED = "rank killed"
+    RANK_STOPPED = "rank stopped"
+    RANK_SEGFAULT = "rank segfault"
+    RANK_OUT_OF_MEMORY = "rank out of memory"
+    SPARE_KILLED = "spare killed"
+    SPARE_STOPPED = "spare stopped"
+    SUPERVISOR_KILLED = "supervisor killed"
+    SUPERVISOR_STOPPED = "supervisor stopped"
+    COORDINATOR_KILLED = "coordinator killed"
+    COORDINATOR_STOPPED = "coordinator stopped"
+    AGENT_KILLED = "agent killed"
+    AGENT_STOPPED = "agent stopped"
+    STORE_KILLED = "store killed"
+    STORE_STOPPED = "store stopped"
+    NODE_LOST = "node lost"
+    MEMORY_FULL = "memory full"
+    MEMORY_TRUNCATED = "memory truncated"
+    MEMORY_FLIPPED = "memory flipped"
+    CLOCK_SET = "clock set"
+    RESIZED = "resized"
+    JOB_STOPPED = "job stopped"
+    DURABLE_SLOW = "durable slow"
+    DURABLE_DEAD = "durable dead"
+    DURABLE_ERRORS = "durable errors"
+    CUT = "cut"
+    CUT_ONE_WAY = "cut one way"
+    UNPLUGGED = "unplugged"
+
+
+_ON_HOSTS = (Kind.CUT, Kind.CUT_ONE_WAY, Kind.UNPLUGGED)
+_OF_DURABLE = (Kind.DURABLE_SLOW, Kind.DURABLE_DEAD, Kind.DURABLE_ERRORS)
+_NOT_ON_HOSTS = (Kind.CLOCK_SET, Kind.JOB_STOPPED, *_OF_DURABLE)
+"""Clocks, stores and stops are what one machine shows as well."""
+_FOR_EVER = {Kind.RANK_STOPPED: 0.5, Kind.SPARE_STOPPED: 0.5, Kind.AGENT_STOPPED: 0.3, Kind.SUPERVISOR_STOPPED: 0.3}
+"""How often what is stopped is never let go on. Nobody takes over from a coordinator or a store that only stands still:
+those go on after a while."""
+_CALM_STEPS = 40
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The job."""
+
+    nodes: int
+    """At most in the world."""
+    spare_nodes: int
+    nproc: int
+    spares: int
+    how: str
+    every: int
+    durable: str = ""
+    """``directory`` or ``s3``; "" for none."""
+    budget: int | None = None
+    """After so many restarts the job gives up; ``None``: never."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"n{number}" for number in range(self.nodes + self.spare_nodes))
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """A fault to come. ``pick`` chooses among those it can happen to at that moment: from 0 to 1."""
+
+    kind: Kind
+    after_steps: int
+    """That the job has done since it recovered from the one before; -1: within 50 ms of that."""
+    pick: float
+    other: float
+    lasts_s: float = 0.0
+
+
+class Plan(msgspec.Struct, frozen=True):
+    seed: int
+    shape: Shape
+    faults: tuple[Planned, ...]
+    clocks: bool = False
+    """Whether every node has a clock of its own that may be set."""
+
+
+def plan_of(seed: int, *, hosts: bool = False, full: bool = True, faults: int = 6) -> Plan:
+    """The same one for the same arguments. ``full``: nodes have memory of their own that may be filled up."""
+    chance = random.Random(f"{seed} {hosts}")
+    shape = _shape(chance, hosts=hosts)
+    kinds = [kind for kind in Kind if _is_possible(kind, shape, hosts=hosts, full=full)]
+    swarm = chance.sample(kinds, chance.randint(2, max(2, len(kinds) // 2)))  # few kinds often, and together
+    planned = [_planned(chance, chance.choice(swarm)) for _ in range(faults)]
+    planned[0] = msgspec.structs.replace(planned[0], after_steps=max(1, planned[0].after_steps))
+    return Plan(seed, shape, tuple(planned), clocks=Kind.CLOCK_SET in swarm)
+
+
+def _shape(chance: random.Random, *, hosts: bool) -> Shape:
+    nodes, nproc = chance.choice([(1, 1), (2, 1), (2, 1), (3, 1), (2, 2), (3, 2), (5, 1), (7, 1)])
+    if hosts:
+        nodes, nproc = chance.choice([(2, 1), (3, 1), (2, 2)])
+    return Shape(
+        nodes,
+        chance.choice([0, 1]),
+        nproc,
+        chance.choice([0, 0, 1]),
+        chance.choice(["ddp", "fsdp"]),
+        chance.choice([1, 1, 4]),
+        durable="" if hosts else chance.choice(["", "", "directory", "s3"]),
+        budget=chance.choice([None, None, None, 2]),
+    )
+
+
+def _is_possible(kind: Kind, shape: Shape, *, hosts: bool, full: bool) -> bool:
+    if kind in _OF_DURABLE and shape.durable != "s3":
+        return False
+    if kind in (Kind.SPARE_KILLED, Kind.SPARE_STOPPED) and not shape.spares:
+        return False
+    if kind is Kind.MEMORY_FULL and not full:
+        return False
+    return kind not in (_NOT_ON_HOSTS if hosts else _ON_HOSTS)
+
+
+def _planned(chance: random.Random, kind: Kind) -> Planned:
+    after = -1 if chance.random() < 0.25 else chance.randint(0, _CALM_STEPS)
+    lasts_s = chance.choice([0.2, 1.0, 3.0, 8.0, 15.0])
+    if chance.random() < _FOR_EVER.get(kind, 0.0):
+        lasts_s = NEVER
+    return Planned(kind, after, chance.random(), chance.random(), lasts_s)

@@ -1,0 +1,269 @@
+"""What each kind does to a job, at whom, and how it is undone."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from elastic.cli.injecting import named
+from elastic.control.messages import Inject, Resize
+from elastic.inject.plan import Injection
+from elastic.inject.plan import Kind as Injected
+from peerstore.arena import TmpfsArena
+from peerstore.notes import SEAL
+from tests.faults.hosts import HEAD, HostJob
+from tests.faults.job import FaultJob, Process
+from tests.faults.judge import Fault
+from tests.faults.schedule import Kind, Planned
+from tests.support.exchange import Exchange
+from tests.support.fault_proxy import FaultProxy
+from tests.support.faults import Answer, Hang
+
+Undo = Callable[[], object]
+_LONG = 1_000_000
+_CLOCK_JUMPS_S = (-3600, -30, -2, 2, 30, 3600)
+_SIGNALS = {
+    Kind.RANK_KILLED: signal.SIGKILL,
+    Kind.RANK_STOPPED: signal.SIGSTOP,
+    Kind.RANK_SEGFAULT: signal.SIGSEGV,
+    Kind.SPARE_KILLED: signal.SIGKILL,
+    Kind.SPARE_STOPPED: signal.SIGSTOP,
+    Kind.SUPERVISOR_KILLED: signal.SIGKILL,
+    Kind.SUPERVISOR_STOPPED: signal.SIGSTOP,
+    Kind.COORDINATOR_KILLED: signal.SIGKILL,
+    Kind.COORDINATOR_STOPPED: signal.SIGSTOP,
+    Kind.AGENT_KILLED: signal.SIGKILL,
+    Kind.AGENT_STOPPED: signal.SIGSTOP,
+    Kind.STORE_KILLED: signal.SIGKILL,
+    Kind.STORE_STOPPED: signal.SIGSTOP,
+}
+_ROLES = ("supervisor", "coordinator", "agent", "store")
+
+
+class Struck:
+    """What happened, and what brings it to an end: at once where that is due, or when the job is to end."""
+
+    def __init__(self, planned: Planned, node: str, words: str, undo: Undo | None = None) -> None:
+        self.kind, self.node, self.words, self.undo = planned.kind, node, words, undo
+        self.at = time.time()
+        self.due = self.at + planned.lasts_s if undo is not None else self.at
+        self.ended = self.at if undo is None else math.inf
+
+    def end(self) -> None:
+        if self.undo is not None and self.ended == math.inf:
+            self.undo()
+            self.ended = time.time()
+
+    def fault(self, number: int, run: int, step: int) -> Fault:
+        return Fault(number, self.kind, self.at, min(self.ended, time.time()), self.node, self.words, run, step)
+
+
+def strike(job: FaultJob, planned: Planned, proxy: FaultProxy | None) -> Struck | None:
+    """Have it happen; ``None`` where nobody is there to whom it could."""
+    kind = planned.kind
+    if kind in _SIGNALS:
+        return _signal(job, planned)
+    if kind is Kind.RANK_OUT_OF_MEMORY:
+        return _out_of_memory(job, planned)
+    if kind is Kind.NODE_LOST:
+        return _lose(job, planned)
+    if kind in (Kind.MEMORY_FLIPPED, Kind.MEMORY_TRUNCATED):
+        return _damage(job, planned)
+    if kind is Kind.MEMORY_FULL:
+        return _fill(job, planned)
+    if kind is Kind.CLOCK_SET:
+        return _set_clock(job, planned)
+    if kind is Kind.RESIZED:
+        return _resize(job, planned)
+    if kind is Kind.JOB_STOPPED:
+        return _stop(job, planned)
+    if proxy is not None and kind in _STORE:
+        return _disturb(proxy, planned)
+    return _in_the_network(job, planned)
+
+
+def chosen(many: Sequence[Process], pick: float) -> Process | None:
+    ordered = sorted(many)
+    return ordered[int(pick * len(ordered))] if ordered else None
+
+
+def _signal(job: FaultJob, planned: Planned) -> Struck | None:
+    kind, number = planned.kind, _SIGNALS[planned.kind]
+    role = next((role for role in _ROLES if kind.value.startswith(role)), "rank")
+    there = job.processes(role)
+    if role == "rank":
+        inside = job.in_world()
+        there = [one for one in there if (one.pid in inside) is not kind.value.startswith("spare")]
+    target = chosen(there, planned.pick)
+    if target is None or not target.signal(number):
+        return None
+    undo: Undo | None = None
+    if number == signal.SIGSTOP:
+        undo = _going_on(target, planned)
+    elif role == "supervisor":
+        undo = _coming_back(job, target.node)
+    return Struck(planned, target.node, f"{role} {target.pid} of {target.node or 'the job'}", undo)
+
+
+def _going_on(target: Process, planned: Planned) -> Undo:
+    """What is never let go on is ended when the job is to end, as somebody would do it who looks after machines."""
+    return lambda: target.signal(signal.SIGCONT if math.isfinite(planned.lasts_s) else signal.SIGKILL)
+
+
+def _coming_back(job: FaultJob, node: str) -> Undo:
+    def back() -> None:
+        if job.is_running and not job.processes("supervisor", node):
+            job.join(node)
+
+    return back
+
+
+def _out_of_memory(job: FaultJob, planned: Planned) -> Struck | None:
+    newest = [one for one in job.worlds if (one.run, one.epoch) == job.last_world]
+    if not newest:
+        return None
+    rank = int(planned.pick * newest[0].size)
+    if job.ask(Inject(named(Injection(kind=Injected.OOM, rank=rank)))) is None:
+        return None
+    return Struck(planned, next((one.node for one in newest if one.rank == rank), ""), f"rank {rank}")
+
+
+def _lose(job: FaultJob, planned: Planned) -> Struck | None:
+    """Another machine comes in its place."""
+    if len(job.shape.names) == 1:
+        return None
+    target = chosen(job.processes("supervisor"), planned.pick)
+    if target is None:
+        return None
+    count = job.lose(target.node)
+    return Struck(planned, target.node, f"{target.node} with {count} processes", _coming_back(job, target.node))
+
+
+def _damage(job: FaultJob, planned: Planned) -> Struck | None:
+    """In half of what is sealed. The agent stands still meanwhile: what is being written gets its checksum later, and
+    nobody could tell its damage from what was meant.
+    """
+    agent = chosen(job.processes("agent"), planned.pick)
+    if agent is None:
+        return None
+    place = job.arena(agent.node)
+    if not (place / "slots").is_dir():
+        return None
+    stopped = [one for one in job.processes(node=agent.node) if one.role in ("agent", "rank")]
+    stopped = [one for one in stopped if one.signal(signal.SIGSTOP)]
+    try:
+        for one in stopped:
+            _wait_stopped(one)
+        sealed = sorted(note.removeprefix(SEAL) for note in TmpfsArena(place).notes(SEAL))
+        sealed = [name for name in sealed if (place / "slots" / name).is_file()]
+        some = [name for number, name in enumerate(sealed) if (number + int(planned.other * 2)) % 2 == 0]
+        for name in some:
+            _spoil(place / "slots" / name, planned)
+    finally:
+        for one in stopped:
+            one.signal(signal.SIGCONT)
+    return Struck(planned, agent.node, f"{len(some)} of {len(sealed)} slots of {agent.node}") if some else None
+
+
+def _wait_stopped(one: Process) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            tasks = [path.read_text() for path in Path(f"/proc/{one.pid}/task").glob("*/stat")]
+        except OSError:
+            continue
+        if all(text.rpartition(")")[2].split()[0] in "TXZ" for text in tasks):
+            return
+        time.sleep(0.005)
+
+
+def _spoil(path: Path, planned: Planned) -> None:
+    size = path.stat().st_size
+    at = int(planned.other * size)
+    if planned.kind is Kind.MEMORY_TRUNCATED:
+        os.truncate(path, at)
+        return
+    with path.open("r+b", buffering=0) as file:
+        for where in range(at % 4096, size, 4096):  # one bit of every page: some of them are in what is kept
+            file.seek(where)
+            byte = file.read(1)
+            file.seek(where)
+            file.write(bytes([byte[0] ^ 1]))
+
+
+def _fill(job: FaultJob, planned: Planned) -> Struck | None:
+    names = [name for name in job.shape.names if job.memory(name).is_mount()]
+    if len(job.shape.names) == 1 or not names:
+        return None
+    node = names[int(planned.pick * len(names))]
+    junk = job.memory(node) / "junk"
+    try:
+        with junk.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+    except OSError:  # it is full
+        pass
+    return Struck(planned, node, f"the memory of {node} is full", lambda: junk.unlink(missing_ok=True))
+
+
+def _set_clock(job: FaultJob, planned: Planned) -> Struck:
+    seconds = _CLOCK_JUMPS_S[int(planned.pick * len(_CLOCK_JUMPS_S))]
+
+    def put(ahead: int) -> None:
+        new = job.clock.with_suffix(".new")
+        new.write_text(str(ahead))
+        new.replace(job.clock)
+
+    put(seconds)
+    return Struck(planned, "", f"the machine's clock by {seconds} s", lambda: put(0))
+
+
+def _resize(job: FaultJob, planned: Planned) -> Struck | None:
+    nodes = 1 + int(planned.pick * job.shape.nodes)
+    if job.ask(Resize(nodes, "a random resize")) is None:
+        return None
+    return Struck(planned, "", f"to {nodes} nodes")
+
+
+def _stop(job: FaultJob, planned: Planned) -> Struck | None:
+    return Struck(planned, "", "SIGTERM to the command") if job.stop() else None
+
+
+def _in_the_network(job: FaultJob, planned: Planned) -> Struck | None:
+    """Between two hosts, or at one; the head, where the coordinator is, is a host too."""
+    if not isinstance(job, HostJob):
+        raise TypeError(f"{planned.kind} is for hosts")
+    hosts = sorted(job.net.hosts.values(), key=lambda host: host.name)
+    one = hosts[int(planned.pick * len(hosts))]
+    if planned.kind is Kind.UNPLUGGED:
+        one.unplug()
+        return Struck(planned, _out_of_reach(one.name), f"{one.name} is off the network", one.plug)
+    others = [host for host in hosts if host is not one]
+    other = others[int(planned.other * len(others))]
+    one_way = planned.kind is Kind.CUT_ONE_WAY
+    job.net.cut(one, other, one_way=one_way)
+    words = f"nothing from {one.name} arrives at {other.name}" if one_way else f"{one.name} and {other.name}"
+    return Struck(planned, _out_of_reach(one.name, other.name), words, lambda: job.net.heal(one, other))
+
+
+def _out_of_reach(*names: str) -> str:
+    """The nodes whose memory others may not be able to read; the head keeps none, and nobody reads through it."""
+    return "" if HEAD in names else ",".join(names)
+
+
+def _slowly(exchange: Exchange) -> None:
+    time.sleep(1.0)
+    exchange.pass_on()
+
+
+_STORE = {Kind.DURABLE_SLOW: _slowly, Kind.DURABLE_DEAD: Hang(), Kind.DURABLE_ERRORS: Answer(503, "SlowDown")}
+
+
+def _disturb(proxy: FaultProxy, planned: Planned) -> Struck:
+    for method in ("GET", "PUT", "POST", "HEAD", "DELETE"):
+        proxy.on(method, times=_LONG).fail(_STORE[planned.kind])
+    return Struck(planned, "", "every request", proxy.clear)

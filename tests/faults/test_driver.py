@@ -1,0 +1,79 @@
+"""The driver of random faults, on three small seeds of its own: thousands are for the night."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from tests.faults.__main__ import main
+from tests.faults.figures import Record, SeedLine, summary
+from tests.faults.job import CLOCK
+from tests.faults.judge import Fault, Violation
+from tests.faults.schedule import Kind, Shape
+from tests.faults.seed import Outcome, Took
+
+SEEDS = ("27", "92", "20")
+"""A rank killed just after sealed memory was damaged, with a durable tier; a rank killed and the whole job stopped and
+started again; a segmentation fault, and an agent killed, with saves at every fourth step."""
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(280)
+def test_a_few_seeds_hold(tmp_path, capsys):
+    words = ["--per-seed", "2", "--steps", "250", "--out", str(tmp_path), "--patience", "120"]
+    assert main(["--seed", *SEEDS, *words]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "6 faults in 3 seeds, 0 more that met nobody, 0 seeds with violations" in said, said
+    assert "rank killed" in said
+    assert "rendezvous" in said, "no stage of a recovery was found in the ledger"
+
+
+def test_a_clock_that_is_set_is_set_in_every_interpreter(tmp_path):
+    (tmp_path / "clock").write_text("-3600")
+    code = "import time; print(time.time() - time.clock_gettime(time.CLOCK_REALTIME))"
+    environ = {"PYTHONPATH": str(CLOCK), "FAULTS_CLOCK": str(tmp_path / "clock")}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, check=True, timeout=60)
+    assert float(done.stdout) == pytest.approx(-3600, abs=1)
+
+
+SHAPE = Shape(2, 0, 1, 0, "ddp", 1)
+
+
+def outcome(seed, *seconds, **changed):
+    took = tuple(
+        Took(Fault(number, Kind.RANK_KILLED, 1.0, 1.0, "n0"), one, {"groups": 0.5})
+        for number, one in enumerate(seconds)
+    )
+    return msgspec.structs.replace(Outcome(seed, SHAPE, took, 0, (), 9.0, 1.5), **changed)
+
+
+def test_a_record_is_gone_on_with(tmp_path):
+    record = Record(tmp_path / "faults.jsonl")
+    assert record.read() == []
+    many = [outcome(3, 1.0, None), outcome(4), outcome(3, 2.0, hosts=True)]
+    for one in many:
+        record.add(one)
+    assert record.read() == many
+    lines = (tmp_path / "faults.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 6, "one for each fault and one for each seed"
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(b"".join(lines[:-1]) + lines[-1][:-9])
+    assert Record(cut).read() == many[:2], "a seed without its last line is run again"
+    assert isinstance(msgspec.json.decode(lines[2], type=SeedLine), SeedLine)
+
+
+def test_the_summary_has_figures_by_kind_and_stage_and_every_violation():
+    wrong = Violation("bits", "loss of step 7")
+    said = summary([outcome(1, *(float(n) for n in range(1, 101))), outcome(2, None, violations=(wrong,), missed=2)])
+    assert "101 faults in 2 seeds, 2 more that met nobody, 1 seeds with violations" in said
+    (kind,) = (line.split() for line in said.splitlines() if line.startswith("rank killed"))
+    assert kind == ["rank", "killed", "100", "50.0", "90.0", "99.0", "100.0"]
+    assert any(line.split() == ["groups", "101", *["0.5"] * 4] for line in said.splitlines())
+    assert "VIOLATION, seed 2: bits: loss of step 7" in said
+
+
+def test_a_driver_without_seeds_has_nothing_to_say():
+    assert "0 faults in 0 seeds" in summary([])

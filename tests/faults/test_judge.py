@@ -1,0 +1,229 @@
+"""The judge finds each violation that is planted, and none where there is none."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from tests.faults.judge import Evidence, Fault, Known, Run, Safe, Step, World, gone, judge
+from tests.faults.schedule import Kind
+
+BATCH, DATA = 4, 10
+NODES = ("n0", "n1")
+KNOWN = [
+    Known(f"loss-{step}", f"norm-{step}", f"rate-{step}", 100 + step, [(step * BATCH + i) % DATA for i in range(BATCH)])
+    for step in range(12)
+]
+
+
+def steps(world, first, stop, *, at=100.0, size=2, **changed):
+    """What all ranks of a world say of these steps, a second each."""
+    return [
+        Step(
+            *world,
+            rank,
+            size,
+            at + step,
+            10 * world[1] + rank,
+            step,
+            *bits_of(step),
+            part_of(step, rank, size),
+            **changed,
+        )
+        for step in range(first, stop)
+        for rank in range(size)
+    ]
+
+
+def bits_of(step):
+    return KNOWN[step].loss, KNOWN[step].norm, KNOWN[step].rate
+
+
+def part_of(step, rank, size):
+    share = BATCH // size
+    return KNOWN[step].samples[rank * share : (rank + 1) * share]
+
+
+def world(key, first, *, at=100.0, size=2):
+    return [World(*key, rank, size, at, 10 * key[1] + rank, NODES[rank % 2], first) for rank in range(size)]
+
+
+def safe(key, step, copies=2, *, at, size=2):
+    return [Safe(*key, rank, size, at, step, copies) for rank in range(size)]
+
+
+def sums(*many):
+    return {(one.run, one.epoch, one.step): KNOWN[one.step].sum for one in many}
+
+
+def good(**changed):
+    """Two worlds: in the first, steps 0 to 5, of which 5 is safe; a rank is killed; the second one goes on at 6."""
+    done = [*steps((0, 0), 0, 6), *steps((0, 1), 6, 12, at=110.0)]
+    found = Evidence(
+        worlds=[*world((0, 0), 0), *world((0, 1), 6, at=112.0)],
+        steps=done,
+        safe=safe((0, 0), 5, at=106.0),
+        faults=[Fault(0, Kind.RANK_KILLED, 107.0, 107.0, "n1", step=5)],
+        runs=[Run(0, "", 90.0, 130.0)],
+        sums=sums(*done),
+        final=12,
+    )
+    return msgspec.structs.replace(found, **changed)
+
+
+def rules(evidence):
+    return {one.rule for one in judge(evidence, KNOWN, DATA)}
+
+
+def changed(many, index, **fields):
+    return [msgspec.structs.replace(one, **fields) if i == index else one for i, one in enumerate(many)]
+
+
+def test_what_holds_is_not_blamed():
+    assert judge(good(), KNOWN, DATA) == []
+
+
+@pytest.mark.parametrize("field", ["loss", "norm", "rate"])
+def test_one_bit_of_one_rank_is_found(field):
+    assert rules(good(steps=changed(good().steps, 7, **{field: "another"}))) == {"bits"}
+
+
+def test_a_state_that_differs_is_found():
+    assert rules(good(sums={**good().sums, (0, 1, 8): 5})) == {"bits"}
+    assert rules(good(sums={**good().sums, (0, 1, 8): "replicas differ in ('w',)"})) == {"bits"}
+
+
+def test_a_sample_that_is_lost_or_repeated_is_found():
+    assert rules(good(steps=changed(good().steps, 4, samples=[0, 0]))) == {"samples"}
+    assert rules(good(steps=changed(good().steps, 4, samples=[]))) == {"samples"}
+    without = [one for one in good().steps if one.step != 8]
+    assert "samples" in rules(good(steps=without))
+
+
+def test_a_rank_that_was_killed_before_it_could_write_its_last_step_is_no_loss():
+    last = [one for one in good().steps if not (one.epoch == 0 and one.step == 5 and one.rank == 1)]
+    assert rules(good(steps=last)) == set()
+    earlier = [one for one in good().steps if not (one.epoch == 0 and one.step == 4 and one.rank == 1)]
+    assert "samples" in rules(good(steps=earlier))
+
+
+def test_an_epoch_of_the_data_that_has_a_sample_twice_is_found():
+    twice = [msgspec.structs.replace(one, samples=[0, 1, 2, 3]) for one in KNOWN]
+    done = [
+        msgspec.structs.replace(one, samples=twice[one.step].samples[one.rank * 2 : one.rank * 2 + 2])
+        for one in good().steps
+    ]
+    assert {one.rule for one in judge(good(steps=done), twice, DATA)} == {"samples"}
+
+
+def test_a_step_that_was_safe_is_not_gone_back_behind():
+    back = good(
+        worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
+        steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
+    )
+    assert rules(back) == {"acknowledged"}
+    not_all = good(worlds=back.worlds, steps=back.steps, safe=safe((0, 0), 5, at=106.0)[:1])
+    assert rules(not_all) == set(), "one rank's part was not known to be safe"
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "blamed"),
+    [
+        (Kind.NODE_LOST, ("n0",), True),
+        (Kind.NODE_LOST, ("n0", "n0"), True),
+        (Kind.NODE_LOST, NODES, False),
+        (Kind.MEMORY_FLIPPED, NODES, False),
+        (Kind.AGENT_KILLED, NODES, True),
+        (Kind.AGENT_STOPPED, NODES, False),
+        (Kind.RANK_KILLED, NODES, True),
+        (Kind.SUPERVISOR_KILLED, NODES, True),
+    ],
+)
+def test_only_faults_that_took_every_copy_excuse_an_older_step(kind, nodes, blamed):
+    back = good(
+        worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
+        steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
+        faults=[Fault(n, kind, 107.0 + n, 107.5 + n, node, step=5) for n, node in enumerate(nodes)],
+    )
+    assert rules(back) == ({"acknowledged"} if blamed else set())
+
+
+def test_what_was_lost_before_or_after_excuses_nothing():
+    back = good(
+        worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
+        steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
+    )
+    for at in (101.0, 113.0):
+        faults = [Fault(n, Kind.NODE_LOST, at, at, node) for n, node in enumerate(NODES)]
+        assert rules(msgspec.structs.replace(back, faults=faults)) == {"acknowledged"}
+
+
+def test_what_is_durable_outlives_every_node():
+    back = good(
+        worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
+        steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
+        safe=safe((0, 0), 5, copies=0, at=106.0)[:1],
+        faults=[Fault(n, Kind.NODE_LOST, 107.0, 107.0, node) for n, node in enumerate(NODES)],
+    )
+    assert rules(back) == {"acknowledged"}
+    away = msgspec.structs.replace(back, faults=[Fault(0, Kind.DURABLE_DEAD, 108.0, 120.0)])
+    assert rules(away) == set()
+
+
+def test_an_agent_that_is_killed_with_its_supervisor_is_started_by_nobody():
+    killed = Fault(0, Kind.AGENT_KILLED, 107.0, 107.0, "n0")
+    assert gone([killed]) == []
+    assert gone([killed, Fault(1, Kind.SUPERVISOR_KILLED, 107.5, 109.0, "n1")]) == []
+    ((node, since, until),) = gone([killed, Fault(1, Kind.SUPERVISOR_KILLED, 107.5, 109.0, "n0")])
+    assert (node, since) == ("n0", 107.0)
+    assert until > 109.0
+
+
+def test_hosts_that_are_cut_from_each_other_are_both_out_of_reach():
+    cut = Fault(0, Kind.CUT, 107.0, 109.0, "n0,n1")
+    assert {node for node, _, _ in gone([cut])} == {"n0", "n1"}
+    assert gone([msgspec.structs.replace(cut, node="")]) == [], "from the coordinator's host"
+
+
+def test_ranks_of_a_world_that_do_not_go_on_together_are_found():
+    torn = changed(good().worlds, 3, first=5)
+    assert "worlds hold" in rules(good(worlds=torn))
+    two = [*good().worlds, msgspec.structs.replace(good().worlds[3], pid=99)]
+    assert rules(good(worlds=two)) == {"worlds hold"}
+    ahead = good(
+        worlds=[*world((0, 0), 0), *world((0, 1), 7, at=112.0)], steps=[*steps((0, 0), 0, 6), *steps((0, 1), 7, 12)]
+    )
+    assert {"worlds hold", "samples"} <= rules(ahead)
+
+
+def test_an_end_needs_success_or_words_that_are_true():
+    last = "gave up: {}; the same command resumes it: elastic run"
+    runs = [Run(8, last.format("the last whole step is 5"), 90.0, 111.0), Run(0, "", 111.5, 130.0)]
+    again = good(
+        runs=runs,
+        worlds=[*world((0, 0), 0), *world((1, 0), 6, at=112.0)],
+        steps=[*steps((0, 0), 0, 6), *steps((1, 0), 6, 12, at=110.0)],
+        sums={},
+    )
+    assert rules(again) == set()
+    for words, found in (("the last whole step is 4", True), ("the last whole step is 6", True), ("nothing", True)):
+        wrong = msgspec.structs.replace(
+            again, runs=[msgspec.structs.replace(runs[0], words=last.format(words)), runs[1]]
+        )
+        assert rules(wrong) == ({"endings"} if found else set())
+    assert rules(good(runs=[Run(1, "a traceback", 90.0, 130.0)])) == {"endings"}
+    assert rules(msgspec.structs.replace(again, runs=runs[:1])) >= {"endings"}
+
+
+def test_what_hangs_and_what_is_left_is_found():
+    assert rules(good(hung="it did not come to step 9")) == {"hangs"}
+    assert rules(good(left=["process 7"])) == {"leftovers"}
+    assert rules(good(kept=["3 slots of n0"])) == set(), "it is nowhere else"
+    durable = [*good().safe, *safe((0, 1), 11, copies=0, at=129.0)[:1]]
+    assert rules(good(kept=["3 slots of n0"], safe=durable)) == {"leftovers"}
+
+
+def test_there_is_always_an_end_to_what_is_forgiven():
+    assert gone([Fault(0, Kind.AGENT_STOPPED, 1.0, 2.0, "n0")])[0][2] < math.inf

@@ -1,0 +1,138 @@
+"""The training to which random faults happen: dropout, clipping, a schedule, samples by number, the fixed tree.
+
+What it learns does not depend on the world, so every step can be told from the same step of any other run. Each rank
+appends JSON lines to a file of its own: the worlds it was in, its steps, and what it was told is safe. Arguments: where
+to write, ``ddp`` or ``fsdp``, every which step is saved, every which one is durable, and how long a step takes.
+
+``limit`` in that folder is the step that nobody begins yet; ``limit`` and ``end``: what is before it is all there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, PlanShares, World, recoverable, seeded
+from elastic.workers.loop import Policy
+from peerstore.errors import PeerStoreError
+from tests.support.golden_training import SEED, Diary, Numbers, bare_model, refuse, share_of, warmed, wrapped
+from tieredckpt import Checkpointer
+from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.saved import Saved
+
+BATCH, MICROBATCH = 16, 2
+"""Eight microbatches: a world of seven ranks has one that computes two."""
+ASKED_EVERY, COPIED_S, LAST_S, SETTLE_S = 5, 2.0, 60.0, 5.0
+JOB = "faults"
+
+
+class Limit:
+    """How far the driver lets the job go."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "limit"
+
+    def read(self) -> tuple[int, bool]:
+        step, _, end = self._file.read_text().partition(" ")
+        return int(step), bool(end)
+
+
+class Safe:
+    """Asks for every few steps whether they are safe, and writes down which are."""
+
+    def __init__(self, diary: Diary, place: dict[str, int], durable_every: int) -> None:
+        self._diary, self._place, self._durable_every = diary, place, durable_every
+        self._uploading: list[Saved] = []
+
+    def saved(self, saved: Saved, step: int) -> None:
+        if step % ASKED_EVERY == 0 and saved.ok:
+            copies = 2 if self._place["size"] > int(os.environ["LOCAL_WORLD_SIZE"]) else 1
+            with contextlib.suppress(TieredCheckpointError, PeerStoreError):
+                saved.wait(copies=copies, timeout_s=COPIED_S)
+                self._say(step, copies)
+        if self._durable_every and step % self._durable_every == 0:
+            self._uploading.append(saved)
+        for one in list(self._uploading):
+            with contextlib.suppress(TieredCheckpointError, PeerStoreError):
+                if one.wait("durable", timeout_s=0.0).name == "DURABLE":
+                    self._say(one.step, 0)
+                    self._uploading.remove(one)
+
+    def last(self, saved: Saved) -> None:
+        """Nobody needs memory for it any more."""
+        with contextlib.suppress(TieredCheckpointError, PeerStoreError):
+            if saved.wait("durable", timeout_s=LAST_S).name == "DURABLE":
+                self._say(saved.step, 0)
+
+    def _say(self, step: int, copies: int) -> None:
+        """``copies`` 0: it is in the durable tier."""
+        write(self._diary, "safe", step=step, copies=copies, **self._place)
+
+
+def write(diary: Diary, what: str, **values: Any) -> None:
+    """With the kernel's time: Python's may have been set on purpose."""
+    diary.write(what, **{"at": time.clock_gettime(time.CLOCK_REALTIME), **values})
+
+
+def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) -> None:
+    diary, limit = Diary(folder), Limit(folder)
+    run = int(os.environ.get("FAULTS_RUN", "0"))
+
+    @recoverable(policy=Policy(settle_s=SETTLE_S))
+    def train(world: World) -> None:
+        bare = bare_model()
+        model = wrapped(bare, how, world)
+        optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmed)
+        plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
+        sums = ExactGradients(model, tree=True, on_nonfinite=refuse)
+        place = {"run": run, "epoch": world.epoch, "rank": world.rank, "size": world.size}
+        loader = ElasticDataLoader(Numbers(), PlanShares(plan, world.rank), seed=SEED)
+        state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
+        durable = {"durable": os.environ["FAULTS_DURABLE"], "durable_every": durable_every} if durable_every else {}
+        with ExitStack() as ending, Checkpointer(f"tiered://{JOB}", every=every, **durable) as ckpt, loader:
+            safe = Safe(diary, place, durable_every)
+            first = ckpt.restore(state) + 1
+            write(diary, "world", first=first, node=os.environ["ELASTIC_NODE"], reason=world.reason, **place)
+            for step in world.steps(first, checkpoint=(ckpt, state)):
+                while (far := limit.read()) and step >= far[0] and not far[1]:
+                    time.sleep(0.01)
+                if step >= far[0]:
+                    break
+                work = next(iter(loader))
+                mine = [batch.data for batch in work]
+                for turn in sums.step(plan):
+                    x, y = mine[turn.place]
+                    with seeded(SEED, step, turn.id):
+                        turn.backward((model(x) - y).square().sum(), weight=len(x))
+                result = sums.finish(clip=1.0)
+                optimizer.step()
+                schedule.step()
+                work.commit()
+                # Before it is saved: what is safe may have to speak for itself when its rank ends there.
+                bits = {"loss": result.loss.hex(), "norm": (result.norm or 0.0).hex()}
+                bits["rate"] = schedule.get_last_lr()[0].hex()
+                share = share_of(bare, optimizer)
+                write(diary, "step", step=step, samples=work.indices().tolist(), share=share, **bits, **place)
+                safe.saved(ckpt.save(state, step), step)
+                time.sleep(pace_s)
+            ending.enter_context(world.unwatched())  # what is saved last is waited for
+            if durable_every:
+                safe.last(ckpt.save(state, step - 1, durable=True))
+
+    train()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # who waits for what, when it waits for ever
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))

@@ -1,0 +1,179 @@
+"""The product with one thing left out on purpose, and the test that has to notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("peerstore", "tieredckpt", "elastic", "integration")
+_STAGING = "tests/unit/tieredckpt/test_staging_on_devices.py::"
+_LOADING = "tests/unit/tieredckpt/test_loading_on_devices.py::test_what_was_saved_is_on_the_devices_after_a_restore"
+_STAGED = f"{_STAGING}test_state_is_staged_as_it_was_whatever_the_devices_do_later"
+_FENCE = "tests/unit/tieredckpt/live/test_fence.py::"
+_NCCL = "tests/unit/elastic/test_nccl_like.py::"
+
+
+class Mutant(NamedTuple):
+    """In ``file`` of the product ``old``, which is there once, is ``new``; ``test`` fails then."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    def applied(self, root: Path) -> None:
+        path = root / self.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.file} has {self.old!r} {text.count(self.old)} times")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+MUTANTS = (
+    Mutant(
+        "a save does not wait for the compute stream",
+        "tieredckpt/copying.py",
+        "stream.wait_stream(device.current_stream(place))",
+        "pass",
+        _STAGED,
+    ),
+    Mutant(
+        "a load does not wait for the compute stream",
+        "tieredckpt/staging_buffers.py",
+        "stream.wait_stream(self._device.current_stream(place))",
+        "pass",
+        _LOADING,
+    ),
+    Mutant(
+        "a save returns before its copies are done",
+        "tieredckpt/copying.py",
+        "streams.callback(stream.synchronize)",
+        "pass",
+        _STAGED,
+    ),
+    Mutant(
+        "a load returns before its copies are done",
+        "tieredckpt/staging_buffers.py",
+        '"""Everything that was sent is where it belongs."""\n        for stream in self._streams.values():',
+        '"""Nothing is waited for."""\n        for stream in ():',
+        _LOADING,
+    ),
+    Mutant(
+        "a buffer is filled again before its event",
+        "tieredckpt/staging_buffers.py",
+        "        for event in self.emptied:\n            event.synchronize()\n",
+        "",
+        _LOADING,
+    ),
+    Mutant(
+        "a slot is unregistered under a copy",
+        "tieredckpt/copying.py",
+        "self._in_flight += 1",
+        "self._in_flight += 0",
+        f"{_STAGING}test_mutant_that_unregisters_under_a_copy",
+    ),
+    Mutant(
+        "buffers are unregistered under a copy",
+        "tieredckpt/staging_buffers.py",
+        "            for stream in self._streams.values():\n                stack.callback(stream.synchronize)\n",
+        "",
+        "tests/unit/tieredckpt/test_loading_on_devices.py::"
+        "test_mutant_that_unregisters_buffers_of_a_load_that_has_failed",
+    ),
+    Mutant(
+        "a registered file is cut and grows again",
+        "tieredckpt/copying.py",
+        "        moves: list[Move] = []\n        others: list[Piece] = []\n",
+        "        os.ftruncate(self._fd, 0)\n        os.ftruncate(self._fd, self.size_bytes)\n"
+        "        moves: list[Move] = []\n        others: list[Piece] = []\n",
+        _STAGED,
+    ),
+    Mutant(
+        "a boundary is noted before the gate is asked",
+        "tieredckpt/live/noting.py",
+        "        fence.ask()\n",
+        "",
+        f"{_FENCE}test_a_step_of_a_broken_world_is_not_noted",
+    ),
+    Mutant(
+        "an optimizer does not ask the gate",
+        "tieredckpt/live/keeping.py",
+        "            ask()  # first",
+        "            pass  # first",
+        f"{_FENCE}test_an_optimizer_does_not_begin_a_step_of_a_broken_world",
+    ),
+    Mutant(
+        "events are asked after the abort",
+        "elastic/workers/loop.py",
+        "                self._fence.close()",
+        "                pass",
+        "tests/unit/elastic/test_between_worlds.py::test_what_devices_have_completed_is_asked_before_anything_is_aborted",
+    ),
+    Mutant(
+        "what completes after the abort is believed",
+        "tieredckpt/live/fence.py",
+        "return work.has_completed() if self._believed is None else work in self._believed",
+        "return work.has_completed()",
+        f"{_FENCE}test_only_what_had_completed_before_the_abort_is_believed",
+    ),
+    Mutant(
+        "groups are aborted one by one",
+        "elastic/workers/groups.py",
+        "is not None][:1]",
+        "is not None][:0]",
+        f"{_NCCL}test_all_groups_are_aborted_together",
+    ),
+    Mutant(
+        "the watchdog stays on",
+        "elastic/workers/groups.py",
+        "            leave_errors_to_us(os.environ)\n",
+        "            pass\n",
+        f"{_NCCL}test_the_watchdog_is_off_before_the_first_group_is_made",
+    ),
+    Mutant(
+        "replayed graphs are not seen",
+        "tieredckpt/live/keeping.py",
+        "        self.replays = True\n",
+        "        pass\n",
+        "tests/unit/tieredckpt/live/test_captured_steps.py::test_a_state_that_a_replayed_graph_has_changed_is_not_kept",
+    ),
+    Mutant(
+        "a step is believed that one survivor had not completed",
+        "tieredckpt/live/choosing.py",
+        "return {job: min(",
+        "return {job: max(",
+        "tests/unit/tieredckpt/live/test_choosing_survivors.py::"
+        "test_no_step_is_believed_that_a_survivor_had_not_completed_before_its_abort",
+    ),
+    Mutant(
+        "replicas' content is not compared",
+        "tieredckpt/live/choosing.py",
+        "elif here.digest != there.digest:",
+        "elif False:",
+        "tests/unit/tieredckpt/live/test_choosing_survivors.py::"
+        "test_replicas_of_which_one_holds_something_else_are_named",
+    ),
+    Mutant(
+        "the health check asks the first device",
+        "elastic/workers/health.py",
+        "place = device.current()",
+        'place = __import__("torch").device(device.type, 0)',
+        "tests/unit/elastic/test_between_worlds.py::test_the_rank_s_own_device_is_looked_at_not_the_first_one",
+    ),
+    Mutant(
+        "groups give up before a hang is found",
+        "elastic/workers/groups.py",
+        "timedelta(seconds=min(_LONGER * hang_s, _MOST_S))",
+        "timedelta(seconds=0.5 * hang_s)",
+        "tests/unit/elastic/test_hang_limits.py::test_groups_wait_longer_than_a_hang_takes_to_be_found",
+    ),
+    Mutant(
+        "the doctor keeps memory registered after an error",
+        "tieredckpt/cli/device_checks.py",
+        "                is_quiet = self._is_quiet()\n",
+        "                pass\n",
+        "tests/unit/tieredckpt/cli/test_device_checks.py::test_a_device_that_raises_is_a_finding_and_keeps_no_memory",
+    ),
+)

@@ -1,0 +1,73 @@
+"""``python -m tests.mutants [WORDS]``: each mutant in a copy of the tree; its test has to fail there, and passes here.
+
+With words: only mutants whose names have one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.mutants import MUTANTS, PACKAGES, ROOT, Mutant
+
+_LIMIT_S = 600.0
+_FAILED = 1
+"""What pytest ends with where a test has failed; other numbers are of a run that was none."""
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tieredckpt-mutants-") as folder:
+        for name in (*PACKAGES, "tests"):
+            shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        yield Path(folder)
+
+
+def tried(root: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """pytest's status, and its last words."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not nightly", *tests]
+    environ = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environ, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"not done in {_LIMIT_S:g} s"
+    return done.returncode, "\n".join(done.stdout.splitlines()[-5:])
+
+
+def survives(mutant: Mutant) -> str:
+    """Why nobody has noticed; empty where its test failed."""
+    with copied() as root:
+        mutant.applied(root)
+        status, said = tried(root, [mutant.test])
+    return "" if status == _FAILED else f"pytest ended with {status}: {said}"
+
+
+def main(words: Sequence[str]) -> int:
+    wanted = [one for one in MUTANTS if not words or any(word in one.name for word in words)]
+    if not wanted:
+        sys.exit(f"no mutant has one of {words} in its name")
+    with copied() as root:
+        status, said = tried(root, sorted({one.test for one in wanted}))
+    if status:
+        print(f"without any mutant the tests do not pass: {said}")
+        return 1
+    survivors = 0
+    for one in wanted:
+        why = survives(one)
+        print(f"{'SURVIVES' if why else 'caught  '}  {one.name}" + (f"\n{why}" if why else ""), flush=True)
+        survivors += bool(why)
+    print(f"{len(wanted) - survivors} of {len(wanted)} mutants are caught")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""Jobs whose launcher starts all processes of a world and none of the next one: ``torchrun``, HyperPod's process level.
+
+The ranks are the real planes in this process. The launcher is a double of what it does to processes: when one ends with
+an error, or without having been asked to, it ends the others and starts all of them anew, where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from elastic.control.movement import HangLimits
+from elastic.control.plane import Assignment, ControlPlane, Want
+from elastic.workers.launched import connected
+from elastic.workers.store_plane import StorePlane
+from integration.hyperpod.environment import worker_from
+from integration.hyperpod.group_signal import GroupSignal
+from integration.hyperpod.process_plane import ProcessPlane
+from tests.support.planes import PATIENCE_S, at_once, results
+from tests.support.ports import free_port
+
+
+class LaunchedJob:
+    """``torchrun``. Its store outlives the processes."""
+
+    starts_anew = True
+    ends_leftovers = False
+    resize_is = Want.STOP
+    """Nothing but a stop, as far as the ranks can tell: the next world is another start."""
+
+    def __init__(self, size: int) -> None:
+        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._restarts = 0
+        self.seats: list[Any] = []
+        self._start(size)
+
+    def _start(self, size: int) -> None:
+        self.seats = [self._plane(rank, size) for rank in range(size)]
+
+    def _plane(self, rank: int, size: int) -> StorePlane:
+        address = f"127.0.0.1:{self._server.port}"
+        place = Assignment(0, rank, size, 0, 1, rank, size, address, restarts=self._restarts, reason="started")
+        return StorePlane(lambda: connected("127.0.0.1", self._server.port), place, limits=HangLimits())
+
+    def again(self, size: int, *, fault: bool = True) -> list[Any]:
+        """All processes that are left end, and so many begin."""
+        self.close()
+        self._restarts += fault
+        self._start(size)
+        return self.seats
+
+    def close(self) -> None:
+        results(at_once(*(seat.close for seat in self.seats)))
+
+    # -- Job ----------------------------------------------------------------------------------------------------------
+
+    def join(self) -> ControlPlane:
+        raise NotImplementedError("a launcher that starts all processes of a world at once has no newcomers")
+
+    def resize(self, nodes: int) -> None:
+        self.seats[0].request(Want.RESIZE, "resized", nodes=nodes)
+
+    def stop(self) -> None:
+        self.seats[0].request(Want.STOP, "stopped")
+
+    def lose(self, seat: Any) -> None:
+        """The launcher sees that a process has ended, and ends all others."""
+        self.close()
+
+
+class Asked(GroupSignal):
+    """An agent's signal, without a process group that gets it."""
+
+    def send(self) -> None:
+        self._hear()
+
+
+class ProcessLevelJob(LaunchedJob):
+    """Two things are different: the first rank keeps the store, and an agent's signal asks for another size."""
+
+    resize_is = Want.RESIZE
+
+    def _start(self, size: int) -> None:
+        self._port, self._asked = free_port(), [Asked() for _ in range(size)]
+        super()._start(size)
+
+    def _plane(self, rank: int, size: int) -> StorePlane:
+        said = {
+            "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank,
+            "MASTER_PORT": self._port, "JOB_RESTART_COUNT": self._restarts,
+        }  # fmt: skip
+        worker = worker_from({"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in said.items()})
+        return ProcessPlane(worker, self._asked[rank], PATIENCE_S, limits=HangLimits())
+
+    def resize(self, nodes: int) -> None:
+        for asked in self._asked:
+            asked.send()
+
+    def stop(self) -> None:
+        self.resize(0)
+        super().stop()
+
+
+@contextlib.contextmanager
+def launched_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0) -> Iterator[LaunchedJob]:
+    """Without spares: there are none."""
+    with contextlib.closing(LaunchedJob(size)) as job:
+        yield job
+
+
+@contextlib.contextmanager
+def process_level_job(
+    size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0
+) -> Iterator[ProcessLevelJob]:
+    with contextlib.closing(ProcessLevelJob(size)) as job:
+        yield job

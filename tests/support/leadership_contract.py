@@ -1,0 +1,70 @@
+"""What every place of the record of who leads promises; tests of a place call this."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from elastic.control.leadership import UNKNOWN, LeaderRecord, Leadership
+
+replace = msgspec.structs.replace
+FULL = LeaderRecord("n0-7a", 1_790_000_000_123, "[fd00::7]:7400", 41, 2.5, "stopped", 'it was "asked" to\nstop', "")
+
+
+def keeps_what_is_written(place: Leadership) -> None:
+    assert place.read() is None
+    written = place.write(FULL, None)
+    assert written is not None
+    assert replace(written, version="") == FULL
+    assert written.version
+    assert place.read() == written
+    released = place.write(LeaderRecord("", FULL.term, duration_s=2.5), written)
+    assert released is not None
+    assert released.version != written.version
+    assert place.read() == released
+
+
+def is_changed_only_by_who_has_read_it(place: Leadership) -> None:
+    first = place.write(LeaderRecord(UNKNOWN, 1), None)
+    assert place.write(LeaderRecord("b", 2), None) is None
+    second = place.write(LeaderRecord("a", 2), first)
+    assert place.write(LeaderRecord("b", 2), first) is None
+    assert place.read() == second
+    assert place.write(replace(second, epoch=4), second).epoch == 4
+
+
+def one_that_was_deleted_is_not_written_over(place: Leadership, delete: Callable[[], None]) -> None:
+    """Also where another one is there by now that says the same."""
+    first = place.write(LeaderRecord("a", 2), None)
+    delete()
+    assert place.read() is None
+    assert place.write(replace(first, epoch=1), first) is None
+    again = place.write(LeaderRecord("a", 2), None)
+    assert again.version != first.version
+    assert place.write(replace(first, epoch=1), first) is None
+    assert place.read() == again
+
+
+def one_of_many_writes_at_a_time(places: list[Leadership]) -> None:
+    """Each round all of them read, and then all try to write over what they have read."""
+    record = places[0].write(LeaderRecord(UNKNOWN, 1), None)
+    for number in range(5):
+        together = threading.Barrier(len(places))
+
+        def attempt(
+            place: Leadership, name: str, over: LeaderRecord = record, together=together
+        ) -> LeaderRecord | None:
+            assert place.read() == over
+            together.wait(30)
+            return place.write(LeaderRecord(name, over.term + 1), over)
+
+        with ThreadPoolExecutor(len(places)) as pool:
+            names = [f"c{number}" for number in range(len(places))]
+            answers = [one for one in pool.map(attempt, places, names) if one is not None]
+        assert len(answers) == 1
+        record = places[0].read()
+        assert record == answers[0]
+        assert record.term == number + 2

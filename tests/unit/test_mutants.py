@@ -1,0 +1,34 @@
+"""Mutants are of the product as it is: what each changes is there, once, and so is its test."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+
+import pytest
+
+from tests.mutants import MUTANTS, ROOT
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
+def test_it_changes_the_product_and_leaves_it_python(mutant, tmp_path):
+    there = tmp_path / mutant.file
+    there.parent.mkdir(parents=True)
+    shutil.copy(ROOT / mutant.file, there)
+    mutant.applied(tmp_path)
+    ast.parse(there.read_text())
+
+
+def test_each_has_a_name_of_its_own_and_a_test_that_is_there():
+    assert len({one.name for one in MUTANTS}) == len(MUTANTS)
+    for one in MUTANTS:
+        file, _, name = one.test.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), one.test
+
+
+def test_what_a_mutant_changes_must_be_there_once(tmp_path):
+    path = tmp_path / MUTANTS[0].file
+    path.parent.mkdir(parents=True)
+    path.write_text("nothing of it")
+    with pytest.raises(ValueError, match="0 times"):
+        MUTANTS[0].applied(tmp_path)
