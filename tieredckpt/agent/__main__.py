@@ -21,18 +21,19 @@ from peerstore.serve import Extras, serve
 from peerstore.settings import AgentPlace, budget_bytes
 from peerstore.store import NodeStore
 from tieredckpt.agent.cluster_settings import ASKED_S, FILE_S, ClusterSettings
-from tieredckpt.agent.http import serving
-from tieredckpt.agent.memory_service.configured import memory_service
+from tieredckpt.agent.http import StatusSource, serving
 from tieredckpt.agent.memory_service.names import EPOCH, INCARNATION, JOB
+from tieredckpt.agent.memory_service.options import MemoryServiceOptions, options_of
 from tieredckpt.agent.memory_service.options import add_arguments as add_memory_service
-from tieredckpt.agent.memory_service.options import options_of
 from tieredckpt.agent.others import SHARED, blobs_of
 from tieredckpt.agent.service import NodeService, node_operations
-from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.errors import PluginError, TieredCheckpointError
 from tieredckpt.platforms import settings_at
 from tieredckpt.settings import CLUSTER, AgentSettings, cluster_source, settings_from
 from tieredckpt.teaming import transport_of
 
+SERVICES = "tieredckpt.agent_services"
+"""Entry-point group of services that other packages add to a node agent."""
 _CLUSTER_HELP = f"what the cluster says about its nodes' memory, hyperpod:/path (${CLUSTER}); options go before it"
 _ARGUMENTS = {"slots_per_rank": "slots_per_part", "directory": "dir"}
 """Settings that are called otherwise on the command line."""
@@ -63,8 +64,8 @@ def run(place: AgentPlace, args: argparse.Namespace) -> None:
                 neighbourhood.start()
             cleanup.callback(node.close)
             named = args.node or socket.gethostname()
-            serves = memory_service(store, options, named, place.directory, neighbourhood)
-            reporting = cleanup.enter_context(serves)
+            service = _memory_service(store, options, named, place.directory, neighbourhood)
+            reporting = cleanup.enter_context(service)
             followed = _followed(store, args)
             if followed is not None:
                 cleanup.callback(followed.close)
@@ -91,6 +92,24 @@ def _followed(store: NodeStore, args: argparse.Namespace) -> ClusterSettings | N
         fixed=args.given,
         every_s=args.cluster_every_s,
     )
+
+
+def _memory_service(
+    store: NodeStore, options: MemoryServiceOptions, node: str, directory: Path, neighbourhood: Neighbourhood | None
+) -> contextlib.AbstractContextManager[StatusSource | None]:
+    """Load the memory service by its entry point, only where the settings turn it on."""
+    if not options.on:
+        return contextlib.nullcontext()
+    found = list(metadata.entry_points(group=SERVICES, name="memory-service"))
+    if not found:
+        raise PluginError(
+            f"agent.memory_service is set, but no installed package provides 'memory-service' in {SERVICES!r}. "
+            "Reinstall tieredckpt, or unset agent.memory_service."
+        )
+    service: contextlib.AbstractContextManager[StatusSource | None] = found[0].load()(
+        store, options, node, directory, neighbourhood
+    )
+    return service
 
 
 def _neighbourhood(store: NodeStore, args: argparse.Namespace) -> Neighbourhood | None:

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from peerstore.peers.team import Team
 from tieredckpt.agent.cluster_settings import ClusterSettings
 from tieredckpt.agent.http_server import REQUEST_S, HttpHandler, HttpServer, refused
-from tieredckpt.agent.memory_service.reporting import Reporting
 from tieredckpt.agent.service import NodeService
 from tieredckpt.errors import UsageError
 
@@ -28,11 +27,21 @@ SOCKET = "http.sock"
 """In the agent's directory."""
 
 
+class StatusSource(Protocol):
+    """A service on the agent that reports its own state."""
+
+    def status(self) -> dict[str, Any]:
+        """Return plain values for ``/status``."""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield metrics for ``/metrics``."""
+
+
 @contextlib.contextmanager
 def serving(
     node: NodeService,
     address: str,
-    memory: Reporting | None = None,
+    memory: StatusSource | None = None,
     *,
     directory: Path | None = None,
     within_s: float = REQUEST_S,
@@ -71,7 +80,7 @@ def _place(address: str, directory: Path | None) -> tuple[str, int] | Path:
 
 class _Handler(HttpHandler, BaseHTTPRequestHandler):
     service: NodeService
-    reporting: Reporting | None
+    reporting: StatusSource | None
     timeout = 10
 
     def do_GET(self) -> None:
@@ -96,7 +105,7 @@ class _Handler(HttpHandler, BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def status(node: NodeService, memory: Reporting | None = None) -> dict[str, Any]:
+def status(node: NodeService, memory: StatusSource | None = None) -> dict[str, Any]:
     """Everything the agent knows about itself, as plain values."""
     store = node.store.status()
     jobs = [job.job for job in store.jobs]
@@ -140,7 +149,7 @@ def _peers(team: Team) -> dict[str, Any]:
     }
 
 
-def _metrics(node: NodeService, memory: Reporting | None) -> bytes:
+def _metrics(node: NodeService, memory: StatusSource | None) -> bytes:
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()

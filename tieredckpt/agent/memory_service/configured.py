@@ -30,11 +30,8 @@ log = logging.getLogger(__name__)
 @contextlib.contextmanager
 def memory_service(
     store: NodeStore, options: MemoryServiceOptions, node: str, directory: Path, neighbourhood: Neighbourhood | None
-) -> Iterator[Reporting | None]:
-    """Serve while the block runs, where that is asked for."""
-    if not options.on:
-        yield None
-        return
+) -> Iterator[Reporting]:
+    """Serve the memory service while the block runs."""
     problems = [f"agent.{name}: {text}" for name, text in options.problems()]
     if problems:
         raise UsageError("; ".join(problems))

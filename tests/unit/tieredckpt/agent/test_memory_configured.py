@@ -104,9 +104,3 @@ def test_nodes_that_cannot_reach_this_one_are_no_help(store: NodeStore, tmp_path
     options = MemoryServiceOptions(HERE, nodes="static:n1=h:1", secret=f"file:{secret}")
     with pytest.raises(UsageError, match=r"agent.peers is off"), memory_service(store, options, "n1", tmp_path, None):
         pass
-
-
-def test_off_is_off(store: NodeStore, tmp_path: Path) -> None:
-    with memory_service(store, MemoryServiceOptions(), "n1", tmp_path, None) as reporting:
-        assert reporting is None
-    assert store.jobs() == []
