@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -42,10 +43,12 @@ def cut_store(addresses: Collection[Address]) -> int:
 
 def _polls() -> Iterator[int]:
     """The epoll descriptors of gloo's loops."""
-    for task in _tasks():
+    loops = _tasks()
+    if not loops:
+        yield from _polls_of_unnamed()
+    for task in loops:
         for _ in range(_TRIES):  # a loop that is just handling something waits again in a moment
-            call = _read(task / "syscall").split()
-            if len(call) > 1 and call[0] != "-1" and _is_poll(number := int(call[1], 16)):
+            if (number := _poll_of(task)) is not None:
                 yield number
                 break
             time.sleep(0.001)
@@ -53,10 +56,44 @@ def _polls() -> Iterator[int]:
             log.warning("a loop of gloo's was always busy; a collective that hangs there goes on until its timeout")
 
 
-def _tasks() -> list[Path]:
+def _polls_of_unnamed() -> Iterator[int]:
+    """Epoll descriptors of native threads without a name of their own.
+
+    Before torch 2.13 gloo's loops are among them: they inherit the name of the Python thread that made the group.
+    """
+    python = {str(thread.native_id) for thread in threading.enumerate()}
+    names = {task: _read(task / "comm").strip() for task in _listed()}
+    inherited = {name for task, name in names.items() if task.name in python}
+    unseen = [task for task, name in names.items() if name in inherited and task.name not in python]
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(0.001)
+        busy = []
+        for task in unseen:
+            number = _poll_of(task)
+            if number is None:
+                busy.append(task)  # a loop at work, or a thread of another library
+            else:
+                yield number
+        unseen = busy
+        if not unseen:
+            return
+
+
+def _poll_of(task: Path) -> int | None:
+    """The epoll descriptor that the thread waits on."""
+    call = _read(task / "syscall").split()
+    return number if len(call) > 1 and call[0] != "-1" and _is_poll(number := int(call[1], 16)) else None
+
+
+def _listed() -> list[Path]:
     with contextlib.suppress(OSError):
-        return [task for task in _TASKS.iterdir() if _read(task / "comm").strip() == _LOOP]
+        return list(_TASKS.iterdir())
     return []
+
+
+def _tasks() -> list[Path]:
+    return [task for task in _listed() if _read(task / "comm").strip() == _LOOP]
 
 
 def _is_poll(number: int) -> bool:

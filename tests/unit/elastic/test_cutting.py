@@ -4,9 +4,12 @@ import os
 import select
 import socket
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from elastic.workers import cutting
 from elastic.workers.cutting import cut_gloo, cut_store
@@ -101,3 +104,40 @@ def test_a_loop_that_is_in_another_call_is_not_taken_for_one_that_polls():
         thread.join()
         os.close(reading)
         os.close(writing)
+
+
+@pytest.fixture
+def python_poll(stranger):
+    """A Python thread that waits in epoll for a connection that has nothing to do with gloo."""
+    with select.epoll() as poll:
+        poll.register(stranger[1], select.EPOLLIN)
+        thread = threading.Thread(target=poll.poll)
+        thread.start()
+        yield
+        stranger[0].sendall(b"y")
+        thread.join()
+
+
+def test_gloo_loops_without_a_name_are_cut_and_python_threads_are_not(python_poll, stranger):
+    """Torch before 2.13 does not name gloo's loops."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    groups = {}
+
+    def make(rank):
+        client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+        groups[rank] = dist.ProcessGroupGloo(client, rank, 2, timedelta(seconds=60))
+
+    ranks = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    work = groups[0].allreduce([torch.ones(4)])
+    own = Path(f"/proc/self/task/{os.getpid()}/comm").read_text()
+    for task in cutting._tasks():
+        (task / "comm").write_text(own)
+    assert cutting._tasks() == []
+    assert cut_gloo()  # one end at least: the other loop sees it, and closes its own
+    with pytest.raises(RuntimeError):
+        work.wait()
+    assert works(stranger)
