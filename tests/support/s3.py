@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import shutil
@@ -14,10 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import botocore.loaders
-import botocore.session
-from botocore.config import Config
+from typing import Any
 
 from tests.support.ports import free_port
 from tieredckpt.settings import DurableSettings
@@ -27,7 +25,6 @@ BUCKET = "checkpoints"
 
 
 _START_S = 60.0
-_LOADER = botocore.loaders.Loader()
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,11 @@ class S3Server:
     @contextlib.contextmanager
     def client(self) -> Iterator[object]:
         """The SDK, with nothing of this package in between."""
+        import botocore.session  # most sessions of tests start no server, and a GPU machine may lack the SDK
+        from botocore.config import Config
+
         session = botocore.session.Session()
-        session.register_component("data_loader", _LOADER)
+        session.register_component("data_loader", _loader())
         session.set_credentials(ACCESS_KEY, SECRET_KEY)
         config = Config(
             retries={"total_max_attempts": 1},
@@ -63,6 +63,14 @@ class S3Server:
             yield client
         finally:
             client.close()
+
+
+@functools.cache
+def _loader() -> Any:
+    """The SDK's service descriptions, parsed once per process."""
+    import botocore.loaders
+
+    return botocore.loaders.Loader()
 
 
 @contextlib.contextmanager
