@@ -1,23 +1,33 @@
-"""What the first hour on a GPU has shown: checks and figures, for people and for programs. Pure."""
+"""The report of ``make test-gpu``: sections with their checks and figures, as data and as HTML. Pure."""
 
 from __future__ import annotations
 
 import html
+import re
+from collections.abc import Iterable
 
 import msgspec
 
 _STYLE = """
-body { font: 15px/1.5 system-ui; max-width: 70rem; margin: 2rem auto }
-td { padding: .1rem .7rem; vertical-align: top; border-top: 1px solid #ddd; white-space: pre-wrap }
-td:first-child { white-space: nowrap }
+body { font: 15px/1.5 system-ui; max-width: 76rem; margin: 2rem auto }
+td, th { padding: .1rem .7rem; vertical-align: top; border-top: 1px solid #ddd; text-align: left }
+td { white-space: pre-wrap }
+pre { background: #f6f6f6; padding: .6rem; overflow-x: auto }
 """
 
-
+ON_FAKES = "no accelerator: on fakes, which prove order and no speed"
 _ORDER = ("failed", "not run", "passed")
 
 
-class Check(msgspec.Struct, frozen=True):
-    """One thing that was tried, or was not."""
+class Fact(msgspec.Struct, frozen=True, tag=True):
+    """A property of the machine or of the software on it."""
+
+    name: str
+    value: str
+
+
+class Check(msgspec.Struct, frozen=True, tag=True):
+    """One check and its outcome."""
 
     name: str
     outcome: str
@@ -26,58 +36,114 @@ class Check(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class Figure(msgspec.Struct, frozen=True):
+class Figure(msgspec.Struct, frozen=True, tag=True):
+    """One measured number."""
+
     name: str
     value: float
     unit: str
     where: str = ""
-    """The device, and the backend of what communicates."""
+    """The device, and the backend of collectives."""
+    ratio: float | None = None
+    """The value divided by R, the time of the same bytes over the bus at its measured limit."""
+    bits: str = ""
+    """``equal``, the first difference, or empty for a row that moves no state."""
+    note: str = ""
 
 
-class Report(msgspec.Struct, frozen=True):
-    """``devices`` is empty where everything ran on fakes."""
+Finding = Fact | Check | Figure
 
-    devices: list[str]
-    environment: dict[str, str]
-    checks: list[Check]
-    figures: list[Figure]
+
+class Section(msgspec.Struct, frozen=True):
+    """One section that ran, or the reason why it did not."""
+
+    name: str
+    outcome: str
+    """``finished``, ``not finished``, ``failed`` (it ended by itself, before its end) or ``not run``."""
+    limit_s: float
+    seconds: float = 0.0
+    why: str = ""
+    log: str = ""
+    """The end of its log, where it did not finish."""
+    checks: list[Check] = []
+    figures: list[Figure] = []
 
     @property
     def passed(self) -> bool:
-        """Nothing failed. What was not run is said, and proves nothing."""
-        return not any(check.outcome == "failed" for check in self.checks)
+        """Whether nothing failed; a section that was not run proves nothing and fails nothing."""
+        return self.outcome in ("finished", "not run") and all(one.outcome != "failed" for one in self.checks)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All sections of one run."""
+
+    devices: list[str]
+    """Empty where everything ran on fakes."""
+    environment: dict[str, str]
+    sections: list[Section]
+
+    @property
+    def passed(self) -> bool:
+        return all(section.passed for section in self.sections)
 
     @property
     def title(self) -> str:
-        where = ", ".join(self.devices) or "no accelerator: on fakes, which prove order and no speed"
-        count = {kind: sum(one.outcome == kind for one in self.checks) for kind in ("passed", "failed", "not run")}
-        return f"{where}: " + ", ".join(f"{number} {kind}" for kind, number in count.items())
+        where = ", ".join(self.devices) or ON_FAKES
+        checks = [check for section in self.sections for check in section.checks]
+        count = {kind: sum(one.outcome == kind for one in checks) for kind in ("passed", "failed", "not run")}
+        cut = [one.name for one in self.sections if one.outcome in ("not finished", "failed")]
+        ends = f"; not finished: {', '.join(cut)}" if cut else ""
+        return f"{where}: " + ", ".join(f"{number} {kind}" for kind, number in count.items()) + ends
 
 
 def shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def slug(device: str) -> str:
+    """Return ``device`` as part of a file name: "NVIDIA H100 80GB HBM3" is "nvidia-h100-80gb-hbm3"."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def merged(earlier: Report, later: Report) -> Report:
+    """Return ``later`` with the sections of ``earlier`` that it lacks."""
+    names = {one.name for one in later.sections}
+    kept = [one for one in earlier.sections if one.name not in names]
+    return msgspec.structs.replace(later, sections=[*later.sections, *kept])
+
+
 def page(report: Report) -> str:
-    """The report as HTML, in one file."""
+    """Return the report as HTML, in one file."""
+    parts = [
+        "<!doctype html><meta charset=utf-8><title>make test-gpu</title>",
+        f"<style>{_STYLE}</style>",
+        f"<h1>{html.escape(report.title)}</h1>",
+        _table(report.environment.items()),
+    ]
+    for section in report.sections:
+        took = f"{section.seconds:.1f} s of {section.limit_s:g} s"
+        parts.append(f"<h2>{html.escape(section.name)}: {html.escape(section.outcome)} ({took})</h2>")
+        if section.why:
+            parts.append(f"<p>{html.escape(section.why)}</p>")
+        if section.figures:
+            parts.append(_table(map(_row, section.figures), ("what", "value", "of R", "bits", "where", "note")))
+        if section.checks:
+            bad_first = sorted(section.checks, key=lambda one: _ORDER.index(one.outcome))
+            rows = [
+                (one.outcome, one.name, f"{one.seconds:.2f} s" if one.seconds else "", one.why) for one in bad_first
+            ]
+            parts.append(_table(rows))
+        if section.log:
+            parts.append(f"<pre>{html.escape(section.log)}</pre>")
+    return "\n".join(parts)
 
-    def table(rows: list[tuple[str, ...]]) -> str:
-        cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-        return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
 
-    figures = [(one.name, f"{shown(one.value)} {one.unit}", one.where) for one in report.figures]
-    bad_first = sorted(report.checks, key=lambda one: _ORDER.index(one.outcome))
-    checks = [(one.outcome, one.name, f"{one.seconds:.2f} s" if one.seconds else "", one.why) for one in bad_first]
-    return "\n".join(
-        (
-            "<!doctype html><meta charset=utf-8><title>The first hour on a GPU</title>",
-            f"<style>{_STYLE}</style>",
-            f"<h1>{html.escape(report.title)}</h1>",
-            "<h2>Environment</h2>",
-            table(list(report.environment.items())),
-            "<h2>Figures</h2>",
-            table(figures) if figures else "<p>None.</p>",
-            "<h2>Checks</h2>",
-            table(checks),
-        )
-    )
+def _row(one: Figure) -> tuple[str, ...]:
+    ratio = "" if one.ratio is None else f"{one.ratio:.2f} R"
+    return one.name, f"{shown(one.value)} {one.unit}", ratio, one.bits, one.where, one.note
+
+
+def _table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...] = ()) -> str:
+    lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in head)] if head else []
+    lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"

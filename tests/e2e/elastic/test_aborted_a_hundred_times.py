@@ -22,6 +22,8 @@ pytestmark = pytest.mark.e2e
 
 TIMES, SETTLED = 100, 10
 ELEMENTS = 1 << 16
+GROWTH = {"descriptors": 2, "threads": 2, "rss": 32 << 20, "device": 32 << 20}
+"""What a rank, and the device, may have more of after all epochs than after the first few."""
 REAL = [usual_backend()] if accelerator().count() else []
 PATIENCE = timedelta(minutes=5)
 
@@ -48,9 +50,20 @@ class Aborted:
                 self.took_s.append(time.monotonic() - began)
             self._hang(groups, epoch)
             groups.leave(broken=True)
-            self.sizes[epoch] = Size.of("self")
-            self._meeting.set(f"left/{epoch}/{self._rank}", b"")
-            self._meeting.wait([f"left/{epoch}/{rank}" for rank in range(2)])
+            self._meet(f"left/{epoch}")
+            self.sizes[epoch] = {**Size.of("self"), "device": self._device_bytes()}
+            self._meet(f"measured/{epoch}")  # the ranks share a device, whose memory is that of both
+
+    def _meet(self, where: str) -> None:
+        self._meeting.set(f"{where}/{self._rank}", b"")
+        self._meeting.wait([f"{where}/{rank}" for rank in range(2)])
+
+    def _device_bytes(self) -> int:
+        """Bytes in use on the device, by everything; 0 without one."""
+        if self._backend not in REAL:
+            return 0
+        free, total = torch.get_device_module(accelerator().type).mem_get_info()
+        return total - free
 
     def _ones(self) -> torch.Tensor:
         device = accelerator()
@@ -105,9 +118,12 @@ def test_groups_are_aborted_and_made_again_a_hundred_times(zygote, backend, reco
         for one in ranks:
             took_s, sizes = one.wait(timeout_s=380).result
             assert len(took_s) == TIMES
-            for what in ("descriptors", "threads"):
-                assert sizes[TIMES][what] <= sizes[SETTLED][what] + 2, (what, sizes[SETTLED], sizes[TIMES])
+            for what, growth in GROWTH.items():
+                assert sizes[TIMES][what] <= sizes[SETTLED][what] + growth, (what, sizes[SETTLED], sizes[TIMES])
         record_property(f"aborted to the next all-reduce, 2 ranks, {backend}", 1e3 * statistics.median(took_s))
+        for what in ("rss", "device"):
+            grown = (sizes[TIMES][what] - sizes[SETTLED][what]) / 2**20
+            record_property(f"{what} memory grows in {TIMES - SETTLED} aborts, {backend}", (grown, "MiB"))
     finally:
         for one in ranks:
             one.kill_if_alive()

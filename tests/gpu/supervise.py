@@ -1,0 +1,98 @@
+"""Run one section as a process group of its own, until its time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import msgspec
+
+from tests.gpu.findings import FILE, read
+from tests.gpu.report import Check, Fact, Figure, Section
+
+ROOT = Path(__file__).resolve().parents[2]
+_MARK = "TEST_GPU_SECTION"
+"""In the environment of all processes of a section, agents with a session of their own included."""
+_NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+"""Several ranks share one GPU only over sockets of this machine."""
+_STACKS_S = 2.0
+_LOG_LINES = 60
+
+
+def supervised(name: str, module: str, out: Path, limit_s: float) -> tuple[Section, list[Fact]]:
+    """Run ``module`` for at most ``limit_s`` seconds, then kill all its processes.
+
+    The section has all findings up to then, even when it was killed.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    (out / FILE).unlink(missing_ok=True)
+    log, mark = out / "log.txt", uuid.uuid4().hex
+    environment = {**_NCCL, **os.environ, _MARK: mark, "PYTHONUNBUFFERED": "1"}
+    path = [str(ROOT), *filter(None, [environment.get("PYTHONPATH", "")])]
+    environment["PYTHONPATH"] = os.pathsep.join(path)
+    command = [sys.executable, "-m", "tests.gpu.section", module, str(out), str(limit_s)]
+    began = time.monotonic()
+    with log.open("wb") as to:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=to, stderr=to, env=environment, start_new_session=True
+        )
+    status: int | None = None
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(limit_s)
+        if status is None:
+            _write_stacks(process)
+    finally:
+        _kill(process, mark)
+    seconds = round(time.monotonic() - began, 1)
+    found = read(out)
+    checks = [one for one in found if isinstance(one, Check)]
+    section = Section(
+        name, "finished", limit_s, seconds, "", "", checks, [one for one in found if isinstance(one, Figure)]
+    )
+    if status is None:
+        why = f"not finished in {limit_s:g} s: its processes were killed"
+        section = msgspec.structs.replace(section, outcome="not finished", why=why, log=_end_of(log))
+    elif status:
+        why = f"it ended with status {status} before its end"
+        section = msgspec.structs.replace(section, outcome="failed", why=why, log=_end_of(log))
+    return section, [one for one in found if isinstance(one, Fact)]
+
+
+def _write_stacks(process: subprocess.Popen[bytes]) -> None:
+    """Have the section write the Python stacks of all its threads to its log."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGUSR1)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STACKS_S)
+
+
+def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pid in _marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the processes that the section with this mark has started, directly or not."""
+    wanted, found = f"{_MARK}={mark}".encode(), []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return found
+
+
+def _end_of(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(lines[-_LOG_LINES:])
