@@ -18,6 +18,8 @@ from tests.gpu.report import Check, Fact, Finding
 from tieredckpt.device import nccl_version
 
 _PACKAGES = ("torch", "numpy", "msgspec", "xxhash", "isal", "zstandard", "pytest", "hypothesis")
+_REVISION = "TEST_GPU_REVISION"
+"""Names the revision where the checkout has no history."""
 _SETTINGS = ("NCCL_", "TORCH_NCCL_", "TIEREDCKPT_", "CUDA_", "OMP_NUM_THREADS")
 
 
@@ -33,7 +35,7 @@ def run(device: str, out: Path, limit_s: float) -> Iterator[Finding]:
     yield Fact("NCCL", nccl_version() or "torch was built without it")
     yield Fact("driver", _answer("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"))
     yield Fact("packages", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
-    yield Fact("revision", str(machine["revision"]))
+    yield Fact("revision", os.environ.get(_REVISION) or str(machine["revision"]))
     yield Fact("date", str(machine["date"]))
     yield Fact("load before", f"{machine['load_before']:.2f}")
     yield Fact("variables", ", ".join(f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(_SETTINGS)))
