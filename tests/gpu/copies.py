@@ -59,9 +59,12 @@ def _both_ways(device: Device, place: torch.device, host: torch.Tensor, kind: st
             device.copy([copy], stream)
             stream.synchronize()
 
+        if copy.target is host:
+            host.zero_()
         yield Figure(f"{way} {place}, {kind} memory", _rate(host.nbytes, moved), "GB/s", where())
-    is_same = torch.equal(there.cpu(), host)
-    yield Check(f"bits after copies both ways, {place}, {kind} memory", "passed" if is_same else "failed")
+    is_same = torch.equal(host, torch.ones_like(host))
+    why = "" if is_same else "the bytes differ after a round trip"
+    yield Check(f"bits after copies both ways, {place}, {kind} memory", "passed" if is_same else "failed", why=why)
 
 
 def _rate(size: int, call: Callable[[], object]) -> float:

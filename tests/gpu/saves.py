@@ -30,8 +30,8 @@ SIZE = "TEST_GPU_SIZE"
 """Environment variable with the size of the state; ``--size`` sets it."""
 _ON_GPU, _ON_CPU = "4GiB", "64MiB"
 _WIDE, _NARROW = 2048, 256
-_COPIES_IN_MEMORY = 14
-"""Slots of two jobs, steps that are kept, and torch's files."""
+_SLOTS, _FILES = 10, 4
+"""States that the slots of two jobs and torch's files on tmpfs have room for."""
 _SAVES, _MEASURED = 10, {0: "first", 1: "second", 9: "tenth"}
 _WAIT_S = 60.0
 
@@ -50,12 +50,12 @@ class Limit(NamedTuple):
 def run(device: str, out: Path, limit_s: float) -> Iterator[Finding]:
     """Measure saves and restores of one process on the current device."""
     wanted = parse_size(os.environ.get(SIZE) or (_ON_GPU if is_real() else _ON_CPU))
-    size = min(wanted, shutil.disk_usage("/dev/shm").free // _COPIES_IN_MEMORY)
+    size = min(wanted, shutil.disk_usage("/dev/shm").free // (_SLOTS + _FILES))
     state = model(size, torch.device(device))
     size = size_of(state)
     limit = yield from _limits(state, size)
     with sandbox() as folder:
-        budget = str(_COPIES_IN_MEMORY * size + (256 << 20))
+        budget = str(_SLOTS * size + (256 << 20))
         settings = settings_from({"agent": {"directory": str(folder / "agent"), "budget": budget}})
         try:
             yield from _checkpointer(state, settings, limit)

@@ -19,8 +19,8 @@ from tests.gpu.report import Check, Fact, Figure, Section
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "TEST_GPU_SECTION"
 """In the environment of all processes of a section, agents with a session of their own included."""
-_NCCL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-"""Several ranks share one GPU only over sockets of this machine."""
+_DEFAULTS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Ranks share one GPU only over sockets. Counting GPUs by NVML leaves a process that can be forked."""
 _STACKS_S = 2.0
 _LOG_LINES = 60
 
@@ -33,7 +33,7 @@ def supervised(name: str, module: str, out: Path, limit_s: float) -> tuple[Secti
     out.mkdir(parents=True, exist_ok=True)
     (out / FILE).unlink(missing_ok=True)
     log, mark = out / "log.txt", uuid.uuid4().hex
-    environment = {**_NCCL, **os.environ, _MARK: mark, "PYTHONUNBUFFERED": "1"}
+    environment = {**_DEFAULTS, **os.environ, _MARK: mark, "PYTHONUNBUFFERED": "1"}
     path = [str(ROOT), *filter(None, [environment.get("PYTHONPATH", "")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)
     command = [sys.executable, "-m", "tests.gpu.section", module, str(out), str(limit_s)]

@@ -20,7 +20,7 @@ from tieredckpt.device import accelerator
 
 pytestmark = pytest.mark.e2e
 
-TIMES, SETTLED = 100, 10
+TIMES, SETTLED, AROUND = 100, 10, 5
 ELEMENTS = 1 << 16
 GROWTH = {"descriptors": 2, "threads": 2, "rss": 64 << 20, "device": 32 << 20}
 """What a rank, and the device, may have more of after all epochs than after the first few."""
@@ -109,6 +109,12 @@ def rank_of_two(_say, rank: int, store_port: int, meeting_port: int, backend: st
     return one.took_s, one.sizes
 
 
+def grown(sizes: dict[int, dict[str, int]], what: str) -> int:
+    """From the most of some early epochs to the least of the last: a group may end a little after it was left."""
+    early = max(sizes[epoch][what] for epoch in range(SETTLED - AROUND, SETTLED + AROUND))
+    return min(sizes[epoch][what] for epoch in range(TIMES - AROUND, TIMES + 1)) - early
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", ["gloo", nccl_like.NAME, *REAL])
 def test_groups_are_aborted_and_made_again_a_hundred_times(zygote, backend, record_property):
@@ -119,11 +125,11 @@ def test_groups_are_aborted_and_made_again_a_hundred_times(zygote, backend, reco
             took_s, sizes = one.wait(timeout_s=380).result
             assert len(took_s) == TIMES
             for what, growth in GROWTH.items():
-                assert sizes[TIMES][what] <= sizes[SETTLED][what] + growth, (what, sizes[SETTLED], sizes[TIMES])
+                assert grown(sizes, what) <= growth, (what, sizes[SETTLED], sizes[TIMES])
         record_property(f"aborted to the next all-reduce, 2 ranks, {backend}", 1e3 * statistics.median(took_s))
         for what in ("rss", "device"):
-            grown = (sizes[TIMES][what] - sizes[SETTLED][what]) / 2**20
-            record_property(f"{what} memory grows in {TIMES - SETTLED} aborts, {backend}", (grown, "MiB"))
+            growth_mib = grown(sizes, what) / 2**20
+            record_property(f"{what} memory grows in {TIMES - SETTLED} aborts, {backend}", (growth_mib, "MiB"))
     finally:
         for one in ranks:
             one.kill_if_alive()
