@@ -62,6 +62,8 @@ def supervised(name: str, module: str, out: Path, limit_s: float) -> tuple[Secti
     elif status:
         why = f"it ended with status {status} before its end"
         section = msgspec.structs.replace(section, outcome="failed", why=why, log=_end_of(log))
+    elif not section.checks and not section.figures:
+        section = msgspec.structs.replace(section, outcome="failed", why="it recorded no check and no figure")
     return section, [one for one in found if isinstance(one, Fact)]
 
 

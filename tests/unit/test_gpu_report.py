@@ -153,6 +153,12 @@ def test_section_that_raises_has_failed_and_the_others_run(tmp_path, monkeypatch
     assert "OSError: no driver" in section.log
 
 
+def test_section_that_records_nothing_has_failed(tmp_path, monkeypatch):
+    module = section_of(tmp_path, monkeypatch, "def run(device, out, limit_s):\n    return None\n")
+    section, _ = supervise.supervised("empty", module, tmp_path / "out", _PATIENCE_S)
+    assert (section.outcome, section.why) == ("failed", "it recorded no check and no figure")
+
+
 def test_report_is_written_after_every_section(tmp_path, monkeypatch):
     seen = []
 
