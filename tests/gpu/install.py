@@ -11,7 +11,6 @@ import importlib.metadata
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def install(place: Path, wheels: Path | None) -> Path:
         make = [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", str(place)]
         subprocess.run(make, check=True)
     # A virtual environment on top of another one sees the base installation only. This file adds the other one.
-    lower = place / sysconfig.get_path("purelib", "venv", {"base": str(place)}) / "below.pth"
+    lower = place / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages/below.pth"
     lower.write_text("".join(f"{one}\n" for one in packages_of(sys.path, sys.prefix)))
     constraints = place / "constraints.txt"
     constraints.write_text(f"torch=={importlib.metadata.version('torch')}\n")

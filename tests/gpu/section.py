@@ -15,7 +15,7 @@ from tests.gpu.report import Check, Fact, Figure
 
 
 def main(module: str, out: Path, limit_s: float) -> int:
-    """Run the section ``module``. Its ``run`` yields or returns findings, or records them in ``out`` itself."""
+    """Run the section ``module``: its ``run`` yields findings, or records them in ``out`` itself."""
     # Not standard error itself: pytest puts a file of its own in its place, and drops it when it is killed.
     faulthandler.register(signal.SIGUSR1, os.fdopen(os.dup(2), "w"), all_threads=True)
     from tests.gpu.devices import device_kind, device_names
