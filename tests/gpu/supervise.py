@@ -21,6 +21,8 @@ _MARK = "TEST_GPU_SECTION"
 """In the environment of all processes of a section, agents with a session of their own included."""
 _DEFAULTS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Ranks share one GPU only over sockets. Counting GPUs by NVML leaves a process that can be forked."""
+_MARGIN_S = 12.0
+"""Seconds for imports and clean-up, which a section that plans its own time does not count."""
 _STACKS_S = 2.0
 _LOG_LINES = 60
 
@@ -36,7 +38,8 @@ def supervised(name: str, module: str, out: Path, limit_s: float) -> tuple[Secti
     environment = {**_DEFAULTS, **os.environ, _MARK: mark, "PYTHONUNBUFFERED": "1"}
     path = [str(ROOT), *filter(None, [environment.get("PYTHONPATH", "")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)
-    command = [sys.executable, "-m", "tests.gpu.section", module, str(out), str(limit_s)]
+    own_s = max(limit_s / 2, limit_s - _MARGIN_S)
+    command = [sys.executable, "-m", "tests.gpu.section", module, str(out), str(own_s)]
     began = time.monotonic()
     with log.open("wb") as to:
         process = subprocess.Popen(
