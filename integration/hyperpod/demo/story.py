@@ -18,14 +18,11 @@ from tieredckpt.demo import lose_node
 
 NODES = ("n0", "n1", "n2")
 """The job has two of them; the third one is there for when one is bad."""
-_AT_LEAST = 12
 _COMMAND = [sys.executable, "-m", "integration.hyperpod.operator"]
 
 
 class HyperPodStory(Story):
     """The operator's processes and its agents', and the node agents, which nobody ends with a pod."""
-
-    limit_s = 300.0
 
     def __init__(self, folder: Path, memory: Path, environ: Mapping[str, str], told: Callable[[str], None]) -> None:
         super().__init__(folder, memory, environ, told)
@@ -50,9 +47,7 @@ class HyperPodStory(Story):
         self._act("a node is said to be bad, and its memory is gone", self._lose, ranks=4)
         self._act("one replica is admitted", lambda _: self._say("scale", "1"), ranks=2)
         self._act("and as many as the job allows", lambda _: self._say("scale", "max"), ranks=4)
-        self._end_after(2 * _AT_LEAST)
-        if operator.wait(self.limit_s):
-            raise DemoFailedError(f"the job ended with {operator.returncode}; what it printed is in {self.folder}")
+        self._finish(operator)
 
     def _lose(self, inside: list[dict[str, Any]]) -> None:
         node = inside[-1]["node"]

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from elastic.demo.story import DemoFailedError, all_told, losses_of
+from elastic.demo import story as demo
+from elastic.demo.story import DemoFailedError, Story, all_told, losses_of
 
 
 def step(number: int, loss: str, epoch: int = 0) -> dict[str, object]:
@@ -26,3 +27,22 @@ def test_ranks_of_one_world_that_do_not_agree_are_no_result():
 def test_the_line_a_process_died_in_is_left_out(tmp_path):
     (tmp_path / "1.jsonl").write_text(json.dumps(step(0, "a")) + "\n" + '{"step": 1, "lo')
     assert list(all_told(tmp_path)) == [step(0, "a")]
+
+
+def test_a_long_wait_prints_its_progress(tmp_path, monkeypatch):
+    printed = []
+    story = Story(tmp_path, tmp_path, {}, printed.append)
+    told = tmp_path / "events/1.jsonl"
+    results = iter([0, 0, 1])
+    monkeypatch.setattr(demo, "PROGRESS_S", -1.0)
+    told.write_text(json.dumps({"event": "step", **step(7, "a")}) + "\n")
+    assert story._until(lambda: next(results), "step 9", "kill a rank") == 1
+    assert len(printed) == 2
+    assert all("waiting for step 9; the newest step is 7" in line for line in printed)
+
+
+def test_a_wait_beyond_the_limit_names_the_act_and_the_event(tmp_path):
+    story = Story(tmp_path, tmp_path, {}, print)
+    story.limit_s = 0.0
+    with pytest.raises(DemoFailedError, match="kill a rank: waited 0 s for step 9"):
+        story._until(lambda: None, "step 9", "kill a rank")
