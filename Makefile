@@ -1,12 +1,14 @@
-# Every target does its own set-up: a virtual environment in .venv for tox, and tox's own for the work.
+# Every target does its own set-up: a virtual environment in .venv for tox, and tox's own for the work. The demos have
+# one of their own, which holds what a user installs.
 PYTHON ?= python3
 TOX := .venv/bin/tox
 BIN := .tox/py/bin
+DEMO := .venv-demo
 
 .PHONY: help test check demo demo-hyperpod bench docs nightly test-system test-gpu clean
 
 help:
-	@echo "make demo         kill a rank, lose a node, shrink, grow, drain: the whole story in two minutes"
+	@echo "make demo         kill a rank, lose a node, shrink, grow, drain: the whole story, with its set-up in three minutes"
 	@echo "make demo-hyperpod  the same under HyperPod's agents and our operator, from a job's YAML"
 	@echo "make test         all tests that need nothing but pip; up to 5 that fail beside others are run once more, alone"
 	@echo "make check        lint, types, import layers"
@@ -17,14 +19,20 @@ help:
 	@echo "make nightly      what takes hours; goes on where it was stopped, and writes build/nightly/page.md"
 
 $(TOX): requirements/tox.txt
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/tox.txt
+	@echo "Installing tox in .venv ..."
+	@$(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/tox.txt
 	@touch $(TOX)
 
-# The environment of `tox -e py`, brought up to date; the other targets run their tools in it.
+# The environment of `tox -e py`; the other targets run their tools in it. It is installed again if its requirements
+# have changed. That takes minutes, so pip's output is shown if there is a terminal.
+INPUTS := cat pyproject.toml tox.ini requirements/*.txt
 .PHONY: env
 env: $(TOX)
-	@$(TOX) -q -e py --notest
+	@$(INPUTS) | cmp -s - $(BIN)/installed-from || { \
+	    echo "Installing the packages for tests and checks in .tox/py (2.4 GB; 3 to 10 minutes) ..." && \
+	    $(TOX) -e py --notest $$(if [ -t 1 ]; then echo -vv; fi) && $(INPUTS) > $(BIN)/installed-from; }
+test test-system: env
 
 # Up to four workers for each core: many tests wait. With ARGS: only what they name, in this process.
 WORKERS ?= $(shell echo $$((4 * $$(nproc))))
@@ -55,19 +63,21 @@ check: env
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-demo: env
-	@OMP_NUM_THREADS=1 $(BIN)/elastic demo $(ARGS)
+# A torch that PYTHON already has is used; requirements/demo.py installs whatever is missing.
+demo:
+	@$(PYTHON) requirements/demo.py $(DEMO)
+	@OMP_NUM_THREADS=1 $(DEMO)/bin/elastic demo $(ARGS)
 
-# AWS's own agent comes as it is: what it asks of torch is older than what it runs with.
-demo-hyperpod: env
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/aws.txt
-	@OMP_NUM_THREADS=1 $(BIN)/python -m integration.hyperpod.demo $(ARGS)
+demo-hyperpod:
+	@$(PYTHON) requirements/demo.py --hyperpod $(DEMO)
+	@OMP_NUM_THREADS=1 $(DEMO)/bin/python -m integration.hyperpod.demo $(ARGS)
 
 docs: env
 	@$(BIN)/python docs/build.py $(ARGS)
 
 bench: $(TOX)
+	@[ -d .tox/bench ] || echo "Installing the packages for benchmarks in .tox/bench (2.4 GB; 3 to 10 minutes) ..."
 	$(TOX) -q -e bench -- $(ARGS)
 
 clean:
-	rm -rf .venv .tox build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv $(DEMO) .tox build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -28,6 +28,9 @@ PLACE = ROOT / "build/nightly"
 MARKED = "nightly and not system"
 _SCHEDULES, _FIRST, _AT_ONCE = {"simulation": 240_000, "worlds": 200_000}, 2_000, 20_000
 _TORCH, _PYTHON = ("2.7", "2.13", "2.14"), ("py310", "py311", "py312", "py313")
+_CLONE = """clone=build/nightly/clone; trap "rm -rf $clone" EXIT
+rm -rf $clone; git clone -q . $clone; make -C $clone demo ARGS="""
+"""The demo's own list of packages must be enough for it. ARGS are those of ``make nightly``, so they are emptied."""
 _NOT_HERE = "could not find python interpreter|No matching distribution found for torch=="
 
 
@@ -44,6 +47,7 @@ def tasks() -> list[Task]:
             found.append(Task(f"{what}: schedules {first:,} to {first + _AT_ONCE:,}", command))
     found += random_faults(python)
     found += [Task(f"demo: {name}", (python, "-m", name, "demo"), 1800.0) for name in ("tieredckpt", "elastic")]
+    found.append(Task("demo: make demo in a fresh clone", ("sh", "-ec", _CLONE), 3600.0, unavailable=_NOT_HERE))
     return found + contracts()
 
 
