@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 NONBLOCKING = "TORCH_NCCL_USE_COMM_NONBLOCKING"
+_LONGEST_DUMP_MS = 500
+"""A survivor is to be in the next world 2 s after a fault, and torch multiplies this by four."""
 
 
 class State(str, enum.Enum):
@@ -83,9 +85,10 @@ RULES = (
     ),
     Rule(
         ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",),
-        lambda _value: True,
+        lambda value: value.strip().isdecimal() and int(value) <= _LONGEST_DUMP_MS,
         "0",
-        "after an error the watchdog would keep the lock that collectives are begun under for a minute",
+        "after an error NCCL's watchdog sleeps four times as long and holds the lock that collectives start under; "
+        f"{_LONGEST_DUMP_MS} ms is the most that recovery allows",
     ),
 )
 

@@ -22,6 +22,7 @@ from elastic.rootless.holders import Address, addresses_of
 from elastic.rootless.store import RootlessStore
 from elastic.rootless.sweeping import Sweep, prefix_of
 from elastic.workers.cutting import cut_gloo, cut_store
+from elastic.workers.group_reaper import backends_of, reap
 from elastic.workers.nccl_environment import leave_errors_to_us
 from peerstore.errors import PeerStoreError
 from tieredckpt.device import accelerator
@@ -174,16 +175,21 @@ class Groups:
             # this rank and one that was not in this world would wait for each other under two names.
             c10d._world.group_count = 0
             return
+        groups = list(c10d._world.pg_map)
         try:
             if broken:
-                abort_together(list(c10d._world.pg_map))
+                abort_together(groups)
                 c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
+                groups.clear()
         except (RuntimeError, ValueError) as error:
             log.warning("the groups of epoch %d did not end well: %s", self._assignment.epoch, error)
             if dist.is_initialized():
                 c10d._abort_process_group()
+        finally:
+            if groups:
+                reap(groups)
 
 
 def abort_together(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -192,9 +198,10 @@ def abort_together(groups: Sequence[dist.ProcessGroup]) -> None:
     for backend in opened:
         backend._group_start()
     try:
-        for group in reversed(groups):
-            with contextlib.suppress(RuntimeError):  # of a backend that cannot: it is cut
-                group.abort()
+        for group in reversed(groups):  # NCCL does not abort what was split from an aborted communicator
+            for backend in backends_of(group):
+                with contextlib.suppress(RuntimeError):  # of a backend that cannot: it is cut
+                    backend.abort()
     finally:
         for backend in opened:
             backend._group_end()

@@ -12,6 +12,8 @@ What it has of NCCL (``tests/unit/elastic/test_nccl_like.py`` holds it to that):
   that happens between ``_group_start`` and ``_group_end``.
 - The watchdog: unless ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 0 a lost peer ends the process, or (2) aborts the
   communicator without a word to anybody.
+- Before that, whatever the variable says, the watchdog sleeps for four times ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``
+  (a minute by default) and holds the lock that collectives start under. The destructor of the group joins it.
 - With a stream (``tests/support/late_stream.py``) ``wait`` returns at once: the data is there for what the stream does
   next, and for the host after a synchronisation.
 """
@@ -28,6 +30,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +43,7 @@ log = logging.getLogger(__name__)
 NAME = "nccl-like"
 _LOOK_S = 0.01
 _HANDLING, _NONBLOCKING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_USE_COMM_NONBLOCKING"
+_DUMP, _DUMP_MS, _DUMPS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 15_000, 4
 _NOTHING, _CLEAN_UP = "0", "2"
 _LIVE = set["NcclLike"]()
 """Communicators of this process that were not aborted."""
@@ -105,6 +109,37 @@ class _Given(NamedTuple):
     call: Callable[[Any, list[torch.Tensor]], Any]
 
 
+class Watchdog:
+    """The watchdog of one group. It does not keep the group alive: the group's destructor joins it."""
+
+    def __init__(self) -> None:
+        self._sleep_s = _DUMPS * int(os.environ.get(_DUMP, _DUMP_MS)) / 1e3
+        self._thread: threading.Thread | None = None
+        self.starting = threading.Lock()
+        """Collectives start under it."""
+        self.asleep = threading.Event()
+
+    def lost(self, error: str, handle: Callable[[], None]) -> None:
+        log.error("watchdog: %s", error)
+        self._thread = threading.Thread(target=self._run, args=(handle,), name="nccl-like-watchdog", daemon=True)
+        _threads.add(self._thread)
+        self._thread.start()
+
+    def _run(self, handle: Callable[[], None]) -> None:
+        with self.starting:
+            self.asleep.set()
+            _released.wait(self._sleep_s)
+        handle()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def join(self) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
 class NcclLike(dist.ProcessGroup):
     """One group."""
 
@@ -116,6 +151,10 @@ class NcclLike(dist.ProcessGroup):
         self._pending: list[_Work] = []
         self._aborted = threading.Event()
         self._garbage = torch.Generator().manual_seed(1000 + rank)
+        self.watchdog = Watchdog()
+
+    def __del__(self) -> None:
+        self.watchdog.join()
 
     def size(self) -> int:
         return self._size
@@ -176,6 +215,7 @@ class NcclLike(dist.ProcessGroup):
         with _lock:
             if not self._aborted.is_set():
                 self._end()
+        self.watchdog.join()
 
     def _spoil(self, outputs: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -237,15 +277,8 @@ class NcclLike(dist.ProcessGroup):
 
     def _lost(self, error: RuntimeError) -> None:
         """Nobody hears of it but the watchdog."""
-        handling = os.environ.get(_HANDLING, "3")
-        if self._aborted.is_set() or handling == _NOTHING:
-            return
-        log.error("watchdog: %s", error)
-        if handling == _CLEAN_UP:
-            with _lock:
-                self._end()
-        else:
-            os.kill(os.getpid(), signal.SIGABRT)
+        if not self._aborted.is_set():
+            self.watchdog.lost(str(error), partial(_handle, weakref.ref(self)))
 
     def _collective(self, outputs: Sequence[torch.Tensor], call: Callable[[Any, list[torch.Tensor]], Any]) -> _Work:
         self._make()
@@ -257,7 +290,8 @@ class NcclLike(dist.ProcessGroup):
         return work
 
     def _give(self, work: _Work, call: Callable[[Any, list[torch.Tensor]], Any]) -> None:
-        with _lock:
+        is_over = self._aborted.is_set()
+        with contextlib.nullcontext() if is_over else self.watchdog.starting, _lock:
             if self._aborted.is_set():
                 self._spoil(work.outputs)
                 work.finish()
@@ -355,6 +389,19 @@ class NcclLike(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
+def _handle(lost: weakref.ref[NcclLike]) -> None:
+    """After the sleep of the watchdog: what ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` orders."""
+    handling = os.environ.get(_HANDLING, "3")
+    group = lost()
+    if handling == _NOTHING or group is None or group._aborted.is_set():
+        return
+    if handling == _CLEAN_UP:
+        with _lock:
+            group._end()
+    else:
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
 def _now(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [one.detach().contiguous() for one in tensors]
 
@@ -379,8 +426,8 @@ def forgotten() -> Iterator[None]:
             for one in list(_LIVE):
                 one._end()
         cut_gloo()
+        _released.set()
         for thread in list(_threads):
             thread.join()
         deadlocked.clear()
-        _released.set()
         _released = threading.Event()

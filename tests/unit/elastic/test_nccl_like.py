@@ -17,6 +17,7 @@ from tests.support import nccl_like
 from tests.support.nccl_like import NcclLike
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_DUMP = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 _PATIENCE_S = 60
 
 
@@ -24,6 +25,7 @@ _PATIENCE_S = 60
 def errors_are_left_to_us(monkeypatch):
     monkeypatch.setenv(_HANDLING, "0")
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "0")
+    monkeypatch.setenv(_DUMP, "0")
     with nccl_like.forgotten():
         yield
 
@@ -103,6 +105,41 @@ def test_a_watchdog_that_cleans_up_lets_garbage_through_without_a_word(pair, mon
     assert work.wait()
 
 
+@pytest.fixture
+def asleep(monkeypatch):
+    """A pair whose first group has lost its peer; the watchdog sleeps."""
+    monkeypatch.setenv(_DUMP, "60000")
+    store = dist.HashStore()
+    pair = [NcclLike(store, rank, 2, timedelta(seconds=_PATIENCE_S)) for rank in range(2)]
+    meet(pair)
+    pair[0].allreduce([torch.ones(1)])
+    cut_gloo()
+    assert pair[0].watchdog.asleep.wait(_PATIENCE_S)
+    return pair
+
+
+def test_destructor_joins_the_sleeping_watchdog(asleep):
+    abort_together(asleep[:1])
+    watchdog = asleep[0].watchdog
+    drop = Call(asleep.clear)
+    drop._thread.join(0.2)
+    assert watchdog.is_running
+    assert not drop.is_over
+    with nccl_like.forgotten():
+        pass
+    assert drop.join() is None
+    assert not watchdog.is_running
+
+
+def test_collective_waits_for_the_sleeping_watchdog(asleep):
+    start = Call(lambda: asleep[0].allreduce([torch.ones(1)]))
+    start._thread.join(0.2)
+    assert not start.is_over
+    with nccl_like.forgotten():
+        pass
+    assert start.join() is None
+
+
 def test_an_abort_does_not_end_the_making_of_a_communicator(pair):
     tensor = torch.zeros(1)
     making = Call(lambda: pair[0].allreduce([tensor]).wait())
@@ -159,14 +196,66 @@ def test_all_groups_are_aborted_together(two_groups):
     assert all(group._aborted.is_set() for group in two_groups)
 
 
+def test_leaving_a_broken_world_does_not_wait_for_a_sleeping_watchdog(monkeypatch):
+    """The thread that trains must not run the destructor: it joins the watchdog."""
+    monkeypatch.setenv(_DUMP, "60000")
+    nccl_like.register()
+    store = dist.HashStore()
+    dist.init_process_group(nccl_like.NAME, store=store, rank=0, world_size=2)
+    world = dist.group.WORLD
+    peer = NcclLike(world._store, 1, 2, timedelta(seconds=_PATIENCE_S))
+    meet([world, peer])
+    watchdog = world.watchdog
+    world.allreduce([torch.ones(1)])
+    cut_gloo()
+    assert watchdog.asleep.wait(_PATIENCE_S)
+    del world
+    try:
+        leave = Call(lambda: groups(nccl_like.NAME).leave(broken=True))
+        assert leave.join() is None
+        assert watchdog.is_running
+    finally:
+        abort_together([peer])
+        with nccl_like.forgotten():
+            pass
+    watchdog.join()
+
+
+def test_failing_abort_leaves_no_other_backend_running():
+    class Backend:
+        def __init__(self, error=None):
+            self.aborted, self._error = 0, error
+
+        def abort(self):
+            self.aborted += 1
+            if self._error is not None:
+                raise self._error
+
+    class Group:
+        def __init__(self, **backends):
+            self._backends = backends
+            self._device_types = [torch.device(kind) for kind in backends]
+
+        def _get_backend(self, device):
+            return self._backends[device.type]
+
+    def broken():
+        return Backend(RuntimeError("it cannot"))
+
+    parent, child = (Group(cpu=broken(), cuda=Backend()), Group(cpu=broken(), cuda=Backend()))
+    abort_together([parent, child])
+    assert [one.aborted for group in (parent, child) for one in group._backends.values()] == [1, 1, 1, 1]
+
+
 def test_the_watchdog_is_off_before_the_first_group_is_made(monkeypatch):
     monkeypatch.delenv(_HANDLING)
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING")
+    monkeypatch.delenv(_DUMP)
     found = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_a, **_n: found.append(dict(nccl_like.os.environ)))
     monkeypatch.setattr(Groups, "_store", lambda _self: dist.HashStore())
     groups(nccl_like.NAME).enter()
-    assert (found[0][_HANDLING], found[0]["TORCH_NCCL_ENABLE_MONITORING"]) == ("0", "0")
+    assert (found[0][_HANDLING], found[0]["TORCH_NCCL_ENABLE_MONITORING"], found[0][_DUMP]) == ("0", "0", "0")
 
 
 @pytest.mark.parametrize("name", [_HANDLING, "NCCL_ASYNC_ERROR_HANDLING"])
@@ -194,6 +283,12 @@ def test_what_has_torch_end_the_process_all_the_same_is_refused(name, value):
     with pytest.raises(PolicyError, match=f"{name}={value}: "):
         leave_errors_to_us(environ)
     assert environ == {_HANDLING: "0", name: value}
+
+
+@pytest.mark.parametrize("value", ["501", "15000", "-1", "1s", ""])
+def test_long_sleep_of_the_watchdog_is_refused(value):
+    with pytest.raises(PolicyError, match=f"{_DUMP}={value}: after an error NCCL's watchdog sleeps four times"):
+        leave_errors_to_us({_DUMP: value})
 
 
 def test_all_that_is_wrong_with_an_environment_is_said_at_once():
