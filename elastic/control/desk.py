@@ -103,6 +103,8 @@ class Desk:
         self.nodes: dict[str, Seen] = {}
         self.formed: Formed | None = None
         self.broken: str | None = None
+        self.leave_until = 0.0
+        """When the ranks of the broken world must have left it."""
         self.pause: act.Pause | None = None
         self.target: int | None = None
         self.over: Over | None = None
@@ -292,6 +294,7 @@ class Desk:
                 self._form(action, now)
             elif isinstance(action, act.Break):
                 self.broken, self.pause, self.target = action.reason, None, None
+                self.leave_until = now + action.within_s
             elif isinstance(action, act.Pause):
                 self.pause = action
             elif isinstance(action, act.Respawn):

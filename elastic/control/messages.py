@@ -208,6 +208,8 @@ class NodeHears(msgspec.Struct, frozen=True):
     formed: Formed | None = None
     """The newest world this coordinator knows; ``None``: none, or one that the node is not in."""
     broken: str | None = None
+    broken_s: float | None = None
+    """Seconds its ranks have left to leave the broken world."""
     pausing: Pausing | None = None
     target: Counted | None = None
     wish: Wish | None = None

@@ -20,6 +20,7 @@ def for_node(desk: Desk, node: str, now: float) -> NodeHears:
         heard=number,
         formed=formed,
         broken=broken,
+        broken_s=None if broken is None or formed is not desk.formed else max(0.0, desk.leave_until - now),
         pausing=None if pause is None else pausing(desk, now),
         target=desk.target if pause is not None else None,
         wish=desk.wish,

@@ -50,6 +50,8 @@ class End(NamedTuple):
     """A process is to be ended at once."""
 
     token: str
+    why: str = ""
+    """A reason to log, where there is one."""
 
 
 class Cut(NamedTuple):
@@ -141,6 +143,8 @@ class Seats:
     """By when the spares that were used are to be replaced."""
     formed: Formed | None = None
     broken: str | None = None
+    leave_world_by: float | None = None
+    """When the ranks must have left the broken world."""
     pausing: Pausing | None = None
     pause_until: float | None = None
     target: int | None = None
@@ -282,7 +286,7 @@ class Seats:
         if formed is not None and self.node in formed.places:
             known = self.formed.epoch if self.formed is not None else -1
             if formed.epoch > known:
-                self.broken = self.pausing = self.pause_until = self.target = None
+                self.broken = self.pausing = self.pause_until = self.target = self.leave_world_by = None
                 for process in self.seated():
                     process.placed = formed.epoch
             if formed.epoch >= known:
@@ -291,6 +295,8 @@ class Seats:
         if self.formed is None:
             return
         if orders.broken is not None and formed is not None and formed.epoch == self.formed.epoch:
+            if self.broken is None and orders.broken_s is not None:
+                self.leave_world_by = now + orders.broken_s
             self.broken = orders.broken
             for process in self.seated():
                 process.placed = process.given  # who still waited for the store was never in it
@@ -313,6 +319,10 @@ class Seats:
         if command.do is Do.STRAGGLERS:
             for process in self.seated():
                 if not process.is_ready and process.seat is not None:
+                    if process.ended is None:
+                        why = f"local rank {process.seat} is not ready in time: its process is killed and replaced"
+                        self.effects.append(End(process.token, why))
+                        process.ended = why
                     self._seat(process.seat)
         for seat in command.local_ranks:
             self._seat(seat, self.warm_spares(now) if command.do is Do.PROMOTE else ())

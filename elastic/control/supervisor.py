@@ -269,6 +269,8 @@ class Supervisor:
             if isinstance(effect, Start):
                 self._start(effect)
             elif isinstance(effect, End) and effect.token in self._running:
+                if effect.why:
+                    log.warning("node %s: %s", self.settings.node, effect.why)
                 self._running[effect.token].signal(signal.SIGKILL)
             elif isinstance(effect, Cut):
                 self._link.cut(effect.seconds)

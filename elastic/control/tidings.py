@@ -51,7 +51,8 @@ def _for_rank(seats: Seats, token: str, now: float) -> RankHears:
 
 def _notice(seats: Seats, epoch: int, now: float) -> Notice | None:
     if seats.broken is not None:
-        return Notice(epoch, Want.RESTART, seats.broken)
+        by = seats.leave_world_by
+        return Notice(epoch, Want.RESTART, seats.broken, None if by is None else max(0.0, by - now))
     pausing = _pausing(seats, now)
     if pausing is None:
         return None

@@ -23,6 +23,7 @@ from elastic.workers.gate import Gate
 from elastic.workers.groups import Groups, NoGroups, address_of, groups_of
 from elastic.workers.health import DeviceHealth, Health
 from elastic.workers.hydrating import Hydrating
+from elastic.workers.leave_deadline import LeaveDeadline
 from elastic.workers.losses import Losses, NonFinite
 from elastic.workers.recording import Recording, recording
 from elastic.workers.watching import Watch, signals_to, usual_wishes
@@ -185,11 +186,13 @@ class _Rank(Generic[T]):
         """What the train function returned, once it has and that was heard."""
 
     def run(self) -> Ended[T]:
+        self._deadline = LeaveDeadline(self._plane)  # before the watch: its abort may hang
         watch = Watch(self._plane, self._abort, self._cut_again)
         try:
             with signals_to(watch, usual_wishes(self._policy.grace_s)):
                 while True:
                     self._record.waits()
+                    self._deadline.left()
                     try:
                         place = self._plane.ready()
                     except Dismissed:
@@ -204,6 +207,7 @@ class _Rank(Generic[T]):
                         return self._ended(End.STOPPED)
                     self._examine()
         finally:
+            self._deadline.left()
             watch.close()
 
     def _ended(self, how: End) -> Ended[T]:
@@ -230,6 +234,7 @@ class _Rank(Generic[T]):
 
     def _examine(self) -> None:
         """A process that is not fit for another world ends: it is better to start a new one than to find out later."""
+        self._deadline.at("the health check")
         try:
             self._policy.health()
         except UnhealthyError:
@@ -238,6 +243,7 @@ class _Rank(Generic[T]):
             raise UnhealthyError(f"this process is not fit for another world: {error}") from error
 
     def _one_world(self, watch: Watch, place: Assignment) -> World:
+        self._deadline.enter(place.epoch)
         gate = Gate(self._plane, place.epoch)
         world = World(place, self._plane, gate, record=self._record, losses=self._losses)
         self._fence = fence = Fence(world.refuse_broken)
@@ -253,6 +259,7 @@ class _Rank(Generic[T]):
                 self._worlds += 1
                 self._hydrating.enter(world, silent=groups.is_silent)
                 self._record.given(world.hydration is not None)
+                self._deadline.at("the train function")
                 value = self._train(world)
             well = True
             self._returned(world, value)
@@ -267,12 +274,18 @@ class _Rank(Generic[T]):
         finally:
             self._faults.leave()
             self._steps = max(self._steps, world.completed)
+            at = self._deadline.at
+            at("setting the survivor's state aside")
             with fenced(fence):
                 self._hydrating.leave(sealed=bool(self._finished) or world.is_sealed)
+            at("the callbacks of world.on_leave")
             world.left()
             watch.follow(None)
+            at("closing the gate")
             gate.close()
+            at("destroying the process groups")
             groups.leave(broken=not well)
+            at("freeing the memory of the world")
             forget_world()
         return world
 

@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 _PREFIX = "elastic/plane"
 _LONG = timedelta(days=1)
-LEAVE_S = 60.0
+LEAVE_S = 10.0
 """So long a rank may take to leave a world in which somebody hangs: it may be the one."""
 _HUNG_STATUS = 1
 

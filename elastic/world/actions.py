@@ -31,6 +31,8 @@ class Break(_Action, frozen=True):
 
     epoch: int
     reason: str
+    within_s: float
+    """Seconds that its ranks have to leave. The process of a rank that takes longer is replaced."""
 
 
 class Pause(_Action, frozen=True):

@@ -173,7 +173,8 @@ def _hang(turn: Turn, event: Hang) -> None:
     member = turn.world.members.get(event.node)
     known = member is not None and member.placed
     who = f"rank {event.local_rank} of {event.node}" if known else "the job"
-    turn.fault(f"{who} hangs: {event.reason}", event.node if known else "")
+    leave_s = turn.policy.leave_hang_s
+    turn.fault(f"{who} hangs: {event.reason}", event.node if known else "", leave_s=leave_s)
     if member is not None and known and 0 <= event.local_rank < turn.world.nproc:
         _replace(turn, event.node, event.local_rank, member.births)
 

@@ -13,6 +13,9 @@ import msgspec
 from elastic.world import foreign, limits
 
 
+_LEAVE_HANG_S = 4.0
+
+
 class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What :func:`elastic.world.decide.decide` keeps to. Impossible ones cannot be made."""
 
@@ -35,9 +38,9 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How long a world that a fault has made smaller does not grow."""
     restart_timeout_s: float = 300.0
     """How long the ranks of a node may take to be ready; then they are started anew, and the next time given up."""
-    leave_timeout_s: float = 60.0
-    """How long a process that lives may take to leave a broken world; then another one is started in its place. No
-    longer than ``restart_timeout_s``, which is what the new one has."""
+    leave_timeout_s: float = 10.0
+    """Seconds a live process may take to leave a broken world; then another process replaces it. After a hang the limit
+    is 4 s at most. No longer than ``restart_timeout_s``, the limit of the new process."""
     startup_timeout_s: float | None = None
     """How long the first world may take to begin."""
 
@@ -65,6 +68,11 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def leave_s(self) -> float:
         return min(self.leave_timeout_s, self.restart_timeout_s)
+
+    @property
+    def leave_hang_s(self) -> float:
+        """The same after a hang: every other rank has waited for so long that the abort wakes it at once."""
+        return min(self.leave_s, _LEAVE_HANG_S)
 
     def allows(self, size: int) -> bool:
         return self.at_most(size) == size

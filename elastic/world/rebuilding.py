@@ -30,7 +30,7 @@ def rebuilt(
     if missing:
         turn.fault(f"the new coordinator found nobody of {', '.join(missing)} in the world")
     for epoch in sorted({report.epoch for report in known if not report.ready} - {-1, turn.world.epoch}):
-        turn.do(Break(epoch, "it was left behind"))
+        turn.do(Break(epoch, "it was left behind", policy.leave_s))
     for report in known:
         for local_rank in report.lost:
             happen(turn, RankLost(report.node, report.life, report.births, local_rank, "reported to be lost"))

@@ -96,11 +96,17 @@ class Turn:
         elif not (member.sealed and (member.leaving or self.world.stopping)):
             self.fault(f"{member.node} was lost: {reason}", member.node if blame else "")
 
-    def fault(self, reason: str, node: str = "", births: int = 0, *, counted: bool = True) -> None:
-        """The world is broken: nothing can be agreed on any more, its ranks come back one by one."""
+    def fault(
+        self, reason: str, node: str = "", births: int = 0, *, counted: bool = True, leave_s: float | None = None
+    ) -> None:
+        """The world is broken: nothing can be agreed on any more, its ranks come back one by one.
+
+        ``leave_s`` is the time they have for that, ``policy.leave_s`` by default.
+        """
         if not self.world.phase.alive:
             return
-        self.do(Break(self.world.epoch, reason))
+        leave_s = self.policy.leave_s if leave_s is None else leave_s
+        self.do(Break(self.world.epoch, reason, leave_s))
         if self.world.stopping:
             self.stop(f"{self.world.reason}; not all was saved: {reason}")
             return
@@ -114,7 +120,7 @@ class Turn:
             wait_until_s=self.now_s + self.policy.faulty_scale_down_timeout_s,
         )
         for member in self.placed:
-            due_s = None if member.ready else self.now_s + self.policy.leave_s
+            due_s = None if member.ready else self.now_s + leave_s
             self.put(member, due_s=due_s, sealed=False)
         if counted:
             self.count(reason, node, births)

@@ -268,7 +268,7 @@ class Judge:
         policy = self.policy
         patience_s, since_s = 0.99 * policy.restart_timeout_s, self.respawned_s.get((action.node, action.life))
         if since_s is None and action.node in self.alive:
-            since_s = self.joined_s[action.node] + min(policy.leave_timeout_s, policy.restart_timeout_s)
+            since_s = self.joined_s[action.node] + policy.leave_hang_s
         if since_s is not None and now_s < since_s + patience_s:
             raise Violation(f"{action.node} is sent away, and has had no time")
 

@@ -109,7 +109,7 @@ def test_ranks_that_stopped_for_a_change_which_only_a_dead_coordinator_knew_of_g
 def test_a_warm_process_of_the_node_takes_the_place_of_a_lost_one():
     job = Told(FOUR, "abcd", spares=1)
     assert job.tell(rank_lost("b")) == (
-        Break(0, "rank 0 of b was lost: exit 1"),
+        Break(0, "rank 0 of b was lost: exit 1", FOUR.leave_s),
         PromoteSpare("b", 1, 0),
     )
     job.ready("a", "c", "d")
@@ -121,7 +121,7 @@ def test_a_warm_process_of_the_node_takes_the_place_of_a_lost_one():
 def test_a_node_that_stands_by_takes_the_place_of_a_lost_one_and_nobody_else_moves():
     job = Told(FOUR, "abcd")
     job.joins("e")
-    assert job.tell(lost("b")) == (Break(0, "b was lost: no heartbeat"),)
+    assert job.tell(lost("b")) == (Break(0, "b was lost: no heartbeat", FOUR.leave_s),)
     job.ready("a", "c", "d")
     assert (job.did(Form).nodes, job.did(Form).how) == (("a", "e", "c", "d"), How.REPLACE)
 
@@ -384,7 +384,7 @@ def test_a_process_that_was_replaced_unasked_breaks_the_world():
 def test_the_process_that_is_known_to_hang_is_replaced():
     job = Told(FOUR, "abcd")
     assert job.tell(Hang(0, "no step for 300 s", "c", 1)) == (
-        Break(0, "rank 1 of c hangs: no step for 300 s"),
+        Break(0, "rank 1 of c hangs: no step for 300 s", FOUR.leave_hang_s),
         Respawn("c", 1, (1,)),
     )
     assert job.tell(RankLost("c", 1, 2, 1, "killed")) == ()
@@ -394,15 +394,23 @@ def test_where_nobody_knows_who_hangs_those_that_do_not_come_are_started_anew_an
     job = Told(FOUR, "abcd")
     job.tell(Hang(0, "no step for 300 s"), at_s=10)
     job.ready("a", "b", "d")
-    job.tell(Tick(), at_s=69)
+    job.tell(Tick(), at_s=13)
     assert job.actions == ()
-    job.tell(Tick(), at_s=70)
+    job.tell(Tick(), at_s=14)
     assert job.actions == (RespawnStragglers("c", 1),)
-    job.tell(Tick(), at_s=170)
+    job.tell(Tick(), at_s=114)
     why = "its ranks did not come, nor others in their place within 100 s"
     assert job.did(Release) == Release("c", 1, why, cut=True)
     job.tell(Tick(), at_s=200)
     assert job.did(Form).nodes == ("a", "b", "d")
+
+
+def test_rank_that_does_not_leave_after_a_fault_is_replaced_after_the_leave_timeout():
+    job = Told(FOUR, "abcd")
+    job.tell(RankFault("a", 1, 0, 0, "x"), at_s=10)
+    job.ready("a", "b", "d")
+    assert job.tell(Tick(), at_s=19) == ()
+    assert job.tell(Tick(), at_s=20) == (RespawnStragglers("c", 1),)
 
 
 def test_a_node_beside_the_world_whose_processes_keep_ending_is_sent_away():

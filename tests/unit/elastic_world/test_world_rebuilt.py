@@ -37,8 +37,8 @@ def test_one_who_says_who_is_in_it_is_enough():
 
 def test_who_does_not_report_is_lost():
     world, actions = from_reports(report("a"), report("c"))
-    assert actions[0] == Break(5, "the new coordinator found nobody of b in the world")
-    assert (world.phase, world.restarts, world.tick_s) == (Phase.FORMING, 4, 1030)
+    assert actions[0] == Break(5, "the new coordinator found nobody of b in the world", POLICY.leave_s)
+    assert (world.phase, world.restarts, world.tick_s) == (Phase.FORMING, 4, 1000 + POLICY.leave_s)
 
 
 def test_who_had_not_heard_of_the_newest_world_is_in_none():
@@ -49,7 +49,7 @@ def test_who_had_not_heard_of_the_newest_world_is_in_none():
 
 def test_ranks_that_were_lost_meanwhile_are_replaced():
     _, actions = from_reports(report("a"), report("b", lost=(1,)), report("c"))
-    assert actions[:2] == (Break(5, "rank 1 of b was lost: reported to be lost"), Respawn("b", 1, (1,)))
+    assert actions[:2] == (Break(5, "rank 1 of b was lost: reported to be lost", POLICY.leave_s), Respawn("b", 1, (1,)))
 
 
 def test_who_has_finished_is_not_waited_for():
@@ -90,7 +90,7 @@ def test_a_node_with_another_number_of_ranks_is_not_in_it():
 
 def test_who_is_still_in_an_older_world_leaves_that_first():
     world, actions = from_reports(*(report(node) for node in ABC), report("d", epoch=4, places=("d",)))
-    assert actions == (Break(4, "it was left behind"),)
+    assert actions == (Break(4, "it was left behind", POLICY.leave_s),)
     early, _ = decide(world, NodeReady("d", 1, 2, 3), POLICY, 1001.0)
     assert not early.members["d"].ready
     late, _ = decide(world, NodeReady("d", 1, 2, 4), POLICY, 1001.0)
