@@ -12,7 +12,6 @@ import msgspec
 
 from elastic.world import foreign, limits
 
-
 _LEAVE_HANG_S = 4.0
 
 
