@@ -88,6 +88,9 @@ def main(folder: Path, how: str, kind: str, total: int, fault_step: int, when: s
         events.write("fault")
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def at_gradient(_module: torch.nn.Module, _given: Any, out: torch.Tensor) -> None:
+        out.register_hook(lambda _gradient: die())
+
     @recoverable(policy=Policy(backend=nccl_like.NAME if is_fake else None), warm=warm)
     def train(world: World) -> None:
         named = {"epoch": world.epoch, "rank": world.rank}
@@ -109,9 +112,7 @@ def main(folder: Path, how: str, kind: str, total: int, fault_step: int, when: s
                     events.wait_for_processes(processes)
                     now = now if events.is_first("faulted") else ""
                 if now == "inside":
-                    middle = model[4].register_forward_hook(
-                        lambda _module, _given, out: out.register_hook(lambda _gradient: die())
-                    )
+                    middle = model[4].register_forward_hook(at_gradient)
                 loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
                 optimizer.zero_grad()
                 if now == "before":
