@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _HUNG_STATUS = 1
 _SHARE = 0.9
-"""The part of the time that the coordinator gives after which the process ends by itself: before it is killed."""
+"""Share of the coordinator's time limit after which the process exits by itself."""
 
 
 def _exit() -> None:
@@ -30,7 +30,7 @@ def _exit() -> None:
 
 
 class LeaveDeadline:
-    """``enter`` and ``at`` are called by the thread that trains; the deadline starts with a notice from the plane."""
+    """Deadline of one process. The training thread reports stages; a notice from the plane starts it."""
 
     def __init__(self, plane: ControlPlane, end: Callable[[], None] = _exit) -> None:
         self._changed = threading.Condition()

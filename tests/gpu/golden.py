@@ -61,7 +61,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of one run."""
+    """The events of one run."""
 
     case: Case
     seconds: float
@@ -172,7 +172,7 @@ def judged(ran: Ran, quiet: Ran | None, where: str) -> list[Check | Figure]:
 
 
 def run(device: str, out: Path, limit_s: float) -> list[Check | Figure]:
-    """Run the cases for at most ``limit_s`` seconds; a case that there is no time for is ``not run``."""
+    """Run the cases for at most ``limit_s`` seconds; a case without time left is ``not run``."""
     out.mkdir(parents=True, exist_ok=True)
     kind = device.partition(":")[0]
     where = "CPU, a backend that does what NCCL does" if kind == "cpu" else f"{device}, {RANKS} ranks on one GPU, NCCL"

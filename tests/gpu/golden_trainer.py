@@ -1,7 +1,8 @@
 """A deterministic training for :mod:`tests.gpu.golden`: one rank is killed at one point of one step.
 
-Arguments: folder of the events, ``ddp`` or ``fsdp``, ``cpu`` or the type of the accelerator, number of steps, the step
-of the fault, ``none``, ``before``, ``inside`` or ``after`` (the backward pass), number of processes to wait for.
+Arguments: the folder of the events, ``ddp`` or ``fsdp``, the device type, the number of steps, the step of the fault,
+and its place (``none``, ``before``, ``inside`` or ``after`` the backward pass). The last one is the number of processes
+that must be warm before the fault.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Events:
         return True
 
     def wait_for_processes(self, count: int) -> None:
-        """Return once so many processes, spares included, are warm."""
+        """Return once ``count`` processes are warm, spares included."""
         while len(list(self._folder.glob("*.warm"))) < count:
             time.sleep(_POLL_S)
 

@@ -1,4 +1,4 @@
-"""A rank that hangs in Python: the job resumes soon after the hang is found, and the log shows where the rank hung."""
+"""Recovery from a rank that hangs in Python, and the stacks in its log."""
 
 from __future__ import annotations
 
