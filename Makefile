@@ -10,7 +10,7 @@ DEMO := .venv-demo
 help:
 	@echo "make demo         kill a rank, lose a node, shrink, grow, drain: the whole story, with its set-up in three minutes"
 	@echo "make demo-hyperpod  the same under HyperPod's agents and our operator, from a job's YAML"
-	@echo "make test         all tests that need nothing but pip; up to 5 that fail beside others are run once more, alone"
+	@echo "make test         all tests that need nothing but pip; retries up to 5 failed tests alone and prints the flaky ones"
 	@echo "make check        lint, types, import layers"
 	@echo "make bench        measure everything in docs/benchmarks.md again"
 	@echo "make docs         check the documentation"
@@ -37,19 +37,19 @@ test test-system: env
 # Up to four workers for each core: many tests wait. With ARGS: only what they name, in this process.
 WORKERS ?= $(shell echo $$((4 * $$(nproc))))
 
-# At most so many tests that failed beside others are run once more, alone; what fails then has failed. 0: none.
-AGAIN ?= 5
-test-system: AGAIN = 3
+# Retry up to this many failed tests, each alone after all others. A test that fails twice fails the run. 0: no retries.
+RETRY_FAILED ?= 5
+test-system: RETRY_FAILED = 3
 
 test: $(TOX)
-	$(TOX) -e py -- $(or $(ARGS),--workers $(WORKERS) --again $(AGAIN) --forked-starts --durations 20)
+	$(TOX) -e py -- $(or $(ARGS),--workers $(WORKERS) --retry-failed $(RETRY_FAILED) --forked-starts --durations 20)
 
 # With ARGS: only tasks whose names have one of these words.
 nightly: env
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.nightly $(ARGS)
 
 test-system: $(TOX)
-	$(TOX) -e py -- -m "system and not nightly" -rs --workers 1 --again $(AGAIN) $(ARGS)
+	$(TOX) -e py -- -m "system and not nightly" -rs --workers 1 --retry-failed $(RETRY_FAILED) $(ARGS)
 
 # PYTHON is one that has torch 2.11 or later; nothing here installs torch. With WHEELS=folder, pip reads no index.
 # With ARGS: "--list" names the sections, "--only copies,golden" runs some of them.

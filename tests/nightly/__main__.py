@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import hashlib
 import os
 import signal
 import subprocess
@@ -20,8 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from tests.nightly.record import Outcome, Record, Result, Task, judged, page, remaining, resumed
+from tests.nightly.record import FlakyTest, Outcome, Record, Result, Task, judged, page, remaining, resumed
 from tests.support import namespaces
+from tests.support.flaky import RECORD
+from tests.support.revision import revision
 
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build/nightly"
@@ -79,12 +80,11 @@ def _files() -> list[str]:
     return sorted({line.split("::", 1)[0] for line in said.splitlines() if "::" in line})
 
 
-def revision() -> str:
-    """With what is not committed."""
-    git = ("git", "-C", str(ROOT))
-    head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True).stdout
-    changed = subprocess.run([*git, "diff", "HEAD"], capture_output=True, check=True).stdout
-    return head.strip() + (f" with changes {hashlib.sha256(changed).hexdigest()[:8]}" if changed else "")
+def flaky_tests() -> list[FlakyTest]:
+    """Read the flaky tests of all runs of ``make test`` in this checkout."""
+    recorded = ROOT / RECORD
+    lines = recorded.read_bytes().splitlines() if recorded.exists() else []
+    return [msgspec.json.decode(line, type=FlakyTest) for line in lines]
 
 
 def run(task: Task) -> Result:
@@ -118,11 +118,13 @@ def main(words: list[str]) -> int:
     PLACE.mkdir(parents=True, exist_ok=True)
     stored = PLACE / "record.json"
     found = msgspec.json.decode(stored.read_bytes(), type=Record) if stored.exists() else None
-    record = resumed(found, revision(), _now())
+    record = resumed(found, revision(ROOT), _now())
     everything = tasks()
     wanted = [task for task in everything if not words or any(word in task.name for word in words)]
     if not wanted:
         sys.exit(f"no task has one of {words} in its name")
+    written = PLACE / "page.md"
+    written.write_text(page(everything, record, _now(), flaky_tests()))
     for task in remaining(wanted, record):
         print(f"{task.name} ...", end=" ", flush=True)
         result = run(task)
@@ -131,8 +133,8 @@ def main(words: list[str]) -> int:
         new = stored.with_suffix(".new")
         new.write_bytes(msgspec.json.encode(record))
         new.replace(stored)
-        (PLACE / "page.md").write_text(page(everything, record, _now()))
-    print(f"see {PLACE / 'page.md'}")
+        written.write_text(page(everything, record, _now(), flaky_tests()))
+    print(f"see {written}")
     ended = [record.results[task.name].outcome for task in wanted]
     return int(Outcome.FAILED in ended)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
@@ -47,6 +48,18 @@ class Record(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, results={**self.results, name: result})
 
 
+class FlakyTest(msgspec.Struct, frozen=True):
+    """A test that failed and passed its retry, as ``make test`` records it."""
+
+    test: str
+    date: str
+    revision: str
+    seconds: float
+    """Duration of the failed run."""
+    error: str
+    """First line of the error."""
+
+
 def resumed(found: Record | None, revision: str, now: str) -> Record:
     """What was found goes on where it is of this revision."""
     return found if found is not None and found.revision == revision else Record(revision, now)
@@ -70,8 +83,8 @@ def judged(task: Task, status: int | None, printed: str, seconds: float) -> Resu
     return Result(Outcome.FAILED, seconds, figures[-_MOST_FIGURES:], "\n".join([*lines[-_TAIL_LINES:], *end]))
 
 
-def page(tasks: Sequence[Task], record: Record, now: str) -> str:
-    """Markdown: the result of every task, what failed first."""
+def page(tasks: Sequence[Task], record: Record, now: str, flaky: Sequence[FlakyTest] = ()) -> str:
+    """Markdown: the failures, the flaky tests of ``make test``, and the result of every task."""
     results = {task.name: record.results.get(task.name) for task in tasks}
     outcomes = [one.outcome for one in results.values() if one is not None]
     counts = [f"{outcomes.count(outcome)} {outcome.value}" for outcome in Outcome]
@@ -85,6 +98,7 @@ def page(tasks: Sequence[Task], record: Record, now: str) -> str:
         "",
     ]
     lines += _failures(results)
+    lines += _flaky(flaky)
     lines += ["| | result | took | figures |", "|---|---|---|---|"]
     for name, one in results.items():
         if one is None:
@@ -101,6 +115,19 @@ def _failures(results: Mapping[str, Result | None]) -> list[str]:
         if one is not None and one.outcome is Outcome.FAILED:
             lines += [f"## Failed: {name}", "", "```", one.tail, "```", ""]
     return lines
+
+
+def _flaky(flaky: Sequence[FlakyTest]) -> list[str]:
+    """One row for each test with its last failure. The test with the most failures comes first."""
+    if not flaky:
+        return []
+    counts, last = Counter(one.test for one in flaky), {one.test: one for one in flaky}
+    lines = ["## Flaky tests", "", "| test | failures | last | revision | took | error |", "|---|---|---|---|---|---|"]
+    for name, count in counts.most_common():
+        one = last[name]
+        cells = [f"`{name}`", str(count), one.date, one.revision, f"{one.seconds:.1f} s", one.error]
+        lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+    return [*lines, ""]
 
 
 def _cell(text: str) -> str:

@@ -8,8 +8,8 @@ As many run at once as keep the cores busy (:class:`Pace`): tests that wait leav
 not. Those that wait for what has to happen within a time (:data:`TIMED`) run one of each kind at a time beside others,
 and a few at a time when there are no others left: alone they leave half the machine idle.
 
-With ``--again 5`` up to five tests that failed are run once more at the end (:mod:`tests.support.again`), each in a
-worker of its own with nothing beside it.
+``--retry-failed 5`` retries up to five failed tests at the end, each in a worker of its own that runs alone
+(:mod:`tests.support.flaky`).
 
 How long a file took is kept in pytest's cache, and orders the next run.
 """
@@ -36,7 +36,7 @@ import pytest
 from _pytest.runner import CallInfo, TestReport
 
 from tests.support import forked_starts, zygote
-from tests.support.again import FirstFailures
+from tests.support.flaky import RetryFailed
 
 _END_S = 30.0
 _SECONDS = "workers/seconds"
@@ -278,7 +278,7 @@ class _Session:
         least = min(count, (os.cpu_count() or 1) + 1)
         self._pace = Pace(least, count, least)
         self._looked_at, self._idle_s = time.monotonic(), _idle_s()
-        self._failures = FirstFailures(self._config, self._config.option.again)
+        self._failures = RetryFailed(self._config, self._config.option.retry_failed)
         self._config.pluginmanager.register(self._failures)
 
     def run(self) -> None:
@@ -289,7 +289,7 @@ class _Session:
         try:
             self._run(min(self._count, len(self._session.items)))
             if not self._is_stopping and not self._queue:
-                self._run_again()
+                self._retry_failed()
         finally:
             self._end_all()
             self._failures.give_up()
@@ -309,9 +309,9 @@ class _Session:
             for key, _ in self._selector.select(_LOOK_S if self._queue else None):
                 self._hear(key.data)
 
-    def _run_again(self) -> None:
+    def _retry_failed(self) -> None:
         positions = {item.nodeid: position for position, item in enumerate(self._session.items)}
-        for name in self._failures.run_alone():
+        for name in self._failures.retries():
             self._queue = Queue([Unit((positions[name],), 0.0)])
             self._run(1)
             if self._is_stopping:
@@ -391,7 +391,10 @@ class _Session:
         if what == "report":
             report = self._config.hook.pytest_report_from_serializable(config=self._config, data=body)
             report.node = worker  # so that no file is named for each letter that is printed
-            self._failures.take(report, stands_for_a_test=worker.unit is not None)
+            if worker.unit is None:  # an error in the teardown of session fixtures, after the worker's last test
+                self._failures.log(report)
+            else:
+                self._failures.add(report)
         elif what == "begins":
             worker.at = body
             worker.ran.add(body)
@@ -413,7 +416,7 @@ class _Session:
             report = TestReport(
                 item.nodeid, item.location, {}, "failed", f"{item.nodeid}: {words}", "call", duration=0.0
             )
-            self._failures.take(report)
+            self._failures.add(report, is_last=True)
         self._queue.done(worker.unit)
         rest = tuple(position for position in worker.unit.tests if position not in worker.ran)
         self._queue.again(Unit(rest, worker.unit.seconds, worker.unit.timed))
@@ -455,11 +458,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--workers", type=int, default=0, metavar="N", help="share the tests among up to N forked processes"
     )
     group.addoption(
-        "--again",
+        "--retry-failed",
         type=int,
         default=0,
         metavar="N",
-        help="where at most N tests fail, run each once more, alone; needs --workers",
+        help="retry up to N failed tests once, each alone, after all other tests; requires --workers",
     )
 
 
@@ -467,8 +470,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "timed: waits for something that has to happen within a time; runs beside no other such test"
     )
-    if config.option.again and not config.option.workers:
-        raise pytest.UsageError("--again N runs tests in a process of their own: it needs --workers, 1 or more")
+    if config.option.retry_failed and not config.option.workers:
+        raise pytest.UsageError("--retry-failed N requires --workers N: each retry runs in a worker of its own")
     if config.option.workers and getattr(config, "cache", None) is not None:
         config.pluginmanager.register(_Durations(config), "workers-durations")
 

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.nightly.__main__ import contracts, end
-from tests.nightly.record import Outcome, Record, Result, Task, judged, lasted, page, remaining, resumed
+from tests.nightly.record import FlakyTest, Outcome, Record, Result, Task, judged, lasted, page, remaining, resumed
 
 TASKS = [Task(name, ("true",)) for name in ("tests: a", "tests: b", "demo: c", "DCP contract: d")]
 RESULTS = st.dictionaries(
@@ -71,6 +72,20 @@ def test_the_page_has_every_task_and_tells_what_failed():
     for row in ("| tests: a | not run yet | | |", "| tests: b | failed | 1 min 01 s | 1 failed in 61s |",
                 "| demo: c | passed | 1 h 02 min | a \\| b |"):  # fmt: skip
         assert row in text.splitlines()
+
+
+def test_page_groups_flaky_tests_by_name_with_their_last_failure():
+    first = FlakyTest("tests/a.py::test_a", "2026-01-01 10:00 UTC", "abc", 3.0, "assert 1 | 2")
+    flaky = [first, msgspec.structs.replace(first, test="tests/b.py::test_b")]
+    flaky += [msgspec.structs.replace(flaky[1], date="2026-01-02 10:00 UTC", revision="abd", seconds=4.26)]
+    rows = page(TASKS, Record("abc", "then"), "now", flaky).splitlines()
+    start = rows.index("## Flaky tests")
+    assert rows[start + 4 : start + 7] == [
+        "| `tests/b.py::test_b` | 2 | 2026-01-02 10:00 UTC | abd | 4.3 s | assert 1 \\| 2 |",
+        "| `tests/a.py::test_a` | 1 | 2026-01-01 10:00 UTC | abc | 3.0 s | assert 1 \\| 2 |",
+        "",
+    ]
+    assert "Flaky" not in page(TASKS, Record("abc", "then"), "now")
 
 
 def test_times_are_said_in_two_units():

@@ -1,13 +1,19 @@
 """The tests of a run, shared by forked workers: each runs once, and nothing that goes wrong is lost."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.nightly.record import FlakyTest
+from tests.support.flaky import RECORD
+from tests.support.revision import revision
 from tests.support.workers import TIMED, Pace, Queue, Unit, units_of
 
 FILES = st.sampled_from(["tests/unit/a.py", "tests/unit/b.py", "tests/e2e/c.py", *(start + "d.py" for start in TIMED)])
@@ -150,13 +156,20 @@ def test_dies():
     if run("dies") == 1: os._exit(7)
 """
 ALWAYS = """
-def test_always(): assert run("always") < 0, "said each time"
+def test_always():
+    number = run("always")
+    assert False, f"said in run {number}"
 """
-SKIPPED = """
-def test_skipped():
-    if run("skipped") > 1: pytest.skip("not alone")
-    assert False, "said first"
+RUNS_AND_ENDS = (
+    BESIDE_OTHERS.split("@pytest", maxsplit=1)[0]
+    + """
+@pytest.mark.parametrize("number", range(8))
+def test_number(number):
+    runs = run(f"begin-{number}")
+    run(f"end-{number}")
+    assert runs > 1 or number < 4
 """
+)
 TWICE_BAD = """
 def test_both(bad_end): assert run("both") > 1, "said in the call"
 """
@@ -173,17 +186,23 @@ def runs_of(folder):
     return [line.split()[0] for line in (folder / "runs").read_text().splitlines()]
 
 
-def test_what_fails_beside_others_and_passes_alone_is_printed_and_is_no_failure(tmp_path):
+def record_of(folder):
+    path = folder / RECORD
+    return (
+        [msgspec.json.decode(line, type=FlakyTest) for line in path.read_bytes().splitlines()] if path.exists() else []
+    )
+
+
+def test_retry_that_passes_is_flaky_and_passes_the_run(tmp_path):
     (tmp_path / "test_one.py").write_text(BESIDE_OTHERS + TWICE_BAD)
-    done = run_in(tmp_path, "--workers", "3", "--again", "5")
+    done = run_in(tmp_path, "--workers", "3", "--retry-failed", "5")
     assert done.returncode == 0, done.stdout + done.stderr
-    last = done.stdout.splitlines()[-1]
-    assert "6 passed, 5 again" in last, "each test is counted once"
+    assert "1 passed, 5 flaky" in done.stdout.splitlines()[-1], "each test is counted once"
     for words in ("said beside others", "no start", "no end", "its worker ended with status 7", "said in the call"):
         assert words in done.stdout
     for test in ("call", "start", "end", "dies", "both"):
-        assert f"AGAIN test_one.py::test_{test}: passed alone" in done.stdout
-    assert done.stdout.count("PASSED test_one.py::test_end") == 1
+        assert f"flaky: test_one.py::test_{test}" in done.stdout.splitlines()
+    assert "PASSED test_one.py::test_end" not in done.stdout
     ran = runs_of(tmp_path)
     assert ran.count("good") == 1
     assert ran.count("call") == 2
@@ -194,54 +213,108 @@ def test_what_fails_beside_others_and_passes_alone_is_printed_and_is_no_failure(
     )
 
 
-def test_what_fails_alone_too_has_failed(tmp_path):
+def test_retries_run_one_at_a_time_after_all_other_tests(tmp_path):
+    (tmp_path / "test_one.py").write_text(RUNS_AND_ENDS)
+    done = run_in(tmp_path, "--workers", "4", "--retry-failed", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed, 4 flaky" in done.stdout.splitlines()[-1]
+    lines = [line.split()[0].split("-") for line in (tmp_path / "runs").read_text().splitlines()]
+    retries = lines[-8:]
+    assert [what for what, _ in retries] == ["begin", "end"] * 4
+    assert len({number for _, number in retries}) == 4
+    assert {number for _, number in lines[:-8]} == set("01234567")
+
+
+def test_flaky_test_is_recorded_with_revision_duration_and_error(tmp_path):
+    (tmp_path / "test_one.py").write_text(BESIDE_OTHERS)
+    for command in (["init", "-q"], ["add", "test_one.py"],
+                    ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):  # fmt: skip
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
+    for _ in range(2):
+        (tmp_path / "runs").unlink(missing_ok=True)
+        run_in(tmp_path, "--workers", "3", "--retry-failed", "5")
+    recorded = record_of(tmp_path)
+    names = [f"test_one.py::test_{name}" for name in ("call", "dies", "end", "start")] * 2
+    assert sorted(one.test for one in recorded) == sorted(names), "the second run appends"
+    of = {one.test.partition("test_one.py::test_")[2]: one for one in recorded}
+    assert of["call"].error == "AssertionError: said beside others"
+    assert of["dies"].error == "test_one.py::test_dies: its worker ended with status 7"
+    for one in recorded:
+        assert one.revision == revision(tmp_path) != "unknown"
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", one.date)
+        assert 0 <= one.seconds < 60
+
+
+def test_test_that_fails_twice_fails_the_run(tmp_path):
     (tmp_path / "test_one.py").write_text(BESIDE_OTHERS + ALWAYS)
-    done = run_in(tmp_path, "--workers", "3", "--again", "5")
+    done = run_in(tmp_path, "--workers", "3", "--retry-failed", "5")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 5 passed, 5 again" in done.stdout.splitlines()[-1]
-    assert "AGAIN test_one.py::test_always: failed alone" in done.stdout
-    assert "AGAIN test_one.py::test_call: passed alone" in done.stdout
+    assert "1 failed, 1 passed, 4 flaky" in done.stdout.splitlines()[-1]
+    assert "failed twice: test_one.py::test_always" in done.stdout.splitlines()
+    assert "flaky: test_one.py::test_call" in done.stdout.splitlines()
     assert done.stdout.count("FAILED test_one.py::test_always") == 1
+    assert "said in run 1" in done.stdout, "the first failure is printed too"
+    assert "said in run 2" in done.stdout
     assert runs_of(tmp_path).count("always") == 2
+    assert "test_one.py::test_always" not in {one.test for one in record_of(tmp_path)}
 
 
-def test_what_is_skipped_alone_has_failed(tmp_path):
-    (tmp_path / "test_one.py").write_text(BESIDE_OTHERS.split("@pytest", maxsplit=1)[0] + SKIPPED)
-    done = run_in(tmp_path, "--workers", "1", "--again", "5")
+@pytest.mark.parametrize(
+    "retry",
+    ["os._exit(3)", "os.kill(os.getpid(), 9)", "request.addfinalizer(lambda: 1 / 0)", "pytest.skip('not alone')"],
+)
+def test_retry_that_does_not_pass_fails_the_run(tmp_path, retry):
+    source = "def test_it(request):\n    if run('it') > 1: {}\n    else: assert False, 'said first'\n"
+    (tmp_path / "test_one.py").write_text(BESIDE_OTHERS.split("@pytest", maxsplit=1)[0] + source.format(retry))
+    done = run_in(tmp_path, "--workers", "1", "--retry-failed", "5")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 failed, 1 skipped" in done.stdout.splitlines()[-1]
     assert "said first" in done.stdout
+    assert "flaky" not in done.stdout
+    assert runs_of(tmp_path).count("it") == 2
+    assert record_of(tmp_path) == []
 
 
-def test_more_failures_are_failures_at_once(tmp_path):
+def test_more_failures_than_the_limit_fail_the_run_without_retries(tmp_path):
     (tmp_path / "test_one.py").write_text(BESIDE_OTHERS + ALWAYS)
-    done = run_in(tmp_path, "--workers", "3", "--again", "4")
+    done = run_in(tmp_path, "--workers", "3", "--retry-failed", "4")
     assert done.returncode == 1, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     assert "3 failed, 2 passed, 2 errors" in last
-    assert "again" not in last
-    assert "AGAIN" not in done.stdout
+    assert "flaky" not in done.stdout
     ran = runs_of(tmp_path)
     assert (ran.count("call"), ran.count("always"), ran.count("dies")) == (1, 1, 1)
 
 
-def test_what_no_test_stands_for_is_not_run_again(tmp_path):
+def test_error_of_a_session_fixture_fails_the_run_without_a_retry(tmp_path):
     (tmp_path / "test_one.py").write_text("import pytest\n" + AT_THE_END)
-    done = run_in(tmp_path, "--workers", "1", "--again", "5")
+    done = run_in(tmp_path, "--workers", "1", "--retry-failed", "5")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 passed, 1 error" in done.stdout.splitlines()[-1]
 
 
-def test_a_run_that_is_stopped_runs_nothing_again(tmp_path):
+def test_interrupted_run_retries_nothing_and_prints_all_failures(tmp_path):
     source = BESIDE_OTHERS + "def test_stops():\n    os.kill(os.getppid(), 2)\n    import time; time.sleep(60)\n"
     (tmp_path / "test_one.py").write_text(source)
-    done = run_in(tmp_path, "--workers", "1", "--again", "5")
+    done = run_in(tmp_path, "--workers", "1", "--retry-failed", "5")
     assert done.returncode == 2, done.stdout + done.stderr
     assert runs_of(tmp_path).count("call") == 1
     assert "2 failed" in done.stdout
+    assert "said beside others" in done.stdout
 
 
-def test_it_needs_a_worker(tmp_path):
-    done = run_in(tmp_path, "--again", "5")
+def test_interrupted_retry_leaves_the_test_failed(tmp_path):
+    source = (
+        "def test_it():\n    if run('it') > 1:\n        os.kill(os.getppid(), 2)\n        import time; time.sleep(60)\n"
+    )
+    source = BESIDE_OTHERS.split("@pytest", maxsplit=1)[0] + source + "    assert False, 'said first'\n"
+    (tmp_path / "test_one.py").write_text(source)
+    done = run_in(tmp_path, "--workers", "1", "--retry-failed", "5")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "1 failed" in done.stdout
+    assert "said first" in done.stdout
+
+
+def test_retry_failed_requires_workers(tmp_path):
+    done = run_in(tmp_path, "--retry-failed", "5")
     assert done.returncode == 4
-    assert "it needs --workers" in done.stderr
+    assert "--retry-failed N requires --workers N" in done.stderr
