@@ -5,13 +5,14 @@ TOX := .venv/bin/tox
 BIN := .tox/py/bin
 DEMO := .venv-demo
 
-.PHONY: help test check demo demo-hyperpod bench docs nightly test-system test-gpu clean
+.PHONY: help quick test check demo demo-hyperpod bench docs nightly test-system test-gpu clean
 
 help:
 	@echo "make demo         kill a rank, lose a node, shrink, grow, drain: the whole story, with its set-up in three minutes"
 	@echo "make demo-hyperpod  the same under HyperPod's agents and our operator, from a job's YAML"
 	@echo "make test         all tests that need nothing but pip; retries up to 5 failed tests alone and prints the flaky ones"
-	@echo "make check        lint, types, import layers"
+	@echo "make quick        before each commit: check, docs, unit and contract tests (3 minutes)"
+	@echo "make check        untracked files, lint, types, import layers; without caches, as in a fresh clone"
 	@echo "make bench        measure everything in docs/benchmarks.md again"
 	@echo "make docs         check the documentation"
 	@echo "make test-system  tests that need Debian packages or root (says what it skips and why)"
@@ -44,6 +45,17 @@ test-system: RETRY_FAILED = 3
 test: $(TOX)
 	$(TOX) -e py -- $(or $(ARGS),--workers $(WORKERS) --retry-failed $(RETRY_FAILED) --forked-starts --durations 20)
 
+# Slow, nightly and system tests are left out, and properties get fewer examples: `make test` runs them in full.
+# mypy without its cache needs one core for a minute, so the tests run at the same time.
+quick: env
+	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target check docs quick-tests
+
+.PHONY: quick-tests
+quick-tests: env
+	@echo "unit and contract tests; the tests deselected (marked slow, nightly or system) run in make test, nightly, test-system"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit tests/contract -m "not slow and not nightly and not system" \
+		--hypothesis-profile quick --workers $(WORKERS) --forked-starts --quiet
+
 # With ARGS: only tasks whose names have one of these words.
 nightly: env
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.nightly $(ARGS)
@@ -57,11 +69,13 @@ test-gpu:
 	@$(PYTHON) tests/gpu/install.py $(if $(WHEELS),--wheels $(WHEELS))
 	@OMP_NUM_THREADS=1 build/gpu/venv/bin/python -m tests.gpu $(ARGS)
 
+# No caches: mypy, ruff and lint-imports take a file with the same time and size for unchanged.
 check: env
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/python .ci/untracked.py
+	$(BIN)/ruff check --no-cache .
+	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/mypy --cache-dir /dev/null
+	$(BIN)/lint-imports --no-cache
 
 # A torch that PYTHON already has is used; requirements/demo.py installs whatever is missing.
 demo:

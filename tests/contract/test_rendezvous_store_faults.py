@@ -25,6 +25,8 @@ from tests.support.planes import at_once, results
 from tests.support.store_servers import StoreServer, server_processes
 from tests.support.zygote import Zygote
 
+pytestmark = pytest.mark.slow
+
 _LONG = timedelta(seconds=120)
 _HASTY = Patience(look_s=0.2, answer_s=2.0, connect_s=2.0, again_s=60.0)
 _COUNT = 3

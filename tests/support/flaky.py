@@ -1,7 +1,7 @@
 """``--retry-failed 5``: retry up to five failed tests once, each alone, after all other tests.
 
-A test that passes its retry is flaky and does not fail the run. pytest prints its first failure in full and appends a
-line to ``build/flaky.jsonl``, which ``make nightly`` shows. A test that fails twice fails the run. With more than five
+A test that passes its retry is flaky and does not fail the run. Its first failure is printed in full and appended to
+``build/flaky.jsonl``, which ``make nightly`` shows. A test that fails twice fails the run. With more than five
 failed tests all of them fail the run without a retry. Errors in the teardown of session fixtures are never retried.
 """
 
@@ -63,7 +63,7 @@ class RetryFailed:
         return [*self._failed]
 
     def give_up(self) -> None:
-        """Log all withheld reports as they are, and those of later tests at once."""
+        """Log all withheld reports unchanged, and those of later tests at once."""
         self._limit = 0
         for reports in {**self._running, **self._failed}.values():
             self._log_all(reports)

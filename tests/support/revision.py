@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def revision(root: Path) -> str:
-    """Return the short commit id, with a hash of uncommitted changes; ``"unknown"`` outside a git repository."""
+    """Return the commit id, with a hash of uncommitted changes.
+
+    Outside a git repository return ``"unknown"``.
+    """
     git = ("git", "-C", str(root))
     head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
     if head.returncode:

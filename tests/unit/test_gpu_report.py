@@ -21,6 +21,8 @@ from tests.support.zygote import has_ended
 ROOT = Path(__file__).parents[2]
 _PATIENCE_S = 60.0
 
+pytestmark = pytest.mark.slow
+
 
 def section_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
     """Write a module with ``run`` and return its name."""

@@ -16,6 +16,8 @@ from tests.support.flaky import RECORD
 from tests.support.revision import revision
 from tests.support.workers import TIMED, Pace, Queue, Unit, units_of
 
+pytestmark = pytest.mark.slow
+
 FILES = st.sampled_from(["tests/unit/a.py", "tests/unit/b.py", "tests/e2e/c.py", *(start + "d.py" for start in TIMED)])
 TESTS = st.lists(st.tuples(FILES, st.booleans()), max_size=30)
 

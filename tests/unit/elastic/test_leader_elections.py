@@ -17,6 +17,8 @@ from elastic.control.leadership import GROUP, UNKNOWN, Election, LeaderRecord, W
 from elastic.errors import PolicyError
 from tests.support.examples import examples
 
+pytestmark = pytest.mark.slow
+
 DURATION_S = 15.0
 replace = msgspec.structs.replace
 

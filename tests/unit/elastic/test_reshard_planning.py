@@ -83,6 +83,7 @@ def check(step, shape, wanted):
 WORLDS = [1, 2, 7, 8, 24, 64, 96, 250, 1000, 1024]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["ddp", "fsdp", "2d", "2d columns"])
 @pytest.mark.parametrize("after", ["hsdp", "fsdp", "tp", "2d"])
 def test_large_worlds_into_each_other(before, after):

@@ -23,6 +23,8 @@ from tests.support.planes import PATIENCE_S, all_ready, at_once, results
 from tests.support.ports import free_port
 from tests.support.store_servers import server_processes
 
+pytestmark = pytest.mark.slow
+
 
 class Asked(GroupSignal):
     """An agent's signal that a test sends to one rank."""

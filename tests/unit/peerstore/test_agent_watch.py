@@ -5,6 +5,8 @@ import socket
 import threading
 import time
 
+import pytest
+
 from peerstore import frames
 from peerstore.agent_watch import AgentWatch
 from peerstore.arena import MemfdArena
@@ -15,6 +17,8 @@ from peerstore.server import StoreServer
 from peerstore.settings import StoreSettings
 from peerstore.store import NodeStore
 from tests.support.neighbours import until
+
+pytestmark = pytest.mark.slow
 
 
 def greeted(ends):

@@ -22,6 +22,8 @@ from tests.support.every_call import CODES, EveryCall
 from tests.support.neighbours import until
 from tests.support.stores import MIB, content, key, store_directory
 
+pytestmark = pytest.mark.slow
+
 SIZE = MIB + 5
 BUDGET = "12MiB"
 BLOB = b"layout" * 1000

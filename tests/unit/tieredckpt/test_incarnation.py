@@ -216,6 +216,7 @@ def test_the_background_process_goes_back_with_its_trainer(trainer):
     assert trainer.owner.current == second.incarnation
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(ways=st.lists(st.sampled_from(["save", "background", "load", "leave"]), max_size=12))
 def test_trainer_and_background_are_always_in_one_incarnation(ways):
@@ -317,7 +318,7 @@ class Ranks(RuleBasedStateMachine):
             assert rank.owner.current == expected
 
 
-TestRanks = Ranks.TestCase
+TestRanks = pytest.mark.slow(Ranks.TestCase)
 
 
 def test_a_save_that_ends_after_a_load_says_what_its_own_incarnation_began_from():

@@ -17,6 +17,8 @@ from tieredckpt.reading import Reading
 from tieredckpt.settings import DurableSettings
 from tieredckpt.stored import ByteRange
 
+pytestmark = pytest.mark.slow
+
 CHUNK, COUNT = 64, 100_000
 
 

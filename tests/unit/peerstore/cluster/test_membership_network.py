@@ -17,6 +17,8 @@ from peerstore.cluster.roster import roster_of
 from tests.support.examples import examples
 from tests.support.gossiping import Network, node, nodes
 
+pytestmark = pytest.mark.slow
+
 ALIVE, DEAD, SUSPECT = Standing.ALIVE, Standing.DEAD, Standing.SUSPECT
 LOSSY = {"loss": 0.05, "doubled": 0.1, "delay_s": (0.001, 0.4)}
 NOTICED_S = 25.0

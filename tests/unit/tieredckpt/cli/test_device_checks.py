@@ -13,6 +13,8 @@ from tieredckpt.cli.device_checks import about_devices
 from tieredckpt.cli.findings import Verdict, about_nccl
 from tieredckpt.device import NoDevice
 
+pytestmark = pytest.mark.slow
+
 SIZE = 64 << 10
 LIMIT_S = 60.0
 

@@ -22,6 +22,8 @@ from tieredckpt.durable.store import ObjectExistsError
 from tieredckpt.errors import DurableRefusedError, TierUnavailableError
 from tieredckpt.settings import DurableSettings
 
+pytestmark = pytest.mark.slow
+
 JOB, ONE, TWO = "job", Group(1, 1, 0, "a"), Group(1, 2, 0, "a")
 DATA = content(key(1), MIB + 5)
 
