@@ -48,7 +48,7 @@ test: $(TOX)
 # Slow, nightly and system tests are left out, and properties get fewer examples: `make test` runs them in full.
 # mypy without its cache needs one core for a minute, so the tests run at the same time.
 quick: env
-	@$(MAKE) --no-print-directory --jobs 3 --output-sync=target check docs quick-tests
+	@$(MAKE) --no-print-directory --assume-old env --jobs 3 --output-sync=target check docs quick-tests
 
 .PHONY: quick-tests
 quick-tests: env

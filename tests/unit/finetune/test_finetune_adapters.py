@@ -13,6 +13,8 @@ from integration.finetune.adapters import Adapted, adapt, first_weights, merged
 from integration.finetune.job import Job
 from tests.support.tiny_models import CONFIGS, config_file
 
+pytestmark = pytest.mark.slow
+
 JOB = Job(name="a", data=(), output="o", lora=4, lora_alpha=8.0, seed=1)
 
 

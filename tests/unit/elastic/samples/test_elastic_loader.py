@@ -18,6 +18,7 @@ from tests.support.examples import examples
 from tests.support.shares import even
 
 pytestmark = [
+    pytest.mark.slow,
     # Workers are forked, since spawning them takes seconds; torch has threads, none of which holds a lock by then.
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning"),

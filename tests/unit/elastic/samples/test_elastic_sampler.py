@@ -13,6 +13,7 @@ from elastic.samples.stateful import StatefulBatches
 from tests.support.shares import even
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's, with torch 2.13
     pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker processes:UserWarning"),
