@@ -9,7 +9,8 @@ from tests.support.golden_runs import golden  # noqa: F401 - a fixture
 from tests.support.neighbours import until
 
 pytestmark = pytest.mark.e2e
-TOTAL = 400
+TOTAL = 1_000_000
+"""More steps than a job can do here before the test stops it."""
 
 
 def test_a_running_job_is_hit_where_and_when_it_was_said(golden) -> None:  # noqa: F811
