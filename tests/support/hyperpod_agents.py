@@ -27,7 +27,7 @@ from tests.support.ports import free_port, free_ports
 
 ROOT = Path(__file__).parents[2]
 _LOCAL = "127.0.0.1"
-_PATIENCE_S = 120.0
+_PATIENCE_S = 240.0
 _MARK = "TEST_POD"
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -46,12 +46,13 @@ class Pod:
         nproc: int,
         options: Sequence[str],
         environ: Mapping[str, str],
+        launcher: str,
     ) -> None:
         self.number, self.port, self.folder = number, port, folder
         self.address = f"{_LOCAL}:{port}"
         folder.mkdir(parents=True, exist_ok=True)
         command = [
-            sys.executable, "-m", "integration.hyperpod.launching", "--loopback", f"--server-port={port}",
+            sys.executable, "-m", launcher, "--loopback", f"--server-port={port}",
             f"--resource-config-dir={folder / 'config'}", f"--nnodes={nnodes}", f"--nproc-per-node={nproc}",
             "--server-log-level=warning", "--monitor-interval=0.1", f"--rdzv-id=pod{number}",
             f"--log-dir={folder / 'logs'}", "--redirects=3", "--shutdown-timeout=5", *options, *script,
@@ -119,7 +120,7 @@ class Pod:
             with contextlib.suppress(AssertionError, OSError):
                 self.post("/shutdown")
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(30)
+                self.process.wait(200)
         self.kill()
 
 
@@ -135,6 +136,7 @@ def agents(
     options: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     ready: bool = True,
+    launcher: str = "integration.hyperpod.launching",
 ) -> Iterator[list[Pod]]:
     """So many agents for ``script`` (with its arguments); in process-level mode, or with ``--inprocess-restart``.
 
@@ -157,6 +159,7 @@ def agents(
                     nproc=nproc,
                     options=[*mode, *options],
                     environ=environ or {},
+                    launcher=launcher,
                 )
             )
         if ready:

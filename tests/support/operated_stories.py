@@ -170,6 +170,12 @@ class Operated:
         return f"{told}\n{self.state}\n{kept.seen if kept else ''}\n{pods}"
 
 
+class PatientPods(LocalPods):
+    """Pods whose ranks may take any time to start."""
+
+    launcher = "tests.support.patient_agent"
+
+
 @contextlib.contextmanager
 def operated(
     folder: Path,
@@ -191,7 +197,7 @@ def operated(
         place = SimPlace(spec.name, folder / "sim")
         stack.enter_context(place.held())
         client = stack.enter_context(AgentClient(30.0))
-        pods = LocalPods(spec, 2 + spares, place.folder)
+        pods = PatientPods(spec, 2 + spares, place.folder)
         stack.callback(pods.close)
         events: list[Event] = []
         operating = Operating(spec, pods, place, client, told=lambda _, event: events.append(event), every_s=0.1)
@@ -227,8 +233,8 @@ def _node_agent(folder: Path) -> Iterator[Path]:
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen([*command, "--linger-s", "600"], env=environ, stdout=out, stderr=out)
         try:
-            until(lambda: agent_pid(directory) == process.pid, "the node's agent is there", 60)
+            until(lambda: agent_pid(directory) == process.pid, "the node's agent is there")
             yield directory
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(200)

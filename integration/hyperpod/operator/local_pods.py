@@ -52,6 +52,8 @@ class LocalPod(msgspec.Struct):
 
 class LocalPods:
     can_replace = True
+    launcher = "integration.hyperpod.launching"
+    """The module that starts an agent."""
 
     def __init__(self, spec: JobSpec, nodes: int, folder: Path) -> None:
         self._spec, self._folder = spec, folder
@@ -137,7 +139,7 @@ class LocalPods:
         with socket.create_server((_LOCAL, 0)) as free:
             port = free.getsockname()[1]
         shim = folder / "bin" / "hyperpodrun"
-        ours = [sys.executable, "-m", "integration.hyperpod.launching", "--loopback", f"--local-port={port}"]
+        ours = [sys.executable, "-m", self.launcher, "--loopback", f"--local-port={port}"]
         shim.write_text(f'#!/bin/sh\nexec {shlex.join([*ours, f"--local-dir={folder}"])} "$@"\n')
         shim.chmod(0o700)
         container = _container(group)

@@ -25,7 +25,7 @@ pytest.importorskip("hyperpod_elastic_agent")
 
 RANK = ROOT / "tests/support/operated_rank.py"
 IN_PROCESS = ROOT / "tests/support/operated_in_process.py"
-_PATIENCE_S = 180.0
+_PATIENCE_S = 240.0
 
 
 class Operator:
@@ -101,7 +101,7 @@ class Operator:
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(60)
+            self.process.wait(200)
         for pod in (self.place.folder / "pods").glob("*"):
             end_processes(pod)
 
@@ -177,7 +177,7 @@ def test_agents_that_somebody_else_started_and_a_bad_node(tmp_path):
             (tmp_path / "finish").touch()
             assert operator.wait() == 0, operator.log()
             for pod in pods:
-                assert pod.process.wait(60) == 0
+                assert pod.process.wait(200) == 0
             wait(pods, "down")
         finally:
             operator.close()

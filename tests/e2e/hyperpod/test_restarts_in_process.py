@@ -96,10 +96,12 @@ def story(folder: Path, agent_dir: Path, **options: Any) -> Iterator[Story]:
         "STORY": str(folder),
         "TIEREDCKPT_AGENT_DIRECTORY": str(agent_dir),
         "TIEREDCKPT_AGENT_BUDGET": "2GiB",
+        "TEST_HANGS": "hangs",  # in each pod's folder
     }
     (folder / "limit").write_text("0")
     script = hyperpod_inprocess.__file__
-    with agents(3, script, folder=folder / "pods", nproc=2, inprocess=True, environ=environ, **options) as pods:
+    options = {"folder": folder / "pods", "nproc": 2, "inprocess": True, "environ": environ, **options}
+    with agents(3, script, **options, launcher="tests.support.patient_agent") as pods:
         yield Story(pods, folder)
 
 
@@ -108,8 +110,7 @@ def pids(found: list[Process], pod: str = "") -> set[int]:
 
 
 def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, zygote):
-    # So long ranks may take to come back on a busy machine; the one that hangs is waited for as long.
-    with story(tmp_path, agent_dir, inprocess_timeout_s=45) as job:
+    with story(tmp_path, agent_dir, inprocess_timeout_s=5) as job:
         job.let(2)
         first = job.until_done(1)
 
@@ -145,7 +146,10 @@ def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, zygote):
         # A rank hangs and no abort wakes it: its agent does not wait for ever, and starts the pod's processes anew.
         job.breaks("hang", rank=1, step=at + 2)
         until(lambda: not (tmp_path / "break-hang").exists(), "it hangs", PATIENCE_S)
+        hangs = job.pods[0].folder / "hangs"
+        hangs.touch()
         job.again()
+        hangs.unlink()
         third = job.until_done(at + 2)
         assert not pids(third, "pod0") & pids(second)
         assert pids(third, "pod1") == pids(second, "pod1")
