@@ -30,12 +30,12 @@ def agent_pid(directory: Path) -> int | None:
     return pid if started_at(pid) >= 0 else None
 
 
-def wait_gone(pid: int, timeout_s: float = 20.0) -> None:
+def wait_gone(pid: int, timeout_s: float = 200.0) -> None:
     """Until the process is gone or only waits for init to notice, and has let go of its files."""
     assert has_ended(pid, timeout_s), f"process {pid} did not end"
 
 
-def stop_process(pid: int, timeout_s: float = 20.0) -> None:
+def stop_process(pid: int, timeout_s: float = 200.0) -> None:
     """SIGSTOP, until none of its threads runs any more: a signal that was sent has not stopped anybody yet."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + timeout_s

@@ -153,7 +153,7 @@ class Bridge:
         for seat in self.plane.seats:
             seat.close()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(200)
 
 
 @contextlib.contextmanager

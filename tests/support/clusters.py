@@ -29,7 +29,7 @@ from tieredckpt.settings import Settings, override, settings_from
 
 _QUICK = "tests.support.quick_agent"
 _ROOT = Path(__file__).resolve().parents[2]
-_PATIENCE_S = 60.0
+_PATIENCE_S = 200.0
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Host:
         environ = {**os.environ, "PYTHONPATH": str(_ROOT), **crashes.crash_at(crash_at)}
         died = (AgentUnreachableError,) if crash_at else ()
         with contextlib.suppress(*died):
-            connect_or_launch(AgentPlace(self.directory), command, environ=environ, timeout_s=90).close()
+            connect_or_launch(AgentPlace(self.directory), command, environ=environ, timeout_s=_PATIENCE_S).close()
 
     @contextlib.contextmanager
     def agent(self, job: str = "") -> Iterator[AgentNode]:

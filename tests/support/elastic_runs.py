@@ -63,7 +63,7 @@ class Job:
         """A command's JSON."""
         done = subprocess.run(
             [sys.executable, "-m", "elastic", *words, "--json"],
-            cwd=self.folder, env=self.environ, capture_output=True, check=False, timeout=60,
+            cwd=self.folder, env=self.environ, capture_output=True, check=False, timeout=200,
         )  # fmt: skip
         return json.loads(done.stdout)
 
@@ -147,7 +147,7 @@ class Job:
 
     def ended(self, one: subprocess.Popen[bytes]) -> int:
         try:
-            return one.wait(60)
+            return one.wait(200)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end\n{self.output()}") from None
 
@@ -177,7 +177,7 @@ class Job:
             if one.poll() is None:
                 one.send_signal(signal.SIGKILL)
                 one.wait()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 200
         while left := self.pids():
             assert time.monotonic() < deadline, f"left: {left}"
             time.sleep(0.01)

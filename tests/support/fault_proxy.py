@@ -4,7 +4,7 @@
 
     proxy.on("PUT", query="partNumber=3").fail(Answer(503, "SlowDown", retry_after=1))
     held = proxy.on("PUT", query="partNumber=3").hold()
-    held.reached.wait(10)
+    held.reached.wait(200)
 
 A rule meets the requests it matches in the order they arrive; ``nth`` says which of them it is for.
 """

@@ -65,7 +65,7 @@ class ControllerProcess:
             assert self._process is not None
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(20)
+                self._process.wait(200)
             self.kill()
 
 

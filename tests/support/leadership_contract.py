@@ -58,7 +58,7 @@ def one_of_many_writes_at_a_time(places: list[Leadership]) -> None:
             place: Leadership, name: str, over: LeaderRecord = record, together=together
         ) -> LeaderRecord | None:
             assert place.read() == over
-            together.wait(30)
+            together.wait(200)
             return place.write(LeaderRecord(name, over.term + 1), over)
 
         with ThreadPoolExecutor(len(places)) as pool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_PATIENCE_S = 5.0
+_PATIENCE_S = 60.0
 _LASTING_THREADS = ("fsspecIO", "asyncio_")
 """Made by a library at first use and meant to stay: the loop that fsspec has, and who resolves names for it."""
 _LASTING_CHILDREN = (b"multiprocessing",)

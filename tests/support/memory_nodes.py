@@ -27,7 +27,7 @@ from tieredckpt.agent_node import agent_command
 from tieredckpt.settings import settings_from
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PATIENCE_S = 90.0
+_PATIENCE_S = 200.0
 
 
 @dataclass

@@ -28,7 +28,7 @@ PLACES = (Path("/run/netns"), Path("/dev/shm"))
 """Where names of this kind are found: namespaces, and what hosts keep in memory."""
 _NAME = re.compile(r"hosts-test-(\d+)-")
 _CLONE_NEWNET = 0x40000000
-_PATIENCE_S = 20.0
+_PATIENCE_S = 200.0
 T = TypeVar("T")
 
 

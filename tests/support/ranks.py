@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.zygote import Running, Zygote, has_ended
 
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 200.0
 _OURS = ("TIEREDCKPT_", "AWS_")
 """Environment that tests set for their ranks."""
 

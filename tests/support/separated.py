@@ -43,7 +43,7 @@ from tieredckpt.teaming import configured_plan
 
 JOB = "separated"
 PORT = 7070
-_PATIENCE_S = 120.0
+_PATIENCE_S = 200.0
 """A dead node is noticed after some ten seconds where nobody else uses the machine."""
 _PAUSE_S = 0.05
 

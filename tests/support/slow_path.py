@@ -5,7 +5,7 @@
     with SlowPath(("127.0.0.1", port), latency_s=0.05) as path:
         happened = path.back.flip_bit(at_byte=1000)
         ...connect to path.port...
-        happened.wait(10)
+        happened.wait(200)
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Way:
         """Change what the proxy's thread waits for, and return when it has been."""
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (change(), done.set()))
-        if not done.wait(10):
+        if not done.wait(200):
             raise RuntimeError("the proxy is not running")
 
 

@@ -132,7 +132,7 @@ class StoreAgent:
         command = [sys.executable, "-m", "peerstore.cli", "serve", "--dir", str(directory), *options]
         self.process = subprocess.Popen(command, env=environ, **{"stderr": subprocess.DEVNULL, **popen})
 
-    def wait_ready(self, timeout_s: float = 30.0) -> bool:
+    def wait_ready(self, timeout_s: float = 200.0) -> bool:
         """Until it answers (true) or has ended (false)."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
@@ -152,11 +152,11 @@ class StoreAgent:
         """SIGTERM, and the exit status."""
         if self.process.poll() is None:
             self.process.terminate()
-        return self.process.wait(20)
+        return self.process.wait(200)
 
     def kill(self) -> int:
         self.process.kill()
-        return self.process.wait(20)
+        return self.process.wait(200)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from peerstore.transport.severable import Severable
 from peerstore.transport.tcp import TcpTransport
 from tests.support.tls import node_files
 
-PATIENCE_S = 20.0
+PATIENCE_S = 200.0
 
 
 class Wire:

@@ -26,7 +26,7 @@ import pytest
 
 from tests.support import crashes
 
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 200.0
 _OURS = ("TIEREDCKPT_", "AWS_")
 """Environment that tests set for their processes."""
 
@@ -127,7 +127,7 @@ class Running:
         path = Path(self._folder.name) / "lines"
         return path.read_text().splitlines() if path.exists() else []
 
-    def wait_line(self, text: str, timeout_s: float = 60.0) -> None:
+    def wait_line(self, text: str, timeout_s: float = 200.0) -> None:
         """Until the process has printed ``text``."""
         deadline = time.monotonic() + timeout_s
         while text not in self.lines():
@@ -135,7 +135,7 @@ class Running:
             assert self._status() is None or text in self.lines(), f"ended without {text!r}: {self._read('error')}"
             has_ended(self.pid, 0.01)
 
-    def wait_lines(self, count: int, timeout_s: float = 60.0) -> None:
+    def wait_lines(self, count: int, timeout_s: float = 200.0) -> None:
         """Until the process has printed so many lines, or has ended."""
         deadline = time.monotonic() + timeout_s
         while len(self.lines()) < count and self._status() is None:
@@ -278,7 +278,7 @@ class Zygote:
 
     def close(self) -> None:
         self._pipe.close()
-        self._process.join(10)
+        self._process.join(200)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

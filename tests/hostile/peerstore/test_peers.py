@@ -18,7 +18,7 @@ from peerstore.transport.tcp import TcpTransport
 from tests.hostile.peerstore.make_peers import CLOSED, FILES, HELLO, REFUSED, SECRET, cases, message
 
 HOSTILE = sorted(FILES.iterdir())
-PATIENCE_S = 20.0
+PATIENCE_S = 200.0
 MIB = 1 << 20
 
 

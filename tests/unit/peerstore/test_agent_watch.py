@@ -39,7 +39,7 @@ def test_an_agent_that_says_nothing_does_not_keep_its_watch_from_ending():
         assert frames.receive(ends[0], Request).op == "epoch"
         began = time.monotonic()
         watch.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
 
 def test_a_start_that_is_under_way_is_not_waited_for_and_no_other_follows():
@@ -57,7 +57,7 @@ def test_a_start_that_is_under_way_is_not_waited_for_and_no_other_follows():
     assert starting.wait(60)
     began = time.monotonic()
     watch.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     go_on.set()
     watch._thread.join(60)
     assert len(ends) == 2

@@ -59,7 +59,7 @@ def test_a_connection_in_the_middle_of_a_call_is_closed_with_the_client(agent):
     assert agent.request().op == "epoch"
     client.close()
     agent.answer(7)
-    caller.join(10)
+    caller.join(200)
     assert answers == [7]
     assert agent.ends[0].recv(1) == b"", "the connection was kept by a closed client"
 

@@ -187,7 +187,7 @@ class Trainer:
 
     def close(self):
         self.pipe.send(None)
-        self.process.join(10)
+        self.process.join(200)
         resource_sharer.stop(10)  # its thread gave the memory's descriptor to the other process
         assert self.process.exitcode == 0
         self.pipe.close()

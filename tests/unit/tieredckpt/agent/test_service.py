@@ -45,7 +45,7 @@ def test_a_step_that_is_still_being_verified_is_not_nothing_to_wait_for(arena, m
     may_verify, real = threading.Event(), Reading.damaged_chunks
 
     def slow(self, *args):
-        assert may_verify.wait(10)
+        assert may_verify.wait(200)
         return real(self, *args)
 
     monkeypatch.setattr(Reading, "damaged_chunks", slow)
@@ -208,7 +208,7 @@ def test_a_store_that_is_being_opened_when_the_job_moves_is_not_kept(arena, tmp_
         service.configure("job", DurableSettings(url=f"file://{tmp_path}/before"))
         asking = threading.Thread(target=ask_for_catalog, args=(service,))
         asking.start()
-        assert opened.began.wait(10)
+        assert opened.began.wait(200)
         service.configure("job", DurableSettings(url=f"file://{tmp_path}/after"))
         asking.join()
         with service.catalog("job") as catalog:
