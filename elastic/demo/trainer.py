@@ -28,6 +28,7 @@ from elastic.workers.loop import run
 from elastic.workers.world import World
 from tieredckpt import Checkpointer
 from tieredckpt.demo.trainer import CONTEXT, Transformer, corpus
+from tieredckpt.device import accelerator
 
 BATCH, MICROBATCH, SEED = 8, 2, 0
 _LOOK_EVERY = 5
@@ -63,8 +64,8 @@ class Training:
 
     def __init__(self, world: World | None = None) -> None:
         torch.manual_seed(SEED)
-        self.model = Transformer()
-        self._device = world.device if world is not None else torch.device("cpu")
+        self._device = world.device if world is not None else _only_device()
+        self.model = Transformer().to(self._device)
         if world is not None:
             mesh = world.mesh()
             for block in self.model.blocks:
@@ -145,9 +146,26 @@ def undisturbed(steps: int, tell: Teller) -> None:
         tell("bucket", step=step, sum=training.sum(), tiers=_tiers(ckpt))
 
 
+def _only_device() -> torch.device:
+    device = accelerator()
+    return device.current() if device.count() else torch.device("cpu")
+
+
+def _share_device() -> None:
+    """Let the ranks of all simulated nodes use one GPU, with deterministic kernels."""
+    if not accelerator().count():
+        return
+    os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"  # NCCL rejects two ranks of one host on one device
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
+    _share_device()
     tell = Teller(folder)
     if len(sys.argv) > 2:
         undisturbed(int(sys.argv[2]), tell)

@@ -60,9 +60,9 @@ class Transformer(nn.Module):
         self.out = nn.Linear(WIDTH, 128)
 
     def forward(self, letters: torch.Tensor) -> torch.Tensor:
-        size = letters.shape[1]
-        x = self.letters(letters) + self.places(torch.arange(size))
-        mask = torch.full((size, size), float("-inf")).triu(1)
+        size, device = letters.shape[1], letters.device
+        x = self.letters(letters) + self.places(torch.arange(size, device=device))
+        mask = torch.full((size, size), float("-inf"), device=device).triu(1)
         for block in self.blocks:
             x = block(x, mask)
         return self.out(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import threading
@@ -100,7 +101,7 @@ class Aborted:
         thread.join()
 
 
-def rank_of_two(_say, rank: int, store_port: int, meeting_port: int, backend: str):
+def rank_of_two(rank: int, store_port: int, meeting_port: int, backend: str):
     if backend == nccl_like.NAME:
         nccl_like.register()
     os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"  # else NCCL takes no two ranks on one device
@@ -117,12 +118,13 @@ def grown(sizes: dict[int, dict[str, int]], what: str) -> int:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", ["gloo", nccl_like.NAME, *REAL])
-def test_groups_are_aborted_and_made_again_a_hundred_times(zygote, backend, record_property):
+def test_groups_are_aborted_and_made_again_a_hundred_times(backend, record_property):
     store, meeting = (dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2))
-    ranks = [zygote.start(rank_of_two, rank, store.port, meeting.port, backend) for rank in range(2)]
-    try:
+    # New interpreters: a process that is forked after the first use of CUDA cannot use it.
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        ranks = [pool.apply_async(rank_of_two, (rank, store.port, meeting.port, backend)) for rank in range(2)]
         for one in ranks:
-            took_s, sizes = one.wait(timeout_s=380).result
+            took_s, sizes = one.get(timeout=380)
             assert len(took_s) == TIMES
             for what, growth in GROWTH.items():
                 assert grown(sizes, what) <= growth, (what, sizes[SETTLED], sizes[TIMES])
@@ -130,7 +132,3 @@ def test_groups_are_aborted_and_made_again_a_hundred_times(zygote, backend, reco
         for what in ("rss", "device"):
             growth_mib = grown(sizes, what) / 2**20
             record_property(f"{what} memory grows in {TIMES - SETTLED} aborts, {backend}", (growth_mib, "MiB"))
-    finally:
-        for one in ranks:
-            one.kill_if_alive()
-            one.wait()
