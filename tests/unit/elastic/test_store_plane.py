@@ -240,7 +240,7 @@ def test_another_size_is_no_stop_where_the_processes_stay(server):
     plane.close()
 
 
-PATIENCE = Patience(look_s=0.2, answer_s=1.0, connect_s=1.0)
+PATIENCE = Patience(look_s=0.2, answer_s=3.0, connect_s=5.0)
 """Torch's own client waits for ever for the answer of a server that is stopped."""
 
 
@@ -262,6 +262,7 @@ def stoppable(zygote):
         yield server, planes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [
@@ -283,6 +284,7 @@ def test_no_call_waits_for_a_store_that_is_stopped(stoppable, call):
     closed.result(PATIENCE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_rank_waits_for_others_at_a_store_that_is_stopped(stoppable, rank):
     server, start = stoppable
@@ -294,6 +296,7 @@ def test_no_rank_waits_for_others_at_a_store_that_is_stopped(stoppable, rank):
         coming.result(PATIENCE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wait", [lambda plane: plane.pause(3), lambda plane: plane.gather("the end")], ids=["pause", "gather"]
 )
