@@ -1,4 +1,4 @@
-"""The driver of random faults, on three small seeds of its own: thousands are for the night."""
+"""The driver of random faults, with one small seed; `make nightly` runs thousands."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from tests.faults.judge import Fault, Violation
 from tests.faults.schedule import Kind, Shape
 from tests.faults.seed import Outcome, Took
 
-SEEDS = ("27", "92", "20")
-"""A rank killed just after sealed memory was damaged, with a durable tier; a rank killed and the whole job stopped and
-started again; a segmentation fault, and an agent killed, with saves at every fourth step."""
+SEED = "27"
+"""A rank killed just after sealed memory was damaged, with a durable tier."""
 
 
 @pytest.mark.e2e
 @pytest.mark.timeout(280)
-def test_a_few_seeds_hold(tmp_path, capsys):
+def test_driver_finds_no_violation_in_one_seed(tmp_path, capsys):
     words = ["--per-seed", "2", "--steps", "250", "--out", str(tmp_path), "--patience", "120"]
-    assert main(["--seed", *SEEDS, *words]) == 0, capsys.readouterr().out
+    assert main(["--seed", SEED, *words]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
-    assert "6 faults in 3 seeds, 0 more that met nobody, 0 seeds with violations" in said, said
+    assert "2 faults in 1 seeds, 0 more that met nobody, 0 seeds with violations" in said, said
     assert "rank killed" in said
     assert "rendezvous" in said, "no stage of a recovery was found in the ledger"
 

@@ -27,7 +27,7 @@ from tests.support.revision import revision
 ROOT = Path(__file__).parents[2]
 PLACE = ROOT / "build/nightly"
 MARKED = "nightly and not system"
-_SCHEDULES, _FIRST, _AT_ONCE = {"simulation": 240_000, "worlds": 200_000}, 2_000, 20_000
+_SCHEDULES, _FIRST, _AT_ONCE = {"simulation": 240_000, "worlds": 200_000}, 1_000, 20_000
 _TORCH, _PYTHON = ("2.7", "2.13", "2.14"), ("py310", "py311", "py312", "py313")
 _CLONE = """clone=build/nightly/clone; trap "rm -rf $clone" EXIT
 rm -rf $clone; git clone -q . $clone; make -C $clone demo ARGS="""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.simulation.schedule import schedule_of
 
-IN_A_TEST_RUN = 2_000
+IN_A_TEST_RUN = 1_000
 """One in eight with parities. ``make nightly`` goes on from there: more than a hundred times as many."""
 AT_ONCE = 2
 

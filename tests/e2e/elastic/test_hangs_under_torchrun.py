@@ -15,7 +15,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "rank"), [pytest.param("hang", 1, marks=pytest.mark.nightly), ("stop", 0), ("native", 2)]
+    ("kind", "rank"),
+    [
+        pytest.param("hang", 1, marks=pytest.mark.nightly),
+        pytest.param("stop", 0, marks=pytest.mark.nightly),
+        ("native", 2),
+    ],
 )
 def test_a_job_whose_rank_hangs_goes_on_by_itself(agent_dir: Path, tmp_path: Path, zygote, kind: str, rank: int):
     """Rank 0 is the one that judges the others: who judges may hang, too."""

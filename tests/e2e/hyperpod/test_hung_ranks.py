@@ -25,7 +25,7 @@ NEW_PROCESSES = ()
         pytest.param(IN_PROCESS, "stop", 0, marks=pytest.mark.nightly),
         pytest.param(IN_PROCESS, "native", 2),
         pytest.param(NEW_PROCESSES, "hang", 3, marks=pytest.mark.nightly),
-        pytest.param(NEW_PROCESSES, "stop", 2),
+        pytest.param(NEW_PROCESSES, "stop", 2, marks=pytest.mark.nightly),
         pytest.param(NEW_PROCESSES, "native", 0, marks=pytest.mark.nightly),
     ],
 )

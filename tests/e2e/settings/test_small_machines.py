@@ -1,5 +1,6 @@
 """A machine that is too small: for the arena's tmpfs, for the durable tier's disk. Said clearly, nothing lost."""
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -43,11 +44,13 @@ def mounted(tmp_path):
 
 
 def fill(path):
-    """Somebody else takes all the room there is left."""
-    free = os.statvfs(path.parent)
+    """Take all the space that is left, also while another process takes some."""
+    size = 0
     with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
-    assert os.statvfs(path.parent).f_bavail == 0
+        while blocks := (free := os.statvfs(path.parent)).f_bavail:
+            with contextlib.suppress(OSError):  # fewer blocks are free by now
+                os.posix_fallocate(file.fileno(), size, blocks * free.f_frsize)
+                size += blocks * free.f_frsize
     return path
 
 
