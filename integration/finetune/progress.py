@@ -17,10 +17,33 @@ _LOOK_S = 0.2
 
 
 class Progress:
-    """One rank's end. Ranks but the first write nothing."""
+    """One rank's end. Ranks but the first write nothing.
+
+    The line of the newest step is part of the checkpoint: a fault may interrupt the first rank before it has written
+    the line of a step that the next world does not repeat.
+    """
 
     def __init__(self, path: Path, *, rank: int) -> None:
         self._path = path if rank == 0 else None
+        self._newest: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"newest": dict(self._newest)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._newest = dict(state["newest"])
+
+    def recover(self) -> None:
+        """Write the line of the restored step if the file has none."""
+        if self._path is not None and self._newest:
+            steps = {line.get("step") for line in lines(self._path)[0]}
+            if self._newest["step"] not in steps:
+                self.write(**self._newest)
+
+    def write_step(self, **values: Any) -> None:
+        """Write the line of a completed step."""
+        self._newest = values
+        self.write(**values)
 
     def write(self, **values: Any) -> None:
         """One line, all of it or, on a machine that goes down, none."""

@@ -74,7 +74,8 @@ def _steps(world: World, job: Job, brought: Prepared, size: Sized, loader: Elast
     batch = size.plan.global_batch
     rewarm = Rewarm(job.rewarm)
     rate = ElasticRate(optimizer, size.rule, global_batch=batch, world_size=world.size, rewarm=rewarm)
-    state = {"model": models.inner(model), "optim": optimizer, "data": loader, "rate": rate}
+    progress = Progress(job.progress_file, rank=world.rank)
+    state = {"model": models.inner(model), "optim": optimizer, "data": loader, "rate": rate, "progress": progress}
     ckpt = Checkpointer(
         f"tiered://{job.name}",
         every=job.every,
@@ -84,11 +85,11 @@ def _steps(world: World, job: Job, brought: Prepared, size: Sized, loader: Elast
     )
     with rate, ckpt:
         restored = ckpt.restore(state)
+        progress.recover()
         if restored < 0:
             models.give_first_weights(model, brought.config, job, world)
         place = loader.place
         total = total_steps(job, samples=len(brought.corpus), done=place.cursor, step=place.step, batch=batch)
-        progress = Progress(job.progress_file, rank=world.rank)
         turns = _Turns(job, size, world, model, ExactGradients(model, tree=job.exact))
         for step in world.steps(restored + 1, total, checkpoint=(ckpt, state)):
             began = time.perf_counter()
@@ -102,10 +103,9 @@ def _steps(world: World, job: Job, brought: Prepared, size: Sized, loader: Elast
             if world.check(result.loss):
                 optimizer.step()
             work.commit()
-            ckpt.save(state, step)
             tokens = int(result.weight)
             world.report(loss=result.loss, tokens=tokens, samples=work.samples)
-            progress.write(
+            progress.write_step(
                 step=step,
                 steps=total,
                 loss=result.loss,
@@ -116,6 +116,7 @@ def _steps(world: World, job: Job, brought: Prepared, size: Sized, loader: Elast
                 ranks=world.size,
                 seconds=round(time.perf_counter() - began, 6),
             )
+            ckpt.save(state, step)  # after the line, which is part of the state
         with world.unwatched():
             export(model, brought.config, brought.tokenizer, job, rank=world.rank)
         progress.write(done=total, model=str(job.model_folder))
