@@ -87,8 +87,9 @@ class Environment:
         say("Installing tieredckpt and its dependencies (0.1 GB; about half a minute once downloaded) ...")
         pinned = [word for name in packages for word in ("-c", str(_HERE / name))]
         self._pip(*pinned, "-r", str(_HERE / "demo.txt"), "-e", str(ROOT))
-        # This compiles the modules once, before several processes import them at the same time.
-        run(str(self.python), "-c", "import elastic.demo.trainer")
+        # Several processes import these modules at the same time, and more slowly while there is no bytecode.
+        modules = "elastic.cli, elastic.control.supervisor, elastic.demo.trainer, tieredckpt.agent.__main__"
+        run(str(self.python), "-c", f"import sys; sys.dont_write_bytecode = False; import {modules}")
 
     def _pip(self, *words: str) -> None:
         """Install; on a terminal pip shows its progress. Compiling only what is imported halves the CPU time."""
