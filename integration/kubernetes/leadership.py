@@ -105,8 +105,10 @@ def leadership(url: SplitResult, duration_s: float) -> LeaseLeadership:
 def _own_namespace(url: SplitResult) -> str:
     try:
         return _NAMESPACE.read_text().strip()
-    except OSError:
+    except FileNotFoundError:
         raise PolicyError(f"{url.geturl()}: this is no pod: write kubernetes://NAMESPACE/NAME") from None
+    except OSError as error:
+        raise PolicyError(f"{url.geturl()}: cannot read this pod's namespace from {_NAMESPACE}: {error}") from error
 
 
 def _record(lease: dict[str, Any]) -> LeaderRecord:
