@@ -15,24 +15,28 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from elastic.control.plane import ControlPlane, Notice
 
 log = logging.getLogger(__name__)
 
-_HUNG_STATUS = 1
+_STATUS = 1
 _SHARE = 0.9
 """Share of the coordinator's time limit after which the process exits by itself."""
 
 
-def _exit() -> None:
-    os._exit(_HUNG_STATUS)
+def exit_with_stacks() -> NoReturn:
+    """End a process that hangs, with the stacks of its threads in its log. Errors and handlers could not end it."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be replaced
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    os._exit(_STATUS)
 
 
 class LeaveDeadline:
     """Deadline of one process. The training thread reports stages; a notice from the plane starts it."""
 
-    def __init__(self, plane: ControlPlane, end: Callable[[], None] = _exit) -> None:
+    def __init__(self, plane: ControlPlane, end: Callable[[], None] = exit_with_stacks) -> None:
         self._changed = threading.Condition()
         self._end = end
         self._epoch = -1
@@ -77,6 +81,4 @@ class LeaveDeadline:
                 time.monotonic() - self._since,
                 self._stage,
             )
-            with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be replaced
-                faulthandler.dump_traceback(sys.stderr, all_threads=True)
             self._end()

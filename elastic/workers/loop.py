@@ -175,6 +175,7 @@ class _Rank(Generic[T]):
         self._faults = faults
         self._plane = plane
         self._policy = policy
+        self._deadline = LeaveDeadline(plane)  # before any watch, whose abort may hang
         self._groups: Groups | NoGroups | None = None
         self._fence: Fence | None = None
         """Of the world whose groups these are."""
@@ -186,7 +187,6 @@ class _Rank(Generic[T]):
         """What the train function returned, once it has and that was heard."""
 
     def run(self) -> Ended[T]:
-        self._deadline = LeaveDeadline(self._plane)  # before the watch: its abort may hang
         watch = Watch(self._plane, self._abort, self._cut_again)
         try:
             with signals_to(watch, usual_wishes(self._policy.grace_s)):

@@ -25,11 +25,8 @@ in a world of any size.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
-import os
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +41,7 @@ from elastic.control.running_clock import since_boot
 from elastic.errors import ControlLostError, DeadlineError, GaveUpError, StaleEpochError
 from elastic.rootless.store import RootlessStore
 from elastic.workers.hang_judge import BEAT_S, FIRST_WORD, QUIET_BEATS, Heartbeats, Judge
+from elastic.workers.leave_deadline import exit_with_stacks
 from peerstore.decode import from_json
 
 log = logging.getLogger(__name__)
@@ -52,7 +50,6 @@ _PREFIX = "elastic/plane"
 _LONG = timedelta(days=1)
 LEAVE_S = 10.0
 """So long a rank may take to leave a world in which somebody hangs: it may be the one."""
-_HUNG_STATUS = 1
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -357,9 +354,7 @@ class StorePlane:
             if self._changed.wait_for(lambda: self._left, leave_s):
                 return
         log.error("epoch %d: %s; this process has not left it for %g s and ends", self._epoch, reason, leave_s)
-        with contextlib.suppress(ValueError, OSError, AttributeError):  # what was put in the place of stderr
-            faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        os._exit(_HUNG_STATUS)
+        exit_with_stacks()
 
     def _heard(self, event: _Event) -> None:
         with self._changed:
