@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 TIMES, SETTLED, AROUND = 100, 10, 5
 ELEMENTS = 1 << 16
 GROWTH = {"descriptors": 2, "threads": 2, "rss": 64 << 20, "device": 32 << 20}
-"""What a rank, and the device, may have more of after all epochs than after the first few."""
+"""Growth allowed in a rank, and on the device, from the first few epochs to the last."""
 REAL = [usual_backend()] if accelerator().count() else []
 PATIENCE = timedelta(minutes=5)
 

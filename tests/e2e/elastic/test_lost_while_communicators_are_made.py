@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.elastic_runs import Job, kill
+from tests.support.elastic_runs import elastic_job
 
 pytestmark = pytest.mark.e2e
 
@@ -35,15 +35,9 @@ train()
 
 
 @pytest.fixture
-def job(tmp_path):
-    one = Job(tmp_path)
-    yield one
-    for process in one.started:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    for pid in one.pids():
-        kill(pid)
+def job():
+    with elastic_job() as one:
+        yield one
 
 
 @pytest.mark.parametrize("mode", ["blocking", "nonblocking"])

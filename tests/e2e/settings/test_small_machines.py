@@ -1,6 +1,6 @@
 """A machine that is too small: for the arena's tmpfs, for the durable tier's disk. Said clearly, nothing lost."""
 
-import contextlib
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -44,12 +44,16 @@ def mounted(tmp_path):
 
 
 def fill(path):
-    """Take all the space that is left, also while another process takes some."""
+    """Take all free space, even if another process takes some meanwhile."""
     size = 0
     with path.open("wb") as file:
         while blocks := (free := os.statvfs(path.parent)).f_bavail:
-            with contextlib.suppress(OSError):  # fewer blocks are free by now
+            try:
                 os.posix_fallocate(file.fileno(), size, blocks * free.f_frsize)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:  # else fewer blocks are free by now
+                    raise
+            else:
                 size += blocks * free.f_frsize
     return path
 

@@ -405,7 +405,7 @@ def test_where_nobody_knows_who_hangs_those_that_do_not_come_are_started_anew_an
     assert job.did(Form).nodes == ("a", "b", "d")
 
 
-def test_rank_that_does_not_leave_after_a_fault_is_replaced_after_the_leave_timeout():
+def test_leave_timeout_replaces_a_rank_after_a_fault():
     job = Told(FOUR, "abcd")
     job.tell(RankFault("a", 1, 0, 0, "x"), at_s=10)
     job.ready("a", "b", "d")

@@ -1,4 +1,4 @@
-"""The progress file of a fine-tuning job: one line for every step, also after a fault."""
+"""The progress file of a fine-tuning job: one line for every step, even after a fault."""
 
 from __future__ import annotations
 
