@@ -31,7 +31,7 @@ INPUTS := cat pyproject.toml tox.ini requirements/*.txt
 .PHONY: env
 env: $(TOX)
 	@$(INPUTS) | cmp -s - $(BIN)/installed-from || { \
-	    echo "Installing the packages for tests and checks in .tox/py (2.4 GB; 3 to 10 minutes) ..." && \
+	    echo "Installing the packages for tests and checks in .tox/py (2.4 GB; 2 to 10 minutes) ..." && \
 	    $(TOX) -e py --notest $$(if [ -t 1 ]; then echo -vv; fi) && $(INPUTS) > $(BIN)/installed-from; }
 test test-system: env
 
@@ -90,7 +90,7 @@ docs: env
 	@$(BIN)/python docs/build.py $(ARGS)
 
 bench: $(TOX)
-	@[ -d .tox/bench ] || echo "Installing the packages for benchmarks in .tox/bench (2.4 GB; 3 to 10 minutes) ..."
+	@[ -d .tox/bench ] || echo "Installing the packages for benchmarks in .tox/bench (2.4 GB; 2 to 10 minutes) ..."
 	$(TOX) -q -e bench -- $(ARGS)
 
 clean:

@@ -82,9 +82,9 @@ class Environment:
         if packages:
             (wanted,) = re.findall(r"(?m)^torch==(\S+)", (_HERE / "torch.txt").read_text())
             size = "0.2 GB for a build without CUDA, about 3 GB with it"
-            say(f"Installing torch {wanted} ({size}; about 1 minute once downloaded) ...")
+            say(f"Installing torch {wanted} ({size}; less than a minute once downloaded) ...")
             self._pip("-r", str(_HERE / "torch.txt"))
-        say("Installing tieredckpt and its dependencies (0.1 GB; about half a minute once downloaded) ...")
+        say("Installing tieredckpt and its dependencies (0.1 GB; less than a minute once downloaded) ...")
         pinned = [word for name in packages for word in ("-c", str(_HERE / name))]
         self._pip(*pinned, "-r", str(_HERE / "demo.txt"), "-e", str(ROOT))
         # Several processes import these modules at the same time, and more slowly while there is no bytecode.

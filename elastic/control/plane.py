@@ -39,8 +39,10 @@ class Notice(msgspec.Struct, frozen=True):
     reason: str
     """For people: ``node n3 was asked back``."""
     deadline_s: float | None = None
-    """Seconds left, when the notice was read, until who has not stopped is stopped. ``None``: no hurry. In a broken
-    world: until the process of a rank that has not left it is replaced."""
+    """Seconds left, when the notice was read; ``None`` for no limit.
+
+    A rank that has not stopped by then is stopped. In a broken world, a process that has not left is replaced.
+    """
 
 
 class Assignment(msgspec.Struct, frozen=True):

@@ -51,7 +51,7 @@ class End(NamedTuple):
 
     token: str
     why: str = ""
-    """A reason to log, where there is one."""
+    """The reason to log; empty for none."""
 
 
 class Cut(NamedTuple):

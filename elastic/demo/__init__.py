@@ -45,7 +45,7 @@ def main(*, as_json: bool = False, keep: Path | None = None) -> int:
             "PYTHONWARNINGS": "ignore",
         }
         console.print("[bold]Train a transformer with FSDP2 on two simulated nodes, through faults and resizes[/]")
-        console.print("This takes about a minute on two idle cores, and longer on a busy machine.")
+        console.print("This takes about two minutes on two idle cores, and longer on a busy machine.")
         story = cleanup.enter_context(contextlib.closing(Story(keep, memory, environ, console.print)))
         story.play()
         losses = losses_of(story.told("step"))

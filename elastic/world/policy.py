@@ -38,8 +38,11 @@ class ScalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     restart_timeout_s: float = 300.0
     """How long the ranks of a node may take to be ready; then they are started anew, and the next time given up."""
     leave_timeout_s: float = 10.0
-    """Seconds a live process may take to leave a broken world; then another process replaces it. After a hang the limit
-    is 4 s at most. No longer than ``restart_timeout_s``, the limit of the new process."""
+    """Seconds that a live process may take to leave a broken world.
+
+    Then another process replaces it. After a hang the limit is 4 s at most. No longer than ``restart_timeout_s``, the
+    limit of the new process.
+    """
     startup_timeout_s: float | None = None
     """How long the first world may take to begin."""
 

@@ -19,8 +19,8 @@ _LOOK_S = 0.2
 class Progress:
     """One rank's end. Ranks but the first write nothing.
 
-    The line of the newest step is part of the checkpoint: a fault may interrupt the first rank before it has written
-    the line of a step that the next world does not repeat.
+    The line of the newest step is part of the checkpoint. A fault may interrupt the first rank before it has written
+    that line, and the next world does not repeat a completed step.
     """
 
     def __init__(self, path: Path, *, rank: int) -> None:

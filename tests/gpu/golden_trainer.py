@@ -1,8 +1,8 @@
 """A deterministic training for :mod:`tests.gpu.golden`: one rank is killed at one point of one step.
 
-Arguments: the folder of the events, ``ddp`` or ``fsdp``, the device type, the number of steps, the step of the fault,
-and its place (``none``, ``before``, ``inside`` or ``after`` the backward pass). The last one is the number of processes
-that must be warm before the fault.
+Arguments: the folder of the events, ``ddp`` or ``fsdp``, the device type, the number of steps, the step of the fault.
+Then its place: ``none``, ``before``, ``inside`` or ``after`` the backward pass. The last one is the number of
+processes that must be warm before the fault.
 """
 
 from __future__ import annotations
