@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-import torch.distributed as dist
 
 from peerstore.cluster.addresses import check_address, node_at
 from peerstore.cluster.discovery import HeadlessDns, StaticList, parse_discovery
-from peerstore.cluster.job_store import StoreDiscovery
 from peerstore.cluster.node_files import HYPERPOD_FILE, NodesFile, PodResourceConfig
 from peerstore.cluster.nodes import Node, NodeId
 from peerstore.cluster.topology import labels_from_kubernetes, read_labels
-from peerstore.errors import InvalidNameError, ProtocolError, RequestError, UnavailableError
+from peerstore.errors import InvalidNameError, RequestError, UnavailableError
 from tests.support.examples import examples
 
 ADDRESSES = ["10.0.0.3", "10.0.0.1", "10.0.0.2"]
@@ -92,34 +88,7 @@ class Dns(Source):
         return HeadlessDns("agents.svc", 7070, resolve=self.resolve, clock=lambda: 1e9)
 
 
-class JobStore(Source):
-    """A new set of nodes is a new round: what opens it then is told so."""
-
-    def __init__(self, directory):
-        super().__init__(directory)
-        self.store = dist.HashStore()
-
-    def tell(self, addresses):
-        self.version += 1
-        self.count = len(addresses)
-        for index, one in enumerate(plain(addresses)):
-            self.at(index, one).roster() if index == self.count - 1 else self.put(index, one)
-
-    def put(self, index, one):
-        with contextlib.suppress(UnavailableError):
-            self.at(index, one, timeout_s=0.001).roster()
-
-    def at(self, index, me, timeout_s=10.0):
-        return StoreDiscovery(self.store, index=index, count=self.count, round=self.version, me=me, timeout_s=timeout_s)
-
-    def break_it(self):
-        self.version += 1
-
-    def open(self):
-        return self.at(0, None, timeout_s=0.01)
-
-
-SOURCES = {"static": Static, "file": File, "hyperpod": HyperPod, "dns": Dns, "store": JobStore}
+SOURCES = {"static": Static, "file": File, "hyperpod": HyperPod, "dns": Dns}
 
 
 @pytest.fixture(params=SOURCES)
@@ -157,7 +126,7 @@ def test_a_change_is_noticed_and_has_a_higher_version(source):
     discovery = source.open()
     before = discovery.roster()
     source.tell(ADDRESSES[1:])
-    after = (source.open() if isinstance(source, JobStore) else discovery).roster()
+    after = discovery.roster()
     assert list(after.nodes) == plain(ADDRESSES[1:])
     assert after.version > before.version
 
@@ -168,14 +137,10 @@ def test_what_cannot_be_asked_is_unknown_not_empty_and_may_be_known_later(source
     discovery = source.open()
     discovery.roster()
     source.break_it()
-    if isinstance(source, JobStore):
-        discovery = source.open()
     for _ in range(2):
         with pytest.raises(UnavailableError):
             discovery.roster()
     source.tell(ADDRESSES[:2])
-    if isinstance(source, JobStore):
-        discovery = source.open()
     assert list(discovery.roster().nodes) == plain(ADDRESSES[:2])
 
 
@@ -400,82 +365,6 @@ def test_no_addresses_and_no_such_name_are_unknown():
 def test_a_pod_with_addresses_of_both_families_is_one_node():
     discovery = HeadlessDns("x", resolve=lambda *_: ["fd00::1", "10.0.0.1", "10.0.0.1"])
     assert [one.id for one in discovery.roster().nodes] == ["10.0.0.1"]
-
-
-# -- the job's store --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["hash", "file", "tcp"])
-def torch_store(request, tmp_path):
-    if request.param == "hash":
-        yield dist.HashStore()
-    elif request.param == "file":
-        yield dist.FileStore(str(tmp_path / "store"), -1)
-    else:
-        yield dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20), use_libuv=True
-        )
-
-
-def registered(store, index, count, **options):
-    me = Node(NodeId(f"n{index}"), f"10.0.0.{index}:7070", (("rack", f"r{index}"),), 1 << 30)
-    return StoreDiscovery(store, index=index, count=count, me=me, **{"round": 1, "timeout_s": 20, **options})
-
-
-def test_all_nodes_of_a_round_meet_in_the_jobs_store(torch_store):
-    with ThreadPoolExecutor(4) as pool:
-        rosters = list(pool.map(lambda index: registered(torch_store, index, 4).roster(), range(4)))
-    assert {roster.mark for roster in rosters} == {rosters[0].mark}
-    assert (rosters[0].version, [one.id for one in rosters[0].nodes]) == (1, ["n0", "n1", "n2", "n3"])
-    assert rosters[0].nodes[3].labels == (("rack", "r3"),)
-
-
-def test_who_did_not_come_is_named(torch_store):
-    for index in (0, 2):
-        with pytest.raises(UnavailableError):
-            registered(torch_store, index, 4, timeout_s=0.05).roster()
-    with pytest.raises(UnavailableError, match=r"2 of 4 nodes .* after 0.05 s \(round 1\): number 1, 3"):
-        registered(torch_store, 0, 4, timeout_s=0.05).roster()
-    with pytest.raises(UnavailableError, match="number 0, 1, 2, 3, 4, 5, 6, 7 and 1 more"):
-        registered(torch_store, 9, 10, round=2, timeout_s=0.05).roster()
-
-
-def test_nodes_of_another_round_are_not_looked_at(torch_store):
-    registered(torch_store, 0, 1).roster()
-    other = StoreDiscovery(torch_store, index=0, count=1, round=2, me=None, timeout_s=0.05)
-    with pytest.raises(UnavailableError):
-        other.roster()
-
-
-def test_what_is_not_a_node_in_the_store_is_refused():
-    store = dist.HashStore()
-    store.set("peerstore/1/1", "garbage")
-    with pytest.raises(ProtocolError, match="'peerstore/1/1' is not a node"):
-        registered(store, 0, 2).roster()
-
-
-def test_two_nodes_with_one_name_in_the_store_are_refused():
-    store = dist.HashStore()
-    with pytest.raises(UnavailableError):
-        registered(store, 0, 2, timeout_s=0.01).roster()
-    twin = StoreDiscovery(store, index=1, count=2, round=1, me=Node(NodeId("n0"), "b:1"))
-    with pytest.raises(RequestError, match="'n0' is listed twice"):
-        twin.roster()
-
-
-def test_a_store_whose_server_is_gone_is_unknown():
-    class Gone:
-        def set(self, key, value):
-            raise dist.DistNetworkError("Broken pipe")
-
-    with pytest.raises(UnavailableError, match="Broken pipe"):
-        registered(Gone(), 0, 2).roster()
-
-
-@pytest.mark.parametrize(("index", "count", "number"), [(0, 0, 0), (2, 2, 0), (-1, 2, 0), (0, 1, -1)])
-def test_a_place_that_is_none_is_refused(index, count, number):
-    with pytest.raises(RequestError):
-        StoreDiscovery(dist.HashStore(), index=index, count=count, round=number, me=None)
 
 
 # -- names and labels -------------------------------------------------------------------------------------------------
